@@ -106,6 +106,7 @@ CHANGED_BY = {
     "config": "rules.settings",
     "paused_at": "rules.operator",
     "stopping": "rules.stopping",
+    "is_over": "rules.ending",
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "update"}
 MAX_MODULES, MAX_FLOORS, MAX_LINES = 16, 6, 600

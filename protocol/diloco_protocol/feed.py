@@ -206,6 +206,7 @@ class Totals:
     contributions: int = 0  # whole ones, in versions
     steps: int = 0  # optimizer steps of the run's workers; see `diloco_protocol.messages.Progress`
     tokens: int = 0  # that went into versions, as reported
+    seconds: int = 0  # in which rounds could close
     bytes_up: int = 0
     deaths: int = 0
     refused: Mapping[str, Any] = field(default_factory=dict)  # work refused: how often, by reason
@@ -281,6 +282,20 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class End:
+    """The end that the run was given, and how far it is; None: no such end."""
+
+    max_rounds: int | None = None
+    token_budget: int | None = None
+    max_time_s: float | None = None
+    rounds: int = 0  # made so far
+    tokens: int = 0  # in counted work
+    seconds: int = 0  # in which rounds could close
+    last_round: int | None = None  # its number, once it is known
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Everything the broker says about itself at one moment."""
 
@@ -298,6 +313,7 @@ class Snapshot:
     waiting_for: str | None = None  # completes "the run waits"
     ended: bool = False  # rounds were made, and all workers have left as done
     paused_for_s: float | None = None
+    end: End | None = None  # None: nobody has set one, or a broker that does not say
     round: Round | None = None
     counts: Counts = Counts()
     model: Model | None = None

@@ -5,13 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from diloco_worker.core.restarts import RUN_IS_OVER
+
 if TYPE_CHECKING:
     from diloco_worker.client import DiLoCoClient
     from diloco_worker.hook import DiLoCoWorker
     from diloco_worker.model.model_manifest import manifest_of
     from diloco_worker.training.pulled_model import GlobalParameters
 
-__all__ = ["DiLoCoClient", "DiLoCoWorker", "GlobalParameters", "manifest_of"]
+__all__ = ["RUN_IS_OVER", "DiLoCoClient", "DiLoCoWorker", "GlobalParameters", "manifest_of"]
 
 _HOMES = {
     "DiLoCoClient": "diloco_worker.client",

@@ -52,6 +52,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether you a
 
 # What an option that is set while the run goes on needs to have said besides.
 _ALSO = {"sync_every": " From each worker's next cycle on.", "quorum": " 0: wait for all."}
+_ALSO |= dict.fromkeys(("max_rounds", "token_budget", "max_time"), " 0: no such end.")
 
 
 def _control(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:

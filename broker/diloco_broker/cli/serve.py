@@ -85,9 +85,9 @@ def serve(
 ) -> None:
     """Serve a run until SIGTERM or Ctrl-C. The run survives both: workers train on and come back.
 
-    A second signal ends at once. Exit codes: 0 ended by a signal or by
-    shutdown --restarting, 3 the run is over (diloco-broker shutdown), 2 it
-    could not start, 1 an error.
+    A second signal ends at once. Exit codes: 0 ended by a signal, by shutdown
+    --restarting, or by --max-rounds, --token-budget or --max-time, 3 the run
+    is over (diloco-broker shutdown), 2 it could not start, 1 an error.
     """
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
@@ -119,7 +119,7 @@ def serve(
     finally:
         if page is not None:
             page.close()
-    if broker.run_is_over:
+    if broker.run_is_over and not broker.is_complete:
         raise typer.Exit(RUN_IS_OVER)
 
 

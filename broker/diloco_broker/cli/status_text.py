@@ -31,6 +31,7 @@ def as_text(data: Data, room: int | None = None) -> str:
         ("security", [_SECURITY.get(data.get("security", ""), "")]),
         ("pushes" if data["mode"] == "async" else "round", _round(data)),
         ("last", _last(data)),
+        ("ends", _ends(data.get("end") or {})),
         ("workers", _workers(data)),
         ("model", _model(data)),
         ("optimizer", _optimizer(data["outer"], data.get("fragments", ()), data["round"] or {})),
@@ -60,6 +61,18 @@ def _state(data: Data) -> str:
     if state == "paused" and data.get("paused_for_s") is not None:
         return f"paused for {span(data['paused_for_s'])}"
     return f"waiting {data['waiting_for']}" if state == "waiting" else state
+
+
+def _ends(end: Data) -> Iterable[str]:
+    """What the run was given, and how much of it is used up."""
+    if end.get("max_rounds") is not None:
+        yield f"{end['rounds']} of {end['max_rounds']} rounds"
+    if end.get("token_budget") is not None:
+        yield f"{end['tokens']} of {end['token_budget']} tokens"
+    if end.get("max_time_s") is not None:
+        yield f"{span(end['seconds'])} of {span(end['max_time_s'])}"
+    if end.get("is_over"):
+        yield "the run is over"
 
 
 def _round(data: Data) -> Iterable[str]:

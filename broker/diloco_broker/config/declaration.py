@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco_broker.config import duration
 from diloco_broker.config.option import (
     ADDRESS,
     BELOW_HALF,
     BELOW_ONE,
+    DURATION,
     FINITE,
     SWITCH,
     UP_TO_ONE,
@@ -27,6 +29,7 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.fragments import PATTERNS, longest_delay
 from diloco_protocol.messages import MERGES, MODES, WEIGHTS
+from diloco_protocol.ranges import MOST
 
 AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median")
 AUTO = "auto"
@@ -91,6 +94,26 @@ class Options:
         whole(0),
         "Refuse a worker whose model has more elements, of all its tensors; 0: any number.",
         if_none="as many as the machine, or its container, has memory for",
+    )
+
+    max_rounds: int | None = RUN.option(
+        None,
+        whole(1, MOST_ROUNDS),
+        "The run is over after this number of rounds; in async mode, of applied pushes.",
+        if_none="until somebody ends it",
+    )
+    token_budget: int | None = RUN.option(
+        None,
+        whole(1, MOST),
+        "The run is over once the counted work was computed from this number of tokens, as workers "
+        "report them.",
+        if_none="any number",
+    )
+    max_time: str | None = RUN.option(
+        None,
+        DURATION,
+        "The run is over with the round in which it has been trained for so long: 90s, 30m, 36h or 7d.",
+        if_none="any time",
     )
 
     outer: str | None = OUTER.option(
@@ -312,6 +335,11 @@ class Options:
     @property
     def is_async(self) -> bool:
         return self.mode == "async"
+
+    @property
+    def max_seconds(self) -> float | None:
+        """`max_time` as a number."""
+        return None if self.max_time is None else duration.seconds(self.max_time)
 
     @property
     def outer_name(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field
 from typing import Any
 
+from diloco_broker.config import duration
 from diloco_broker.config.schedule import CONSTANT, MOST_ROUNDS, Schedule
 from diloco_protocol.errors import UsageError
 
@@ -122,6 +123,18 @@ def schedule(value: str, bounds: str, fits: Callable[[Schedule], bool]) -> Rule:
 
     what = f"{CONSTANT}, linear:R[:{value}] or cosine:R[:{value}], with R from 1 to {MOST_ROUNDS} rounds"
     return Rule(f"{what} and {value} {bounds}", holds, lambda text: str(text)[:60])
+
+
+def _is_duration(text: Any) -> bool:
+    try:
+        return duration.seconds(text) > 0
+    except ValueError:
+        return False
+
+
+DURATION = Rule(
+    "a span of time like 90s, 30m, 36h or 7d", _is_duration, lambda text: f"{text!s:.60}"
+)
 
 
 def path_of(what: str) -> Rule:

@@ -194,10 +194,14 @@ class SetOuterOptimizer:
 
 @dataclass(frozen=True)
 class End:
-    """End the broker in an orderly way: an operator asked for it. `restarting` is as in `Stop`."""
+    """End the broker in an orderly way: an operator asked for it. `restarting` is as in `Stop`.
+
+    `is_complete`: nobody asked, the run has come to the end that its options set.
+    """
 
     reason: str
     restarting: bool = False
+    is_complete: bool = False
 
 
 @dataclass(frozen=True)

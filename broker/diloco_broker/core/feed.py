@@ -109,6 +109,7 @@ def _snapshot(
         waiting_for=waiting_for,
         ended=_has_ended(state),
         paused_for_s=_age_if(state.paused_at, now),
+        end=_end(state),
         round=_round(state, now),
         counts=feed.Counts(
             alive=len(state.members),
@@ -292,6 +293,22 @@ def _condition(state: RunState, waiting_for: str | None) -> str:
     if state.paused_at is not None:
         return "paused"
     return "waiting" if waiting_for else "training"
+
+
+def _end(state: RunState) -> feed.End | None:
+    config = state.config
+    if (config.max_rounds, config.token_budget, config.max_time) == (None, None, None):
+        return None
+    return feed.End(
+        max_rounds=config.max_rounds,
+        token_budget=config.token_budget,
+        max_time_s=config.max_seconds,
+        rounds=state.round.number if state.round else 0,
+        tokens=state.totals.tokens,
+        seconds=state.totals.seconds,
+        last_round=state.ending.last,
+        is_over=state.ending.is_over,
+    )
 
 
 def _has_ended(state: RunState) -> bool:

@@ -88,6 +88,11 @@ class Broker:
         """Was the broker asked to end for good, and not to come back?"""
         return self._loop.run_is_over
 
+    @property
+    def is_complete(self) -> bool:
+        """Has the run come to the end that `max_rounds`, `token_budget` or `max_time` set?"""
+        return self._loop.is_complete
+
     def request_stop(
         self, reason: str = "its program has ended it", *, restarting: bool = False
     ) -> None:

@@ -25,6 +25,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.effects import Send
 from diloco_broker.core.feed import LoopFigures
 from diloco_broker.core.machine import Core
+from diloco_broker.core.rules import checkpoints
 from diloco_broker.shell.chunks_on_the_way import piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
@@ -39,7 +40,7 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
-from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments import Choose
 from diloco_protocol.frames import (
     LONGEST_OF_A_MEMBER,
@@ -71,6 +72,8 @@ FEED_EVERY_S = 1.0
 CALM_S = 1.0
 # How long the last checkpoint may take, after the closing round is finished.
 SAVE_WITHIN_S = 60.0
+# The final model of a run that came to its end, in its folder of checkpoints.
+FINAL_MODEL = "final-model.safetensors"
 _INSECURE = (
     "INSECURE: whoever reaches this broker may train, steer and read. To ask for keys: diloco-broker "
     "keygen DIR, and serve --keys DIR."
@@ -101,6 +104,7 @@ class Loop:
         self._config = config
         self.stop_reason: str | None = None  # why it was asked to stop, None while it was not
         self.is_restarting = False  # it stops to come back
+        self.is_complete = False  # the run has come to the end that its options set
         with ExitStack() as opened:
             lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
             if lock is not None:
@@ -160,6 +164,8 @@ class Loop:
                     self._executor.feed(events.Stop(self.stop_reason, self.is_restarting))
                 self._turn()
             self._await_the_last_save()
+            if self.is_complete:
+                self._export()
             self._publish()
         except Exception as error:
             self._say_goodbye(error)
@@ -361,6 +367,7 @@ class Loop:
         self._writer.save(checkpoint)
 
     def end(self, end: effects.End) -> None:
+        self.is_complete = end.is_complete and self.stop_reason is None
         self.request_stop(end.reason, restarting=end.restarting)
 
     def finish(self, save: effects.Save | None) -> None:
@@ -386,6 +393,22 @@ class Loop:
         number = self.core.state.saving.number
         if number is not None:
             logger.info("The run is saved in %s, before round %d.", self._config.save_dir, number)
+
+    def _export(self) -> None:
+        """The model that the run has come to, as `diloco-broker export` would write it."""
+        state, folder = self.core.state, self._config.save_dir
+        if folder is None or state.round is None:
+            return
+        record = checkpoints.run_record(state, state.round.number)
+        tensors = self.tensors.of(state.model.layout)
+        final = writer.checkpoint_of(state, tensors, record, self._life)
+        path = Path(folder) / FINAL_MODEL
+        try:
+            model_file.write_model(model_file.model_of(final), path)
+        except UsageError as error:
+            logger.error("The final model is not exported: %s", error)
+        else:
+            logger.info("The final model is %s, of %d rounds.", path, record.number)
 
     # Showing itself.
 

@@ -63,6 +63,7 @@ class Session:
         self.requests = ControlRequests()
         self.units = Units(self.connection)  # of data sets, that it stands for
         self.previous_life = PreviousLife()  # what it may have left behind
+        self._over: messages.Notice | None = None  # the run is, and training is not told yet
         self._draw = draw
         self._asked_interval = heartbeat_interval
         self._has_frozen = has_frozen
@@ -94,6 +95,7 @@ class Session:
         if self.phase is Phase.LEFT:
             return []
         wanted = [*self._handle(event, now), *self.units.settle(self.uploads.by_id)]
+        wanted += self._end_if_due()
         waits = self.uploads.waits_for_acks or self.downloads.waits_for_chunks
         self.connection.bulk.look(self.connection.is_joined and waits, now)
         return wanted
@@ -369,7 +371,9 @@ class Session:
             case "kicked":
                 yield from self.connection.is_removed(notice, now)
                 yield from self._void()
-            case "waiting":
+            case "over":
+                self._over = notice
+            case "waiting" | "last_round":
                 yield effects.Say(notice.text)
             case "sync_every" if notice.sync_every and self.terms is not None:
                 config = replace(self.terms.config, sync_every=notice.sync_every)
@@ -377,6 +381,12 @@ class Session:
                 yield effects.Say(notice.text)
             case "alive" if notice.sync_every is not None and notice.sync_every > 0:
                 yield effects.Told(notice)
+
+    def _end_if_due(self) -> Iterator[Effect]:
+        """The run is over: training is told once the last work in flight is back, or refused."""
+        if self._over is not None and not any(each.is_gradient for each in self.uploads):
+            over, self._over = self._over, None
+            yield effects.Told(replace(over, what="shutdown"))
 
     # Going on from a checkpoint.
 

@@ -31,6 +31,8 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     if push.purpose is messages.Purpose.DONATION:
         yield from donation.begin(state, member, push)
         return
+    if state.ending.is_over:
+        raise ProtocolError(Code.LATE, f"The run is over: {state.ending.why}.")
     _check_base(state, push)
     if push.ledger is not None:  # of a donation only; it would be kept with the push
         push = replace(push, ledger=None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import checkpoints, norms, settings
+from diloco_broker.core.rules import checkpoints, ending, norms, settings
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state import progress
@@ -28,7 +28,8 @@ def open_round(state: RunState, number: int) -> effects.Effects:
 
 
 def close_if_due(state: RunState) -> effects.Effects:
-    if state.round is not None and state.stopping is None and state.paused_at is None:
+    is_held = state.stopping is not None or state.paused_at is not None or state.ending.is_over
+    if state.round is not None and not is_held:
         yield from rules_of(state).close_if_due(state)
 
 
@@ -78,6 +79,7 @@ def tick(state: RunState) -> effects.Effects:
         yield from rules_of(state).tick(state)
     yield from _go_on_with_fewer(state)
     yield from checkpoints.save_again(state)
+    yield from ending.tick(state)
     yield from close_if_due(state)
 
 
@@ -172,9 +174,11 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     if ended.barrier is not None:
         ended.barrier.end()
     yield from checkpoints.save_if_due(state, ended.number + 1)
+    yield from ending.look(state, ended.number)
     yield from open_round(state, ended.number + 1)
     yield from rules.released(state)
     units.released(state)
+    yield from ending.told(state)
 
 
 def _report(

@@ -30,7 +30,12 @@ SETTINGS = {
     "quorum": "quorum",
     "grace": "grace",
     "save_every": "save-every",
+    "max_rounds": "max-rounds",
+    "token_budget": "token-budget",
+    "max_time": "max-time",
 }
+# What takes a setting back: the quorum is all workers again, the run has no such end.
+_TAKEN_BACK = {"quorum": 0, "max_rounds": 0, "token_budget": 0, "max_time": "0"}
 # What a torch optimizer has in its groups, by the name of the setting.
 _OF_THE_OPTIMIZER = {"outer_lr": "lr", "outer_momentum": "momentum"}
 
@@ -45,11 +50,12 @@ class Change:
 
     @property
     def text(self) -> str:
-        return f"{SETTINGS[self.name]} {_shown(self.before)} -> {_shown(self.after)}"
+        none = "all" if self.name == "quorum" else "none"
+        return f"{SETTINGS[self.name]} {_shown(self.before, none)} -> {_shown(self.after, none)}"
 
 
-def _shown(value: Any) -> str:
-    return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def _shown(value: Any, none: str) -> str:
+    return none if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def changes(state: RunState, arguments: Mapping[str, Any]) -> list[Change]:
@@ -103,8 +109,9 @@ def _of_groups(state: RunState, name: str, wanted: float) -> tuple[Any, bool]:
 
 def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     values = dict(arguments)
-    if values.get("quorum") == 0:  # as on the command line: wait for all
-        values["quorum"] = None
+    for name, nothing in _TAKEN_BACK.items():  # as on the command line
+        if name in values and values[name] == nothing:
+            values[name] = None
     for name in ("outer_lr", "outer_momentum", "grace"):
         if isinstance(values.get(name), int) and not isinstance(values[name], bool):
             values[name] = float(values[name])

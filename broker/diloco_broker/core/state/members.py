@@ -166,6 +166,11 @@ class Member:
         """The push of a fragment that waits, which does so no longer."""
         return self.deferred.pop(fragment, None)
 
+    def unfinished_pushes(self) -> list[messages.Push]:
+        """Pushes under way, whole, or waiting for their turn, that no version contains."""
+        waiting = list(self.deferred.values())
+        return waiting + [each.push for each in self.uploads if not each.is_void]
+
     def begins(self, push: messages.Push, number: int | None) -> None:
         self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
         self.figures.push_begins(push, number)

@@ -48,6 +48,7 @@ class Totals:
     contributions: int = 0
     steps: int = 0
     tokens: int = 0
+    seconds: int = 0  # in which rounds could close
     bytes_up: int = 0
     deaths: int = 0
 
@@ -100,6 +101,19 @@ class Stopping:
     restarting: bool  # it stops to come back, which does not end the run
     until: float  # when a closing round is not waited for any longer
     is_finished: bool = False  # it has nothing left to do
+
+
+@dataclass
+class Ending:
+    """How the run comes to the end that its options set; see `rules.ending`."""
+
+    why: str | None = None  # as the end of a sentence; None while no end is near
+    last: int | None = None  # the number of the last round, once it is known
+    until: float | None = None  # when that is not waited for any longer; then, when workers are not
+    is_over: bool = False  # the last round is made: no other closes
+    is_asked_to_end: bool = False  # the broker has been
+    timed_at: float | None = None  # up to when time is counted
+    rest_s: float = 0.0  # of time, less than a second, that is not counted yet
 
 
 @dataclass(frozen=True)
@@ -182,6 +196,7 @@ class RunState:
     # What the totals were when this life of the broker began.
     totals_before: Totals = field(default_factory=Totals)
     last_report: effects.RoundReport | None = None
+    ending: Ending = field(default_factory=Ending)
     stopping: Stopping | None = None  # how the broker is about to stop; None while it is not
     # When the broker ran again after it had stood still; None when it never has.
     back_at: float | None = None

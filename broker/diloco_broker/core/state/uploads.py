@@ -6,6 +6,7 @@ ZeroMQ's high-water marks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from diloco_protocol.messages import Push
@@ -85,6 +86,9 @@ class Uploads:
     zeros: dict[int, int] = field(default_factory=dict)
     is_told_of_zeros: bool = False  # people have been told that it learns nothing
     _by_fragment: dict[int, Upload] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Upload]:
+        return iter(list(self._by_fragment.values()))
 
     def of(self, fragment: int) -> Upload | None:
         return self._by_fragment.get(fragment)

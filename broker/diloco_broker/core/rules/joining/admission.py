@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import donation, initial_model, rounds
+from diloco_broker.core.rules import donation, ending, initial_model, rounds
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import compatibility, room
 from diloco_broker.core.rules.reducers import reducer_of
@@ -76,6 +76,7 @@ def join(
         num_shards=num_shards,
     )
     yield effects.Send(route, welcome)
+    yield from ending.tell(state, member)
     if any(join.versions) and not state.model.is_done:
         state.model.holder_lost_at = None
         donor = state.members.named(state.model.donation.donor or "")

@@ -1,0 +1,129 @@
+"""The end that a run's options set: so many rounds, tokens, or so much time.
+
+The round in which that is reached is the last one; with fragments tokens and time end a run with the
+last fragment of a cycle, so that all have had the same steps. Workers are told which it is, then that
+the run is over: each ends once its own work in it is back. Who does neither is not waited for.
+"""
+
+from __future__ import annotations
+
+from diloco_broker.core import effects
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.run import RunState
+from diloco_protocol.errors import Code
+from diloco_protocol.messages import Error, Notice
+from diloco_protocol.ranges import MOST
+
+# The last round may take twice as long as the one before it, and at least so long.
+LAST_ROUND_S = 60.0
+# How long workers have, once the run is over, to get the last version, save, and leave.
+LEAVE_WITHIN_S = 60.0
+
+
+def tick(state: RunState) -> effects.Effects:
+    """Time has passed: it is counted, and what was waited for may be here."""
+    _count_time(state)
+    ending, round_ = state.ending, state.round
+    if round_ is None or state.stopping is not None:
+        return
+    if not ending.is_over:
+        yield from look(state, round_.number - 1)
+        yield from told(state)
+    is_late = ending.until is not None and state.now >= ending.until
+    if ending.is_over and not ending.is_asked_to_end and (is_late or not len(state.members)):
+        ending.is_asked_to_end = True
+        if len(state.members):
+            names = ", ".join(member.worker_id for member in state.members)[:300]
+            yield effects.warning(f"The run ends without waiting longer for {names}.")
+        yield effects.End(ending.why or "", is_complete=True)
+
+
+def look(state: RunState, number: int) -> effects.Effects:
+    """Round `number` has been made (-1: none): was it the last one, or is the next?"""
+    ending, config, totals = state.ending, state.config, state.totals
+    made = number + 1
+    if ending.is_over:
+        return
+    ending.why, last = _end(state, made)
+    if last is None:
+        ending.last = ending.until = None
+        return
+    if last < made:
+        if not state.closing or made > state.closing.number:
+            ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
+            yield effects.info(
+                f"The run is over: {ending.why}. It has made {made} rounds, from {totals.tokens} "
+                f"tokens, in {totals.seconds} s."
+            )
+        return
+    pieces = 1 if config.is_async else config.num_fragments
+    if last - made < pieces and ending.until is None:
+        before_s = state.last_report.seconds if state.last_report else 0.0
+        ending.until = state.now + max(LAST_ROUND_S, 2 * before_s * pieces)
+        text = f"Round {last} is the last one: {ending.why}."
+        yield effects.info(text)
+        for member in state.members:
+            yield member.tell(Notice("last_round", text, round=last))
+    ending.last = last
+    if ending.until is not None and state.now >= ending.until and not state.closing:
+        ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
+        yield effects.warning(
+            f"The last round, {made}, could not be made within the time it had. The run is over."
+        )
+
+
+def _end(state: RunState, made: int) -> tuple[str | None, int | None]:
+    """Why the run ends, and with which round; None while that cannot be told."""
+    config, totals = state.config, state.totals
+    ends: list[tuple[int, str]] = []
+    if config.max_rounds is not None:
+        ends.append((config.max_rounds - 1, f"--max-rounds is {config.max_rounds}"))
+    if config.token_budget is not None and totals.tokens >= config.token_budget:
+        ends.append((_cycle_end(state, made - 1), f"--token-budget is {config.token_budget}"))
+    if config.max_seconds is not None and totals.seconds >= config.max_seconds:
+        was_over = state.totals_before.seconds >= config.max_seconds  # in an earlier life
+        ends.append((_cycle_end(state, made - was_over), f"--max-time is {config.max_time}"))
+    if not ends:
+        return None, None
+    last, why = min(ends)
+    if state.ending.last is not None and last > state.ending.last >= made - 1:
+        last = state.ending.last  # what is announced is not put off by the next reason
+    return why, last
+
+
+def _cycle_end(state: RunState, number: int) -> int:
+    """The round with which the cycle of fragments ends that this round belongs to."""
+    if state.config.is_async:
+        return number
+    pieces = state.config.num_fragments
+    return number + (pieces - 1 - number % pieces)
+
+
+def told(state: RunState) -> effects.Effects:
+    """If the run has just become over: nothing more is taken in, and the workers are told."""
+    if not state.ending.is_over:
+        return
+    for member in state.members:
+        for push in member.unfinished_pushes():
+            member.uploads.void(push.fragment, push.push_id)
+            member.take_deferred(push.fragment)
+            text = f"The run is over: {state.ending.why}. This work came after its last round."
+            yield member.tell(Error(Code.LATE, text, push_id=push.push_id, about="push"))
+        yield from tell(state, member)
+
+
+def tell(state: RunState, member: Member) -> effects.Effects:
+    """A worker that is here, or comes, is told if the run is over."""
+    if state.ending.is_over and not state.ending.is_asked_to_end:
+        yield member.tell(Notice("over", f"The run is over: {state.ending.why}."))
+
+
+def _count_time(state: RunState) -> None:
+    ending, totals = state.ending, state.totals
+    counts = state.round is not None and state.paused_at is None and not ending.is_over
+    if counts and ending.timed_at is not None:
+        ending.rest_s += state.now - ending.timed_at
+        whole = int(ending.rest_s)
+        ending.rest_s -= whole
+        totals.seconds = min(totals.seconds + whole, MOST)
+    ending.timed_at = state.now if counts else None

@@ -1,0 +1,137 @@
+"""The end that a run's options set: the last round, the word to workers, and who is not waited for."""
+
+from __future__ import annotations
+
+from diloco_broker.core.rules.ending import LAST_ROUND_S, LEAVE_WITHIN_S
+from diloco_protocol.messages import Error, Notice, Push
+from kit.core_harness import a_round, a_run, a_stage
+from kit.restarts import a_saved_run, next_life
+
+
+def test_the_last_round_is_announced_and_then_the_run_is_over() -> None:
+    stage, workers = a_run("a", "b", rounds=2, max_rounds=3)
+    stage.passes(0.2)
+    assert "last_round" in workers[0].notices
+    assert workers[0].got(Notice).round == 2
+    a_round(workers, 2)
+    assert all(worker.notices[-1] == "over" for worker in workers)
+    assert not stage.ends
+    for worker in workers:
+        worker.leaves()
+    stage.passes(0.2)
+    assert [(end.is_complete, end.restarting) for end in stage.ends] == [(True, False)]
+    stage.passes(1.0)
+    assert len(stage.ends) == 1
+
+
+def test_no_round_is_made_after_the_last() -> None:
+    stage, workers = a_run("a", "b", rounds=2, max_rounds=2)
+    workers[0].sends(Push(workers[0].token(), 77, 0, 2, "bf16", base=stage.version()))
+    assert workers[0].got(Error).code == "late"
+    assert stage.version().counter == 2
+    assert stage.shown()["end"]["is_over"]
+
+
+def test_a_worker_that_does_not_leave_is_waited_for_within_bounds() -> None:
+    stage, (_, b) = a_run("a", "b", rounds=2, max_rounds=2, heartbeat_timeout=0.0)
+    b.leaves()
+    stage.passes(LEAVE_WITHIN_S - 1.0)
+    assert not stage.ends
+    stage.passes(1.5)
+    assert stage.ends
+    assert stage.said("without waiting longer for a")
+
+
+def test_the_last_round_is_waited_for_within_bounds() -> None:
+    stage, (a, _) = a_run(
+        "a", "b", rounds=2, max_rounds=3, heartbeat_timeout=0.0, stall_timeout=0.0
+    )
+    stage.passes(0.2)
+    a.pushes(91)
+    stage.passes(LAST_ROUND_S - 1.0)
+    assert a.notices[-1] == "last_round"
+    stage.passes(2.0)
+    assert a.notices[-1] == "over"
+    assert a.got(Error).push_id == 91  # nobody waits for it any more
+
+
+def test_tokens_of_counted_work_end_the_run() -> None:
+    stage, (a, b) = a_run("a", "b", rounds=1, token_budget=100)
+    a.pushes(11, tokens=60)
+    b.pushes(12, tokens=39)
+    assert stage.state.totals.tokens == 99
+    assert "over" not in a.notices
+    a.pushes(21, tokens=1)
+    b.pushes(22)
+    assert a.notices[-1] == "over"
+
+
+def test_time_ends_the_run_with_the_round_that_is_open() -> None:
+    stage, (a, b) = a_run("a", "b", rounds=1, max_time="10m", heartbeat_timeout=0.0)
+    stage.passes(620.0)
+    assert a.notices[-1] == "last_round"
+    a.pushes(11)
+    b.pushes(12)
+    assert a.notices[-1] == "over"
+    assert stage.version().counter == 2
+
+
+def test_a_pause_is_no_time_of_the_run() -> None:
+    stage, _ = a_run("a", rounds=1, max_time="10m", heartbeat_timeout=0.0)
+    stage.asks("pause")
+    stage.passes(700.0)
+    assert stage.state.totals.seconds < 2
+    stage.asks("resume")
+    stage.passes(300.0)
+    assert 290 <= stage.state.totals.seconds <= 301  # up to the last tick
+
+
+def test_asynchronous_pushes_are_counted_and_those_left_over_refused() -> None:
+    stage = a_stage(2, mode="async", outer="nesterov", max_rounds=2)
+    a, b = stage.joined("a", "b")
+    b.begins(5)
+    a.pushes(1)
+    a.pushes(2)
+    assert a.notices[-1] == "over"
+    assert b.got(Error).push_id == 5
+    assert b.notices[-1] == "over"
+
+
+def test_fragments_all_end_with_the_same_steps() -> None:
+    stage, (a, b) = a_run("a", "b", rounds=2, num_fragments=2, token_budget=10, sync_every=4)
+    a.pushes(31, tokens=10)
+    b.pushes(32)
+    assert "over" not in a.notices
+    a.pushes(41, fragment=1)
+    b.pushes(42, fragment=1)
+    assert a.notices[-1] == "over"
+    assert stage.counters == [2, 2]
+
+
+def test_who_comes_when_the_run_is_over_is_told() -> None:
+    stage, _ = a_run("a", "b", rounds=2, max_rounds=2)
+    c = stage.joined("c")[0]
+    assert c.notices[-1] == "over"
+
+
+def test_the_end_is_set_and_taken_back_while_the_run_goes_on() -> None:
+    stage, workers = a_run("a", "b", rounds=2)
+    assert stage.asks("set", max_rounds=3).ok
+    stage.passes(0.2)
+    assert workers[0].notices[-1] == "last_round"
+    assert stage.asks("set", max_rounds=0).ok
+    a_round(workers, 2)
+    assert "over" not in workers[0].notices
+    assert not stage.asks("set", max_time="soon").ok
+
+
+def test_a_restarted_broker_counts_on() -> None:
+    crashed = a_saved_run("a", rounds=1, token_budget=100, max_time="1h", heartbeat_timeout=0.0)
+    crashed.passes(1000.0)
+    crashed.puppets["a"].pushes(11, tokens=60)
+    counted_s = crashed.state.totals.seconds
+    assert counted_s > 950
+    later, (a,) = next_life(crashed, "a")
+    assert (later.state.totals.tokens, later.state.totals.seconds) == (60, counted_s)
+    a.pushes(21, tokens=40)
+    assert a.notices[-1] == "over"

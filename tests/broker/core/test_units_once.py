@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from kit.core_harness import a_stage
@@ -26,6 +26,20 @@ ACTIONS = (
 SCRIPTS = st.lists(
     st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.integers(1, 5)), max_size=60
 )
+
+# One comes back with a push in flight whose units another has been given.
+AWAY = [
+    ("takes", 0, 3),
+    ("trains", 0, 5),
+    ("begins", 0, 1),
+    ("goes away", 0, 1),
+    ("takes", 1, 5),
+    ("takes", 1, 5),
+    ("trains", 1, 5),
+    ("begins", 1, 1),
+    ("completes", 1, 1),
+    ("comes back", 0, 1),
+]
 
 
 class Story:
@@ -108,6 +122,7 @@ class Story:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["streaming", "whole submissions"])
+@example(script=AWAY)
 @settings(max_examples=40, deadline=None)
 @given(script=SCRIPTS)
 def test_each_unit_is_in_the_parameters_once_an_epoch(

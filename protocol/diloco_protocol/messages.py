@@ -81,11 +81,27 @@ class Progress:
         rounds: that have been made; in asynchronous mode pushes that were applied.
         steps: optimizer steps that a worker which was there from the beginning has behind it.
         tokens: that all workers together have reported with what is counted.
+        seconds: in which rounds could close.
+        max_rounds, token_budget, max_seconds: the run ends there; None: no such end is set.
     """
 
     rounds: int = 0
     steps: int = 0
     tokens: int = 0
+    seconds: int = 0
+    max_rounds: int | None = None
+    token_budget: int | None = None
+    max_seconds: float | None = None
+
+    @property
+    def fraction(self) -> float | None:
+        """How much of the run is done, 0 to 1, by the end that is nearest; None where none is set."""
+        ends = (
+            (self.rounds, self.max_rounds),
+            (self.tokens, self.token_budget),
+            (self.seconds, self.max_seconds),
+        )
+        return max((min(1.0, done / end) for done, end in ends if end), default=None)
 
 
 class Purpose(str, Enum):

@@ -87,7 +87,10 @@ _REPORTS: Mapping[str, Mapping[str, Fit]] = {
     },
     "Push": {"steps": count, "tokens": count, "samples": count, "loss": figure, "norm": length},
     "Pull": {"after": after_any},
-    "Progress": {"rounds": count, "steps": count, "tokens": count},
+    "Progress": dict.fromkeys(
+        ("rounds", "steps", "tokens", "seconds", "max_rounds", "token_budget"), count
+    )
+    | {"max_seconds": length},
     "Released": {"loss": figure},
 }
 _NAMES: Mapping[str, Fit] = {"worker_id": named, "name": named, "dtype": named}

@@ -112,3 +112,19 @@ def test_claims_without_bound_end_nothing() -> None:
     a.pulls()
     assert told(a) == Progress(rounds=3, steps=MOST, tokens=MOST)
     assert stage.shown()["totals"]["tokens"] == MOST
+
+
+def test_end_that_is_set_is_told_and_the_nearest_says_how_much_is_done() -> None:
+    _, a, b = two(max_rounds=4, token_budget=1000)
+    a_round(1, a, b, tokens=50)
+    progress = told(a)
+    assert (progress.max_rounds, progress.token_budget, progress.max_seconds) == (4, 1000, None)
+    assert progress.fraction == 0.25
+    a_round(2, a, b, tokens=400)
+    assert told(a).fraction == 0.9
+
+
+def test_run_without_an_end_has_no_fraction_done() -> None:
+    _, a, b = two()
+    a_round(1, a, b)
+    assert told(a).fraction is None

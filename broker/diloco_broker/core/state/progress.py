@@ -41,7 +41,15 @@ def show(state: RunState, number: int) -> None:
         told = [each.figures.loss for each in state.members]
         losses = [each for each in told if each is not None and math.isfinite(each)]
         loss = sum(losses) / len(losses) if losses else None
-    versions.progress = Progress(min(number, MOST), steps, totals.tokens)
+    versions.progress = Progress(
+        min(number, MOST),
+        steps,
+        totals.tokens,
+        totals.seconds,
+        state.config.max_rounds,
+        state.config.token_budget,
+        state.config.max_seconds,
+    )
     versions.loss = loss if loss is not None and math.isfinite(loss) else None
 
 

@@ -103,6 +103,13 @@ def test_address_that_is_none() -> None:
     finds(Fault.USAGE, "is no address of a broker", "broker")
 
 
+def test_file_of_an_address_is_read(broker: Broker, tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    finds(Fault.USAGE, "is not there yet", file.as_uri())
+    file.write_text(f"{broker.address}\n")
+    assert doctor(file.as_uri())["exit_code"] == 0
+
+
 def test_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")

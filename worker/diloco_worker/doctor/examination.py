@@ -14,6 +14,7 @@ import zmq
 
 from diloco_protocol import feed
 from diloco_protocol.addresses import can_be_reached, with_scheme
+from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.errors import (
@@ -76,6 +77,10 @@ def examine(server: str, key_file: Path | None, within_s: float) -> Findings:
 
 
 def _examine(findings: Findings, key_file: Path | None, within_s: float) -> None:
+    try:
+        findings.server = resolved(findings.server)
+    except UsageError as error:
+        raise Found(Fault.USAGE, str(error)) from None
     host, port = _place(findings.server)
     findings.with_keys = asks_for_keys(host, port, within_s)
     try:

@@ -1,0 +1,137 @@
+"""What a stranger gets: the wheel in a new environment, without extras, and nothing of this checkout."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from kit.examples import FOLDER
+from kit.paths import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+INSTALLS_WITHIN_S, ENDS_WITHIN_S = 600, 60
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the commands that the wheel has installed, with torch as it is here."""
+    folder = tmp_path_factory.mktemp("fresh")
+    wheels = folder / "wheels"
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels)]
+    subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=INSTALLS_WITHIN_S)
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=120)
+    found = folder / "venv" / "bin"
+    (wheel,) = wheels.glob("*.whl")
+    torch = f"torch=={version('torch').partition('+')[0]}"
+    command = [str(found / "pip"), "install", "--quiet", torch, str(wheel)]
+    installed = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=INSTALLS_WITHIN_S
+    )
+    if installed.returncode:
+        pytest.skip(f"nothing can be installed here: {installed.stderr[-300:]}")
+    return found
+
+
+@pytest.fixture
+def broker(commands: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The daemon of the wheel: its control and feed address."""
+    options = ["--workers", "1", "--sync-every", "10", "--save-dir", str(tmp_path / "run")]
+    binds = ["--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"]
+    command = [str(commands / "diloco-broker"), "serve", *options, *binds]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            assert process.stdout is not None
+            found: dict[str, str] = {}
+            while not {"control", "feed"} <= found.keys():
+                line = process.stdout.readline()
+                assert line, "the daemon has ended"
+                name, _, address = line.strip().partition(" ")
+                found[name] = address.strip()
+            yield found["control"].split()[0], found["feed"].split()[0]
+        finally:
+            process.terminate()
+            process.wait(ENDS_WITHIN_S)
+
+
+def test_daemon_hook_and_displays_of_the_base_install_work_together(
+    commands: Path, broker: tuple[str, str], tmp_path: Path
+) -> None:
+    server, feed = broker
+    trained = subprocess.run(
+        [str(commands / "python"), str(FOLDER / "plain_loop.py"), "--steps", "40"],
+        env={"PATH": "", "DILOCO_SERVER": server},
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "after 4 rounds" in trained.stdout
+    shown = subprocess.run(
+        [str(commands / "diloco-top"), feed, "--json"],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+    )
+    assert '"rounds": 4' in shown.stdout, shown.stderr
+    assert "diloco" in _full_screen([str(commands / "diloco-top"), feed])
+
+
+def test_every_command_says_how_it_is_used(commands: Path) -> None:
+    names = sorted(each.name for each in commands.glob("diloco-*"))
+    assert {"diloco-broker", "diloco-worker", "diloco-top"} <= set(names)
+    for name in names:
+        said = subprocess.run(
+            [str(commands / name), "--help"],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=ENDS_WITHIN_S,
+        )
+        assert said.returncode == 0 and "Usage" in said.stdout, f"{name}: {said.stderr}"
+
+
+def _full_screen(command: list[str]) -> str:
+    """What it draws on a terminal until the run is seen; `q` then ends it."""
+    terminal, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    drawn, until = b"", time.monotonic() + ENDS_WITHIN_S
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    ) as process:
+        try:
+            os.close(theirs)
+            while not re.search(rb"(?i)\blive\b", drawn):
+                assert time.monotonic() < until, drawn[-2000:]
+                drawn += _read(terminal)
+            os.write(terminal, b"q")
+            while process.poll() is None:
+                assert time.monotonic() < until
+                _read(terminal)
+        finally:
+            process.kill()
+            os.close(terminal)
+    assert process.returncode == 0
+    return drawn.decode(errors="replace")
+
+
+def _read(terminal: int) -> bytes:
+    if not select.select([terminal], [], [], 0.2)[0]:
+        return b""
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # the other side has closed it
+        return b""

@@ -107,6 +107,7 @@ CHANGED_BY = {
     "paused_at": "rules.operator",
     "stopping": "rules.stopping",
     "is_over": "rules.ending",
+    "orders": "rules.orders",
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "update"}
 MAX_MODULES, MAX_FLOORS, MAX_LINES = 16, 6, 600

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from kit.paths import KIT
 from kit.process_kit import Processes
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -39,3 +40,19 @@ def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
             assert result["steps"] == 24
             assert result["weights"][:2] == pytest.approx(sums, abs=1e-5)
             assert result["metrics"]["rounds"] == "4"
+
+
+def test_an_operator_has_all_workers_save_and_then_stop(processes: Processes) -> None:
+    _, address = processes.serve("--workers", "2", "--sync-every", "5", "--no-save")
+    script = str(KIT / "saving_script.py")
+    workers = [
+        processes.run(script, "100000", DILOCO_SERVER=address, DILOCO_WORKER_ID=name)
+        for name in "ab"
+    ]
+    for worker in workers:
+        worker.says("step 12")
+    assert processes.asks("save-all", "--address", address) == 0
+    for worker in workers:
+        worker.says("saves")
+    assert processes.asks("stop-all", "--address", address, "--yes") == 0
+    assert [worker.ends() for worker in workers] == [3, 3]

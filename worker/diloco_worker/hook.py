@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.messages import Heartbeat, Progress
-from diloco_worker.core.events import Resume
+from diloco_worker.core.events import BeatNow, Resume
 from diloco_worker.core.sync import boundary
 from diloco_worker.core.sync.effects import Steps
 from diloco_worker.core.sync.metrics import SyncMetrics
@@ -163,6 +163,7 @@ class DiLoCoWorker:
         self._counters = SyncMetrics()
         self._step = 0
         self._cycle_start = 0
+        self._saved = 0  # the number of the last order to save that was carried out
 
     # A stay in the run.
 
@@ -388,6 +389,18 @@ class DiLoCoWorker:
         return self._link is not None and self._link.stopping is not None
 
     @property
+    def should_save(self) -> bool:
+        """An operator asks for a save (`diloco-broker save-all`); True until `saved` is called."""
+        return self._link is not None and self._link.save_order not in (0, self._saved)
+
+    def saved(self) -> None:
+        """Tell the broker that the script has saved; the next heartbeat says so, at once."""
+        if self._link is not None and self.should_save:
+            self._saved = self._link.save_order
+            self._publish()
+            self._link.tell(BeatNow())
+
+    @property
     def sync_metrics(self) -> SyncMetrics:
         """Counters as they are now: attributes, or a mapping."""
         metrics = replace(
@@ -570,6 +583,7 @@ class DiLoCoWorker:
                 tokens=self._reports.counts["tokens"],
                 merge_delay=self._counters.merge_delay if self._counters.rounds else None,
                 warning=None if change is None else change[:MAX_WARNING_LENGTH],
+                saved=self._saved,
             )
 
     @property

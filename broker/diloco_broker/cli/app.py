@@ -25,4 +25,4 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     keygen,
 )
 for command in COMMANDS:
-    app.command(command.__name__.rstrip("_"))(command)
+    app.command(command.__name__.rstrip("_").replace("_", "-"))(command)

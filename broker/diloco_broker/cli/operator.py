@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -27,6 +28,7 @@ from diloco_protocol.messages import Result
 from diloco_protocol.roles import Role
 
 REFUSED, GIVEN_UP = 1, 130
+ASK_AGAIN_S = 0.5
 
 Address = Annotated[
     str,
@@ -48,6 +50,9 @@ KeyFile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the answer.")]
+Wait = Annotated[
+    float, typer.Option(metavar="SECONDS", help="How long to wait for the workers' replies.")
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether you are sure.")]
 
 # What an option that is set while the run goes on needs to have said besides.
@@ -149,7 +154,59 @@ def shutdown(
     return {"restarting": True} if restarting else {}
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (status, save, kick, set_, pause, resume, shutdown)
+def save_all(
+    address: Address = DEFAULT_CONTROL_ADDRESS,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    keys: KeyFile = None,
+    wait: Wait = 60.0,
+) -> None:
+    """Ask each worker to save, and show who has."""
+    _order("save_all", address, as_json, timeout, keys, wait=wait)
+
+
+def stop_all(
+    address: Address = DEFAULT_CONTROL_ADDRESS,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    keys: KeyFile = None,
+    *,
+    wait: Wait = 60.0,
+    yes: Yes = False,
+) -> None:
+    """Ask each worker to finish its round and leave, and show who has. The broker goes on."""
+    _sure(yes, "Stop all workers? The broker goes on; they may join again.")
+    _order("stop_all", address, as_json, timeout, keys, wait=wait)
+
+
+def _order(
+    action: str, address: str, as_json: bool, timeout: float, keys: Path | None, *, wait: float
+) -> None:
+    """Give it, then ask now and then how things stand, until all have answered."""
+    until = time.monotonic() + wait
+    result = _ask(address, timeout, action, as_json, keys)
+    try:
+        while result.ok and result.data.get("waiting") and time.monotonic() < until:
+            time.sleep(ASK_AGAIN_S)
+            result = _ask(address, timeout, action, as_json, keys, order=result.data["order"])
+    except KeyboardInterrupt:
+        raise typer.Exit(GIVEN_UP) from None
+    _finish(result, as_json)
+    if result.data.get("waiting"):
+        raise typer.Exit(REFUSED)
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (
+    status,
+    save,
+    kick,
+    set_,
+    pause,
+    resume,
+    shutdown,
+    save_all,
+    stop_all,
+)
 
 
 def _ask(

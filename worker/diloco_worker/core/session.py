@@ -371,7 +371,10 @@ class Session:
             case "kicked":
                 yield from self.connection.is_removed(notice, now)
                 yield from self._void()
-            case "over":
+            case "save_all":
+                yield effects.Told(notice)
+                yield effects.Say(notice.text)
+            case "over" | "stop_all":
                 self._over = notice
             case "waiting" | "last_round":
                 yield effects.Say(notice.text)

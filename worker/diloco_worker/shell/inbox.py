@@ -41,6 +41,7 @@ class Inbox:
         self.refusal: Refused | None = None  # it refuses this worker
         self.refused_for_good = False  # and did so at joining
         self.stopping: str | None = None  # why this worker should end
+        self.save_order = 0  # the number of the newest order to save
         self.restarting: str | None = None  # it goes away to come back; None once it is back
         self.sync_every: int | None = None  # H that it has worked out (Dynamic Local Updates)
         self.run_progress = Progress()  # of the run, by the version that came last
@@ -119,7 +120,9 @@ class Inbox:
 
     # For the I/O thread.
 
-    def take_in(self, effect: effects.Effect, values: Any = None) -> None:
+    def take_in(  # noqa: C901  a case for each effect
+        self, effect: effects.Effect, values: Any = None
+    ) -> None:
         """What the session asks for concerns the training thread, or may.
 
         `values` are those of a version that is delivered, as the shell keeps them, if it keeps a copy.
@@ -151,6 +154,8 @@ class Inbox:
                     self.stopping = text
                 case effects.Told(Notice("restarting", text)):
                     self.restarting = text
+                case effects.Told(Notice("save_all", round=number)):
+                    self.save_order = number
                 case effects.Told(message):  # a grant, or that a push is carried
                     self.turns.append(message)
 

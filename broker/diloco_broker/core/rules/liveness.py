@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import initial_model, pulls, rounds
+from diloco_broker.core.rules import initial_model, orders, pulls, rounds
 from diloco_broker.core.rules.joining import admission, compatibility, descriptions
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -28,6 +28,8 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
         figures.has_warned = True
         yield effects.warning(f"{member.worker_id} warns: {figures.warning}")
+    if beat.saved:
+        yield from orders.answered(state, member, beat.saved)
     limit = state.config.stall_timeout
     if has_moved:
         yield from mark_active(state, member)

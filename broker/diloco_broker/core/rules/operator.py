@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules import checkpoints, rounds, settings
+from diloco_broker.core.rules import checkpoints, orders, rounds, settings
 from diloco_broker.core.rules.joining import admission
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -177,6 +177,18 @@ def _shutdown(state: RunState, request: Request) -> effects.Effects:
     yield effects.End(f"{noted.by} asked for it", restarting)
 
 
+def _order(state: RunState, request: Request) -> effects.Effects:
+    """Give an order to all workers; with its number, ask only how things stand with it."""
+    action = request.control.action
+    if request.control.arguments.get("order") is None:
+        yield request.noted(action, orders.TEXTS[action])
+        yield from orders.give(state, action)
+    found = orders.replies(state, action)
+    text = "; ".join(f"{what}: {', '.join(found[what])}" for what in _REPLIES if found.get(what))
+    yield request.yes(text or "No worker is here.", **found)
+
+
+_REPLIES = ("saved", "left", "waiting")
 REQUESTS = {
     "manifest": _manifest,
     "save": _save,
@@ -185,5 +197,7 @@ REQUESTS = {
     "pause": _pause,
     "resume": _resume,
     "shutdown": _shutdown,
+    orders.SAVE: _order,
+    orders.STOP: _order,
 }
 ACTIONS = ("status", *REQUESTS)  # `status` is answered by the loop, which has figures of its own

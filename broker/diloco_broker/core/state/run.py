@@ -11,6 +11,7 @@ from diloco_broker.core import effects
 from diloco_broker.core.state.data_sets import DataSets
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import RunModel
+from diloco_broker.core.state.orders import Order
 from diloco_broker.core.state.probes import ProbeAllowance
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.shards import Shards
@@ -197,6 +198,7 @@ class RunState:
     totals_before: Totals = field(default_factory=Totals)
     last_report: effects.RoundReport | None = None
     ending: Ending = field(default_factory=Ending)
+    orders: dict[str, Order] = field(default_factory=dict)  # the newest of each kind
     stopping: Stopping | None = None  # how the broker is about to stop; None while it is not
     # When the broker ran again after it had stood still; None when it never has.
     back_at: float | None = None

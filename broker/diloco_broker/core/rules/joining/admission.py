@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import donation, ending, initial_model, rounds
+from diloco_broker.core.rules import donation, ending, initial_model, orders, rounds
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import compatibility, room
 from diloco_broker.core.rules.reducers import reducer_of
@@ -77,6 +77,7 @@ def join(
     )
     yield effects.Send(route, welcome)
     yield from ending.tell(state, member)
+    yield from orders.tell(state, member)
     if any(join.versions) and not state.model.is_done:
         state.model.holder_lost_at = None
         donor = state.members.named(state.model.donation.donor or "")
@@ -207,6 +208,7 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
     state.shards.leave(member.worker_id)
+    orders.gone(state, member.worker_id)
     state.departed = Departure(member.worker_id, why)
     state.versions.forget(member.bulk)
     if state.model.donation.donor == member.worker_id:

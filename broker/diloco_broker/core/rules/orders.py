@@ -1,0 +1,70 @@
+"""Orders of an operator to all workers: save now, or stop. Each is pending until all have answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_broker.core import effects
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.orders import Order
+from diloco_broker.core.state.run import RunState
+from diloco_protocol.messages import Notice
+
+SAVE, STOP = "save_all", "stop_all"
+TEXTS = {
+    SAVE: "An operator asks each worker to save.",
+    STOP: "An operator asks each worker to stop.",
+}
+# How long an order is pending for workers that do not answer.
+ANSWER_WITHIN_S = 600.0
+
+
+def give(state: RunState, action: str) -> effects.Effects:
+    """Tell everybody who is here; an order of the same kind that is pending is replaced."""
+    number = state.draw() % (1 << 31) + 1  # not that of another life of the broker
+    order = Order(number, TEXTS[action], state.now + ANSWER_WITHIN_S)
+    state.orders[action] = order
+    for member in state.members:
+        yield from _tell(member, action, order)
+
+
+def tell(state: RunState, member: Member) -> effects.Effects:
+    """A worker joins, or is back: what is pending concerns it, unless it has done it."""
+    for action, order in state.orders.items():
+        is_pending = bool(order.waiting) and state.now < order.until
+        if is_pending and member.worker_id not in order.saved:
+            yield from _tell(member, action, order)
+
+
+def answered(state: RunState, member: Member, number: int) -> effects.Effects:
+    """A heartbeat says which order to save its script has carried out last."""
+    order = state.orders.get(SAVE)
+    if order is not None and order.number == number and member.worker_id in order.waiting:
+        order.settle(member.worker_id, is_gone=False)
+        yield effects.info(f"{member.worker_id} has saved, as an operator asked.")
+
+
+def gone(state: RunState, worker_id: str) -> None:
+    """A worker is not here any more."""
+    for order in state.orders.values():
+        if worker_id in order.waiting:
+            order.settle(worker_id, is_gone=True)
+
+
+def replies(state: RunState, action: str) -> dict[str, Any]:
+    """How things stand with the newest order of this kind, for operators."""
+    order = state.orders.get(action)
+    if order is None:
+        return {}
+    return {
+        "order": order.number,
+        "waiting": sorted(order.waiting),
+        "saved": sorted(order.saved),
+        "left": sorted(order.left),
+    }
+
+
+def _tell(member: Member, action: str, order: Order) -> effects.Effects:
+    order.waiting.add(member.worker_id)
+    order.left.discard(member.worker_id)
+    yield member.tell(Notice(action, order.text, round=order.number))

@@ -1,0 +1,54 @@
+"""Orders of an operator to all workers: who is told, who has answered, and when they are cleared."""
+
+from __future__ import annotations
+
+from diloco_broker.core.rules.orders import ANSWER_WITHIN_S
+from diloco_protocol.messages import Heartbeat, Notice
+from kit.core_harness import Puppet, Stage, a_run
+
+
+def saves(stage: Stage, worker: Puppet) -> None:
+    number = worker.got(Notice).round
+    worker.sends(Heartbeat(worker.token(), 1, saved=number))
+
+
+def test_each_worker_is_asked_to_save_and_its_reply_is_shown() -> None:
+    stage, (a, b) = a_run("a", "b")
+    asked = stage.asks("save_all")
+    assert asked.data["waiting"] == ("a", "b") or asked.data["waiting"] == ["a", "b"]
+    assert a.notices[-1] == b.notices[-1] == "save_all"
+    saves(stage, a)
+    b.leaves()
+    shown = stage.asks("save_all", order=asked.data["order"])
+    assert [list(shown.data[each]) for each in ("saved", "left", "waiting")] == [["a"], ["b"], []]
+    assert a.notices.count("save_all") == 1
+
+
+def test_who_comes_late_is_told_while_an_order_is_pending_and_not_afterwards() -> None:
+    stage, (a, b) = a_run("a", "b")
+    stage.asks("save_all")
+    saves(stage, a)
+    late = stage.joined("c")[0]
+    assert late.notices[-1] == "save_all"
+    saves(stage, b)
+    saves(stage, late)
+    assert "save_all" not in stage.joined("d")[0].notices
+
+
+def test_an_order_that_nobody_answers_is_given_up() -> None:
+    stage, _ = a_run("a", heartbeat_timeout=0.0, stall_timeout=0.0)
+    stage.asks("save_all")
+    stage.passes(ANSWER_WITHIN_S + 1.0)
+    assert "save_all" not in stage.joined("b")[0].notices
+
+
+def test_workers_that_are_told_to_stop_leave_and_the_broker_stays() -> None:
+    stage, workers = a_run("a", "b")
+    asked = stage.asks("stop_all")
+    assert [worker.notices[-1] for worker in workers] == ["stop_all", "stop_all"]
+    for worker in workers:
+        worker.leaves()
+    shown = stage.asks("stop_all", order=asked.data["order"])
+    assert (list(shown.data["left"]), list(shown.data["waiting"])) == (["a", "b"], [])
+    assert not stage.ends
+    assert "stop_all" not in stage.joined("c")[0].notices

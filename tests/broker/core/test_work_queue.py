@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco_protocol.data.spans import Spans
-from diloco_protocol.messages import Error, Lot, Result, Take
-from kit.core_harness import a_stage
+from diloco_protocol.messages import Error, Lot, Result, Standing, Take
+from kit.core_harness import a_run, a_stage
 from kit.unit_workers import NAME, UnitWorker, a_unit_round, free, times_contained
 
 
@@ -116,6 +116,13 @@ def test_a_push_with_units_that_others_were_given_meanwhile_is_dropped() -> None
     a.begins(3)
     a.completes()
     assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(10), 1)
+
+
+def test_a_push_that_has_counted_may_say_anything_of_its_units() -> None:
+    _, (a,) = a_run("a")
+    a.pushes(71)
+    grant = a.offers(71, lots=(Lot((71,), {"no such data": (0, 3)}),))
+    assert grant.standing is Standing.COUNTED
 
 
 def test_the_next_epoch_begins_when_nothing_of_this_one_is_free() -> None:

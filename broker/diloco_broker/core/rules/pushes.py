@@ -45,9 +45,10 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
             "0 (a scheduler), frozen parameters, or an optimizer over other parameters."
         )
-    units.check(state, member, push)
+    has_units = units.check(state, member, push)
     yield from rules_of(state).offer(state, member, push)
-    units.under_way(state, member, push)
+    if has_units:
+        units.under_way(state, member, push)
     yield from rounds.close_if_due(state)
 
 

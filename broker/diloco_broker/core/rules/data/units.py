@@ -118,13 +118,13 @@ def _uncounted(state: RunState, worker_id: str, pushes: Mapping[int, int]) -> di
 # Pushes.
 
 
-def check(state: RunState, member: Member, push: Push) -> None:
-    """Raises ProtocolError where this push has units that it cannot have."""
+def check(state: RunState, member: Member, push: Push) -> bool:
+    """Has this push units that come with it? Raises ProtocolError where it cannot have them."""
     who = member.worker_id
     if not push.lots or state.data.has_lot(who, push):
-        return
+        return False
     if not _uncounted(state, who, {push.fragment: push.push_id}):
-        return  # it is told so
+        return False  # it has counted, and is told so
     if len(state.data.lots.get(who, ())) + len(push.lots) > MOST_LOTS:
         raise ProtocolError(
             Code.BAD_PUSH, f"{who} has {MOST_LOTS} lots of units under way already."
@@ -148,14 +148,13 @@ def check(state: RunState, member: Member, push: Push) -> None:
                     f"While {who} was away, units of the data set {name!r:.80} that it has trained on "
                     "were given to others; its push is dropped, so that none counts twice.",
                 )
+    return True
 
 
 def under_way(state: RunState, member: Member, push: Push) -> None:
     """This push was taken in, or waits for its turn: its units count when it does."""
     who = member.worker_id
-    if not push.lots or state.data.has_lot(who, push):
-        return
-    for lot in push.lots:
+    for lot in push.lots or ():
         units = _units(lot)
         for name, spans in units.items():
             state.data.sets[name].claim(who, spans)

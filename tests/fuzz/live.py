@@ -43,7 +43,7 @@ RAW_EVERY = 20  # connections
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # of ZMTP 3; what follows is the mechanism
 OTHER = Peer(Role.WORKER, "w2")  # whose key the hostile one has
 # They would end the attack, not the broker.
-NOT_ASKED = ("shutdown", "pause", "set")
+NOT_ASKED = ("shutdown", "stop_all", "pause", "set")
 
 
 class Stranger:

@@ -73,6 +73,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"outer_momentum": 0.5},
 ]
 ASKED = ["status", "manifest", "save", "kick", "pause", "resume", "shutdown", "set", "nonsense"]
+ASKED += ["save_all", "stop_all"]
 
 
 class WatchedStage(Stage):

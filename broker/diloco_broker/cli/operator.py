@@ -1,4 +1,4 @@
-"""Commands that ask a running broker for something: status, save, kick, set, pause, resume, shutdown.
+"""Commands that ask a running broker for something, from `status` to `stop-all`.
 
 Exit codes: 0 it was done, 1 the broker refused, 2 wrong usage or no broker there, 130 given up.
 """
@@ -174,7 +174,7 @@ def stop_all(
     wait: Wait = 60.0,
     yes: Yes = False,
 ) -> None:
-    """Ask each worker to finish its round and leave, and show who has. The broker goes on."""
+    """Ask each worker to leave once its work in flight is back, and show who has. The broker goes on."""
     _sure(yes, "Stop all workers? The broker goes on; they may join again.")
     _order("stop_all", address, as_json, timeout, keys, wait=wait)
 

@@ -103,6 +103,7 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
             member.liveness.probed_at = now
             yield member.tell(messages.Notice("alive"))
     yield from rounds.tick(state)
+    yield from orders.tick(state)
     yield from pulls.give_up(state)
     descriptions.give_up(state)
     for reader in state.versions.observers:

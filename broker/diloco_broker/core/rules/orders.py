@@ -15,14 +15,19 @@ TEXTS = {
     SAVE: "An operator asks each worker to save.",
     STOP: "An operator asks each worker to stop.",
 }
-# How long an order is pending for workers that do not answer.
-ANSWER_WITHIN_S = 600.0
+# How long workers have to save: a script may wait for a round before it looks whether it should.
+SAVE_WITHIN_S = 600.0
+# How long they have to stop by themselves, and at least twice as long as the last round took.
+STOP_WITHIN_S = 60.0
 
 
 def give(state: RunState, action: str) -> effects.Effects:
     """Tell everybody who is here; an order of the same kind that is pending is replaced."""
     number = state.draw() % (1 << 31) + 1  # not that of another life of the broker
-    order = Order(number, TEXTS[action], state.now + ANSWER_WITHIN_S)
+    within_s = SAVE_WITHIN_S
+    if action == STOP:
+        within_s = max(STOP_WITHIN_S, 2 * state.last_report.seconds if state.last_report else 0.0)
+    order = Order(number, TEXTS[action], state.now + within_s)
     state.orders[action] = order
     for member in state.members:
         yield from _tell(member, action, order)
@@ -31,9 +36,25 @@ def give(state: RunState, action: str) -> effects.Effects:
 def tell(state: RunState, member: Member) -> effects.Effects:
     """A worker joins, or is back: what is pending concerns it, unless it has done it."""
     for action, order in state.orders.items():
-        is_pending = bool(order.waiting) and state.now < order.until
-        if is_pending and member.worker_id not in order.saved:
+        if order.is_pending and member.worker_id not in order.saved:
             yield from _tell(member, action, order)
+
+
+def tick(state: RunState) -> effects.Effects:
+    """Time has passed: an order is not pending for ever.
+
+    A worker that has not stopped may wait for a round that never closes, now that others have left.
+    What it has sent stays in that round; `shutdown` ends the wait at its boundary.
+    """
+    for action, order in state.orders.items():
+        if not order.is_pending or state.now < order.until:
+            continue
+        order.is_given_up = True
+        names = ", ".join(sorted(order.waiting))[:300]
+        yield effects.warning(f"No answer to {action.replace('_', '-')} from {names}.")
+        for member in state.members:
+            if action == STOP and member.worker_id in order.waiting:
+                yield member.tell(Notice("shutdown", order.text))
 
 
 def answered(state: RunState, member: Member, number: int) -> effects.Effects:

@@ -31,6 +31,7 @@ def test_two_workers_train_by_the_example(processes: Processes, name: str) -> No
         assert last < first, output
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, for transformers
 @needs("transformers", "peft")
 def test_exported_adapters_load_into_the_base_model(processes: Processes) -> None:
     import peft

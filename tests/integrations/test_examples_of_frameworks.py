@@ -45,6 +45,7 @@ def test_exported_adapters_load_into_the_base_model(processes: Processes) -> Non
     command = ["export", address, "--to", str(to), "--like", str(out)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    torch.manual_seed(0)  # the base of the example
     base: Any = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=64,
@@ -56,7 +57,6 @@ def test_exported_adapters_load_into_the_base_model(processes: Processes) -> Non
         )
     )
     model = peft.PeftModel.from_pretrained(base, str(to))
-    # One worker that closes a round with each boundary leaves with the parameters of the run.
     loaded = {name: each for name, each in model.named_parameters() if "lora_B" in name}
     assert loaded and all(each.abs().max() > 0 for each in loaded.values())
     numbers = torch.arange(16)[None]

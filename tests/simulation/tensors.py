@@ -251,7 +251,9 @@ class Tensors:
     def _step(self, spot: Spot, groups: Sequence[Sequence[Key]], count: int) -> events.Stepped:
         """Apply one gradient of each group; `count` is how many there were before, as the core says."""
         fragment, index = spot
-        memory, before = self._memories.get(spot, Memory()), self._contents[spot]
+        # A version that workers held has had as many as its name says, and nothing is left of a buffer.
+        found = Memory(count - count % self.config.dn_size)
+        memory, before = self._memories.get(spot, found), self._contents[spot]
         had = memory.gradients
         demand(
             count == had, "the optimizer of {} is told {} gradients, it had {}", spot, count, had

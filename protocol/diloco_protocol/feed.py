@@ -206,7 +206,7 @@ class Totals:
     contributions: int = 0  # whole ones, in versions
     steps: int = 0  # optimizer steps of the run's workers; see `diloco_protocol.messages.Progress`
     tokens: int = 0  # that went into versions, as reported
-    seconds: int = 0  # in which rounds could close
+    open_s: int = 0  # seconds in which rounds could close
     bytes_up: int = 0
     deaths: int = 0
     refused: Mapping[str, Any] = field(default_factory=dict)  # work refused: how often, by reason

@@ -305,7 +305,7 @@ def _end(state: RunState) -> feed.End | None:
         max_time_s=config.max_seconds,
         rounds=state.round.number if state.round else 0,
         tokens=state.totals.tokens,
-        seconds=state.totals.seconds,
+        seconds=state.totals.open_s,
         last_round=state.ending.last,
         is_over=state.ending.is_over,
     )

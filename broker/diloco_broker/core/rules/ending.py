@@ -53,7 +53,7 @@ def look(state: RunState, number: int) -> effects.Effects:
             ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
             yield effects.info(
                 f"The run is over: {ending.why}. It has made {made} rounds, from {totals.tokens} "
-                f"tokens, in {totals.seconds} s."
+                f"tokens, in {totals.open_s} s."
             )
         return
     pieces = 1 if config.is_async else config.num_fragments
@@ -80,8 +80,8 @@ def _end(state: RunState, made: int) -> tuple[str | None, int | None]:
         ends.append((config.max_rounds - 1, f"--max-rounds is {config.max_rounds}"))
     if config.token_budget is not None and totals.tokens >= config.token_budget:
         ends.append((_cycle_end(state, made - 1), f"--token-budget is {config.token_budget}"))
-    if config.max_seconds is not None and totals.seconds >= config.max_seconds:
-        was_over = state.totals_before.seconds >= config.max_seconds  # in an earlier life
+    if config.max_seconds is not None and totals.open_s >= config.max_seconds:
+        was_over = state.totals_before.open_s >= config.max_seconds  # in an earlier life
         ends.append((_cycle_end(state, made - was_over), f"--max-time is {config.max_time}"))
     if not ends:
         return None, None
@@ -125,5 +125,5 @@ def _count_time(state: RunState) -> None:
         ending.rest_s += state.now - ending.timed_at
         whole = int(ending.rest_s)
         ending.rest_s -= whole
-        totals.seconds = min(totals.seconds + whole, MOST)
+        totals.open_s = min(totals.open_s + whole, MOST)
     ending.timed_at = state.now if counts else None

@@ -45,7 +45,7 @@ def show(state: RunState, number: int) -> None:
         min(number, MOST),
         steps,
         totals.tokens,
-        totals.seconds,
+        totals.open_s,
         state.config.max_rounds,
         state.config.token_budget,
         state.config.max_seconds,

@@ -49,7 +49,7 @@ class Totals:
     contributions: int = 0
     steps: int = 0
     tokens: int = 0
-    seconds: int = 0  # in which rounds could close
+    open_s: int = 0  # seconds in which rounds could close
     bytes_up: int = 0
     deaths: int = 0
 

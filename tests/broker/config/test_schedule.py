@@ -103,7 +103,18 @@ NO_SCHEDULE: list[Any] = [
     *("", "linear", "linear:", "linear:0", "linear:-3", "linear:1.5", "linear:10:", "linear:10:a"),
     *("linear:10:0.5:1", "linear:1e3", "linear:10:nan", "linear:10:inf", "linear:10:-0.1"),
     *("constant:10", "Cosine:10", " cosine:10", "cosine:10\n", "cosine:1000001", "step:10"),
-    *("cosine:\u0661\u0660", "cosine:10:1e-3", None, 10, 0.5, True, [], ["constant"], {}, b"linear:10"),
+    *(
+        "cosine:\u0661\u0660",
+        "cosine:10:1e-3",
+        None,
+        10,
+        0.5,
+        True,
+        [],
+        ["constant"],
+        {},
+        b"linear:10",
+    ),
 ]
 
 

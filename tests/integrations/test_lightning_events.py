@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from diloco_broker import Broker
 from diloco_protocol import UsageError
+from diloco_protocol.clients.operator import Operator
+from diloco_protocol.messages import Result
 from diloco_worker import DiLoCoClient
 from kit import tiny_task
 from kit.integrations import needs
@@ -172,6 +175,32 @@ def test_the_trainer_stops_when_the_run_ends(callback: Fit, trainer: Fit, broker
     made = trainer(callback(), EndsTheRun(), max_epochs=100)
     made.fit(module_of(), batches())
     assert H <= made.global_step < 100 * H
+
+
+def test_the_trainer_saves_when_an_operator_asks(
+    callback: Fit, trainer: Fit, broker: Broker, tmp_path: Path
+) -> None:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    asked: list[Result] = []
+    with closing(Operator(broker.address)) as operator:
+
+        class AsksToSave(Callback):
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                if trainer.global_step == 1 and not asked:
+                    asked.append(operator.ask("save_all"))
+
+        keeper = ModelCheckpoint(tmp_path, every_n_train_steps=500)
+        trainer(callback(), AsksToSave(), keeper, enable_checkpointing=True).fit(
+            module_of(), batches()
+        )
+        reply = operator.ask("save_all", order=asked[0].data["order"])
+    assert (reply.data["saved"], reply.data["waiting"]) == (("w",), ())
+    (saved,) = tmp_path.glob("asked-step=*.ckpt")
+    second = trainer(own := callback(), max_epochs=2)
+    second.fit(module_of(), batches(), ckpt_path=saved, weights_only=True)
+    assert own.diloco.local_step == second.global_step > H
 
 
 def test_it_goes_on_from_a_checkpoint(callback: Fit, trainer: Fit, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 from diloco_broker import Broker
 from diloco_protocol import UsageError
+from diloco_protocol.clients.operator import Operator
+from diloco_protocol.messages import Result
 from kit import tiny_task
 from kit.integrations import needs
 from kit.whole_run import PATIENCE_S, make_config
@@ -153,6 +156,27 @@ def test_the_trainer_stops_and_saves_when_the_run_ends(
     step = made.state.global_step
     assert H <= step < 1000
     assert (tmp_path / "out" / f"checkpoint-{step}" / "diloco.pt").exists()
+
+
+def test_the_trainer_saves_when_an_operator_asks(
+    trainer: MakeTrainer, broker: Broker, tmp_path: Path
+) -> None:
+    from transformers import TrainerCallback
+
+    asked: list[Result] = []
+    with closing(Operator(broker.address)) as operator:
+
+        class AsksToSave(TrainerCallback):
+            def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+                if state.global_step == 1:
+                    asked.append(operator.ask("save_all"))
+
+        trainer(AsksToSave(), save_strategy="steps", save_steps=500).train()
+        reply = operator.ask("save_all", order=asked[0].data["order"])
+    assert asked[0].data["waiting"] == ("w",)
+    assert (reply.data["saved"], reply.data["waiting"]) == (("w",), ())
+    saved = {int(each.parent.name.split("-")[1]) for each in tmp_path.glob("out/*/diloco.pt")}
+    assert len(saved - {2 * H}) == 1, "besides the one that every Trainer makes at its end"
 
 
 @pytest.mark.parametrize("keeps_callbacks", [False, True])

@@ -16,9 +16,11 @@ import logging
 import signal
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from diloco_protocol import UsageError
@@ -45,7 +47,8 @@ class DiLoCoCallback(Callback):
 
     Logged with what the module logs, each as diloco/NAME: `round` of the run, `global_loss`, and of this
     worker `rounds`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`. When the
-    run ends the Trainer stops; one with `min_steps` or `min_epochs` makes these first, alone.
+    run ends the Trainer stops; one with `min_steps` or `min_epochs` makes these first, alone. When an
+    operator asks for a save, a Trainer with a `ModelCheckpoint` puts `asked-step=N.ckpt` beside its own.
 
     Raises:
         UsageError: when training begins; what `DiLoCoWorker` raises, or a strategy of several processes
@@ -110,6 +113,8 @@ class DiLoCoCallback(Callback):
             figures["global_loss"] = worker.global_loss
         named = {f"diloco/{name}": value for name, value in figures.items()}
         pl_module.log_dict(named, on_step=True, on_epoch=False, batch_size=1)
+        if worker.should_save:
+            _save(trainer, worker)
         reason = worker.stop_reason
         if reason is not None and not trainer.should_stop:
             logger.info("The Trainer stops: %s", reason)
@@ -152,6 +157,14 @@ class DiLoCoCallback(Callback):
         if self._theirs is not None:
             signal.signal(signal.SIGTERM, self._theirs)
             self._theirs = None
+
+
+def _save(trainer: Trainer, worker: DiLoCoWorker) -> None:
+    """Write a checkpoint beside those of the Trainer, if it keeps any, and say so to the operator."""
+    keeper = trainer.checkpoint_callback
+    if isinstance(keeper, ModelCheckpoint) and keeper.dirpath is not None:
+        trainer.save_checkpoint(Path(keeper.dirpath, f"asked-step={trainer.global_step}.ckpt"))
+        worker.saved()
 
 
 def _require_whole_model(trainer: Trainer) -> None:

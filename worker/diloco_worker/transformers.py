@@ -111,10 +111,13 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
         self.saved_in = str(_checkpoint(args, state))
-        if self.diloco is not None and self.diloco.should_stop and not control.should_training_stop:
+        if self.diloco is None:
+            return control
+        is_asked = self.diloco.should_save
+        if self.diloco.should_stop and not control.should_training_stop:
             logger.info("The Trainer stops: %s", self.diloco.stop_reason)
-            control.should_training_stop = True
-            control.should_save = control.should_save or args.save_strategy != "no"
+            control.should_training_stop = is_asked = True
+        control.should_save = control.should_save or (is_asked and args.save_strategy != "no")
         return control
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
@@ -149,6 +152,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
             aside = folder / f"{STATE_FILE}.new"
             torch.save(self.diloco.state_dict(), aside)
             os.replace(aside, folder / STATE_FILE)
+            self.diloco.saved()  # if an operator has asked
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._leave()

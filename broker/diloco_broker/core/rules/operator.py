@@ -181,7 +181,7 @@ def _order(state: RunState, request: Request) -> effects.Effects:
     """Give an order to all workers; with its number, ask only how things stand with it."""
     action = request.control.action
     if request.control.arguments.get("order") is None:
-        yield request.noted(action, orders.TEXTS[action])
+        yield request.noted(action, f"each worker is asked to {orders.WHAT[action]}")
         yield from orders.give(state, action)
     found = orders.replies(state, action)
     text = "; ".join(f"{what}: {', '.join(found[what])}" for what in _REPLIES if found.get(what))

@@ -11,10 +11,7 @@ from diloco_broker.core.state.run import RunState
 from diloco_protocol.messages import Notice
 
 SAVE, STOP = "save_all", "stop_all"
-TEXTS = {
-    SAVE: "An operator asks each worker to save.",
-    STOP: "An operator asks each worker to stop.",
-}
+WHAT = {SAVE: "save", STOP: "stop"}
 # How long workers have to save: a script may wait for a round before it looks whether it should.
 SAVE_WITHIN_S = 600.0
 # How long they have to stop by themselves, and at least twice as long as the last round took.
@@ -27,7 +24,7 @@ def give(state: RunState, action: str) -> effects.Effects:
     within_s = SAVE_WITHIN_S
     if action == STOP:
         within_s = max(STOP_WITHIN_S, 2 * state.last_report.seconds if state.last_report else 0.0)
-    order = Order(number, TEXTS[action], state.now + within_s)
+    order = Order(number, f"An operator asks each worker to {WHAT[action]}.", state.now + within_s)
     state.orders[action] = order
     for member in state.members:
         yield from _tell(member, action, order)

@@ -296,6 +296,16 @@ class End:
 
 
 @dataclass(frozen=True)
+class Order:
+    """What an operator has asked all workers to do; shown while somebody has not answered."""
+
+    action: str  # save_all or stop_all
+    waiting: tuple[str, ...] = ()  # ids of workers that have not answered
+    saved: int = 0  # workers that have
+    left: int = 0
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Everything the broker says about itself at one moment."""
 
@@ -314,6 +324,7 @@ class Snapshot:
     ended: bool = False  # rounds were made, and all workers have left as done
     paused_for_s: float | None = None
     end: End | None = None  # None: nobody has set one, or a broker that does not say
+    orders: tuple[Order, ...] = ()  # those that are pending
     round: Round | None = None
     counts: Counts = Counts()
     model: Model | None = None

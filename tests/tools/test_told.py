@@ -29,6 +29,9 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "workers": (3, {}),
     "min_workers": (2, {}),
     "sync_every": (77, {}),
+    "max_rounds": (40, {}),
+    "token_budget": (1000, {}),
+    "max_time": ("90s", {}),
     "outer": ("sgd", {}),
     "outer_lr": (0.3, {}),
     "outer_momentum": (0.5, {}),
@@ -122,6 +125,20 @@ SPLIT = TOLD | {"fragments": [{"fragment": number, "version": 9} for number in r
 
 def full(news: dict[str, Any], width: int, height: int) -> str:
     return "\n".join(line.plain for line in full_screen(news, width, height).lines)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_end_of_a_run_and_orders_without_an_answer_are_shown(size: tuple[int, int]) -> None:
+    stage, (_, b) = a_run("a", "b", max_rounds=40, max_time="90s")
+    stage.asks("stop_all")
+    b.leaves()
+    news = stage.shown()
+    for said in (as_text(news), drawn(news), full(news, *size)):
+        assert "1 of 40 rounds" in said
+        assert "stop-all: no answer from a" in said
+    assert "1 left" in as_text(news)
+    stage.puppets["a"].leaves()
+    assert "stop-all" not in as_text(stage.shown()).split("workers")[0]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])

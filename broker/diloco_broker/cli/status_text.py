@@ -32,6 +32,7 @@ def as_text(data: Data, room: int | None = None) -> str:
         ("pushes" if data["mode"] == "async" else "round", _round(data)),
         ("last", _last(data)),
         ("ends", _ends(data.get("end") or {})),
+        ("asked", _asked(data.get("orders", ()))),
         ("workers", _workers(data)),
         ("model", _model(data)),
         ("optimizer", _optimizer(data["outer"], data.get("fragments", ()), data["round"] or {})),
@@ -73,6 +74,16 @@ def _ends(end: Data) -> Iterable[str]:
         yield f"{span(end['seconds'])} of {span(end['max_time_s'])}"
     if end.get("is_over"):
         yield "the run is over"
+
+
+def _asked(orders: Iterable[Data]) -> Iterable[str]:
+    """What an operator has asked all workers to do, and who has not answered."""
+    for order in orders:
+        waiting = sorted(order["waiting"])
+        more = " ..." if len(waiting) > NAMES else ""
+        yield f"{order['action'].replace('_', '-')}: no answer from {' '.join(waiting[:NAMES])}{more}"
+        yield f"{order['saved']} saved" if order["saved"] else ""
+        yield f"{order['left']} left" if order["left"] else ""
 
 
 def _round(data: Data) -> Iterable[str]:

@@ -110,6 +110,11 @@ def _snapshot(
         ended=_has_ended(state),
         paused_for_s=_age_if(state.paused_at, now),
         end=_end(state),
+        orders=tuple(
+            feed.Order(action, tuple(sorted(each.waiting)), len(each.saved), len(each.left))
+            for action, each in state.orders.items()
+            if each.is_pending
+        ),
         round=_round(state, now),
         counts=feed.Counts(
             alive=len(state.members),

@@ -109,6 +109,33 @@ def last(snapshot: Snapshot) -> Parts:
     )
 
 
+def end(snapshot: Snapshot) -> Parts:
+    """The end that the run was given, and how far it is."""
+    given = snapshot.end
+    if given is None:
+        return ()
+    limit_s = given.max_time_s
+    return (
+        f"{given.rounds} of {given.max_rounds} rounds" if given.max_rounds is not None else "",
+        f"{scaled(given.tokens)} of {scaled(given.token_budget)} tokens"
+        if given.token_budget is not None
+        else "",
+        f"{duration(given.seconds)} of {duration(limit_s)}" if limit_s is not None else "",
+        Text("the run is over", UNEASY) if given.is_over else "",
+    )
+
+
+def asked(snapshot: Snapshot) -> Parts:
+    """What an operator has asked all workers to do, and who has not answered."""
+    parts: list[Part] = []
+    for order in snapshot.orders:
+        names = sorted(order.waiting)
+        more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+        what = order.action.replace("_", "-")
+        parts.append(Text(f"{what}: no answer from {', '.join(names[:NAMES])}{more}", UNEASY))
+    return parts
+
+
 def optimizer(snapshot: Snapshot) -> Parts:
     """The outer optimizer and what may be changed about it."""
     outer, turn = snapshot.outer, snapshot.round and snapshot.round.fragment

@@ -108,6 +108,9 @@ def run_rows(snapshot: Snapshot, sheet: Sheet, most: int, *, limits: bool) -> li
     outer += (*facts.merging(snapshot), *facts.reducing(snapshot))
     told = (*facts.asynchronous(snapshot), *facts.liveness(snapshot))
     lines = [sheet.apart(now, state), sheet.row("workers", counts)]
+    for label, parts in (("ends", facts.end(snapshot)), ("asked", facts.asked(snapshot))):
+        if any(parts):
+            lines.append(sheet.row(label, parts))
     lines += sheet.rows("outer", outer, most)
     if limits and any(told):
         lines += sheet.rows("limits", told, most)

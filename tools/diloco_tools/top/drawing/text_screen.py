@@ -69,6 +69,8 @@ def _facts(snapshot: Snapshot, sheet: Sheet) -> list[Text]:
         facts.now(snapshot, glyphs),
         ("workers", facts.counts(snapshot)),
         ("last", facts.last(snapshot)),
+        ("ends", facts.end(snapshot)),
+        ("asked", facts.asked(snapshot)),
         ("outer", outer),
         ("reducing", facts.reducing(snapshot)),
         ("fragments", (str(len(snapshot.fragments)), *merging) if merging else ()),

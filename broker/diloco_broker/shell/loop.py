@@ -230,7 +230,12 @@ class Loop:
             self._see_changed_keys(now)
             if stood_still := self.now.stood_still():
                 self._executor.feed(events.StoodStill(stood_still))
-            self._executor.feed(events.Tick(self.sockets.lost_a_connection()))
+            has_lost = self.sockets.lost_a_connection()
+            if (
+                has_lost and not self.core.state.model.is_done
+            ):  # it may have brought a part of a model
+                self._calm_at = now + CALM_S
+            self._executor.feed(events.Tick(has_lost))
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
             self._publish()

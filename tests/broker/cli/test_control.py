@@ -222,6 +222,8 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
         assert (code, "No round closes" in said) == (0, True)
         code, said = invoke(broker, "resume")
         assert (code, "goes on" in said) == (0, True)
+        code, said = invoke(broker, "save-all", "--wait", "0", "--json")
+        assert (code, json.loads(said)["waiting"]) == (1, ["w0", "w1"])
         code, said = invoke(broker, "kick", "w1", "--yes")
         assert (code, "w1 was removed; 1 worker is left" in said) == (0, True)
         assert [m.worker_id for m in broker._loop.core.state.members] == ["w0"]
@@ -239,6 +241,7 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
         (["kick", "nobody", "--yes"], 1, "No worker named 'nobody' is here"),
         (["kick", "nobody"], 2, "give --yes"),
         (["shutdown"], 2, "give --yes"),
+        (["stop-all"], 2, "give --yes"),
         (["set"], 2, "There is nothing to set"),
         (["set", "--outer-lr", "-1"], 1, "--outer-lr is -1.0"),
         (["set", "--quorum", "1"], 1, "settled at the start"),
@@ -272,7 +275,7 @@ def test_programs_get_json_also_when_nobody_answers() -> None:
     assert json.loads(result.stdout)["ok"] is False
 
 
-@pytest.mark.parametrize("command", ["status", "save", "pause", "resume"])
+@pytest.mark.parametrize("command", ["status", "save", "pause", "resume", "save-all"])
 def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> None:
     address = a_free_address()
     result = CliRunner().invoke(app, [command, "--address", address, "--timeout", "0.2"])

@@ -62,6 +62,7 @@ from kit.session_harness import (
     STREAMING,
     Desk,
     desk,
+    gradient,
     version,
     whole,
 )
@@ -280,6 +281,25 @@ def test_what_the_broker_says_is_answered_or_told_at_once(
 ) -> None:
     ready.hears(*notices)
     assert ready.effects == effects
+
+
+def test_who_is_asked_to_stop_is_told_once_its_work_in_flight_is_back(ready: Desk) -> None:
+    asked = Notice("stop_all", "An operator asks each worker to stop.", round=9)
+    ready.holds(version(0))
+    ready.happens(Offer(gradient()))
+    ready.hears(asked)
+    assert not ready.all(Told)
+    ready.receives(version(1), whole(77))
+    assert [each.message.what for each in ready.all(Told)] == ["shutdown"]
+    ready.hears(asked)
+    assert ready.all(Told), "nothing is in flight"
+
+
+def test_who_is_asked_to_save_is_told_at_once(ready: Desk) -> None:
+    asked = Notice("save_all", "An operator asks each worker to save.", round=9)
+    ready.happens(Offer(gradient()))
+    ready.hears(asked)
+    assert ready.all(Told) == [Told(asked)]
 
 
 def test_heartbeats_can_be_turned_off() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_broker.core.rules.ending import LAST_ROUND_S, LEAVE_WITHIN_S
-from diloco_protocol.messages import Error, Notice, Push
+from diloco_protocol.messages import Error, Message, Notice, Push, Released
 from kit.core_harness import a_round, a_run, a_stage
 from kit.restarts import a_saved_run, next_life
 
@@ -30,6 +30,15 @@ def test_no_round_is_made_after_the_last() -> None:
     assert workers[0].got(Error).code == "late"
     assert stage.version().counter == 2
     assert stage.shown()["end"]["is_over"]
+
+
+def test_workers_know_of_the_end_before_they_have_the_last_version() -> None:
+    stage, (a,) = a_run("a", rounds=2, max_rounds=3)
+    a.pulls(stage.version(0).counter, credit=50)
+    a.pushes(91)
+    told = [type(each) for each in a.all(Message) if isinstance(each, Notice | Released)]
+    assert a.notices[-1] == "over"
+    assert told[-2:] == [Notice, Released]
 
 
 def test_a_worker_that_does_not_leave_is_waited_for_within_bounds() -> None:

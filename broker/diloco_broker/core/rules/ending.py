@@ -28,7 +28,8 @@ def tick(state: RunState) -> effects.Effects:
         return
     if not ending.is_over:
         yield from look(state, round_.number - 1)
-        yield from told(state)
+        yield from tell_all(state)
+        yield from refuse_the_rest(state)
     is_late = ending.until is not None and state.now >= ending.until
     if ending.is_over and not ending.is_asked_to_end and (is_late or not len(state.members)):
         ending.is_asked_to_end = True
@@ -99,8 +100,14 @@ def _cycle_end(state: RunState, number: int) -> int:
     return number + (pieces - 1 - number % pieces)
 
 
-def told(state: RunState) -> effects.Effects:
-    """If the run has just become over: nothing more is taken in, and the workers are told."""
+def tell_all(state: RunState) -> effects.Effects:
+    """If the run has just become over, the workers are told."""
+    for member in state.members:
+        yield from tell(state, member)
+
+
+def refuse_the_rest(state: RunState) -> effects.Effects:
+    """If the run has just become over, nothing more is taken in."""
     if not state.ending.is_over:
         return
     for member in state.members:
@@ -109,7 +116,6 @@ def told(state: RunState) -> effects.Effects:
             member.take_deferred(push.fragment)
             text = f"The run is over: {state.ending.why}. This work came after its last round."
             yield member.tell(Error(Code.LATE, text, push_id=push.push_id, about="push"))
-        yield from tell(state, member)
 
 
 def tell(state: RunState, member: Member) -> effects.Effects:

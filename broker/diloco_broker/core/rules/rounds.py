@@ -170,15 +170,16 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     rules = rules_of(state)
     yield from rules.tell(state, ended, unreleased.pushes)
     yield from norms.counted(state, unreleased.pushes)
+    yield from ending.look(state, ended.number)
+    yield from ending.tell_all(state)  # first: whoever has the last version makes no step more
     yield from state.versions.release(fragment, unreleased.record)
     if ended.barrier is not None:
         ended.barrier.end()
     yield from checkpoints.save_if_due(state, ended.number + 1)
-    yield from ending.look(state, ended.number)
     yield from open_round(state, ended.number + 1)
     yield from rules.released(state)
     units.released(state)
-    yield from ending.told(state)
+    yield from ending.refuse_the_rest(state)
 
 
 def _report(

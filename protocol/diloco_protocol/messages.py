@@ -187,7 +187,7 @@ class Heartbeat(Message):
     tokens: int = 0
     merge_delay: int | None = None  # steps from slot to merge, of the last merge
     warning: str | None = None  # what people should know of this worker, as long as it holds
-    saved: int = 0  # the number of the last `save_all` that its script has carried out
+    saved: int | None = None  # the number of the last `save_all` that its script has carried out
 
 
 @dataclass(frozen=True)

@@ -583,7 +583,7 @@ class DiLoCoWorker:
                 tokens=self._reports.counts["tokens"],
                 merge_delay=self._counters.merge_delay if self._counters.rounds else None,
                 warning=None if change is None else change[:MAX_WARNING_LENGTH],
-                saved=self._saved,
+                saved=self._saved or None,
             )
 
     @property

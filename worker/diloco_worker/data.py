@@ -113,6 +113,7 @@ class WorkQueue:
             for marks, batch in loader:
                 named = _numbers(marks)
                 if all(self._line.is_dropped(self.name, mark >> 1) for mark in named):
+                    self._forget(named)
                     continue
                 fetched.append(named)
                 while len(fetched) > ahead:
@@ -120,8 +121,11 @@ class WorkQueue:
                 yield batch
             for named in fetched:
                 self._note(named)
-            for ticket in sorted(self._read):  # the loader has dropped their last samples
-                self.done(ticket)
+            for ticket in sorted(self._read):
+                if self._line.is_dropped(self.name, ticket):
+                    self._forget([ticket << 1 | 1])
+                else:
+                    self.done(ticket)  # the loader has dropped its last samples
             self._line.stepped()
             if not self._goes_on():
                 return
@@ -129,6 +133,13 @@ class WorkQueue:
     def _note(self, marks: list[int]) -> None:
         for mark in marks:
             self.done(mark >> 1, is_last=bool(mark & 1))
+
+    def _forget(self, marks: list[int]) -> None:
+        """These are of units that may come back: then they are begun anew."""
+        for mark in marks:
+            self._line.forget(self.name, mark >> 1)
+            if mark & 1:
+                self._read.discard(mark >> 1)
 
     def _goes_on(self) -> bool:
         """Wait until there are units again; False when there will be none."""
@@ -139,9 +150,9 @@ class WorkQueue:
             if self._stock:
                 return True
             config, step = self._diloco.config, self._diloco.local_step
-            if config is not None and (config.mode == "sync" or step != self._forced_at):
+            is_due = config is not None and (config.mode == "sync" or step != self._forced_at)
+            if is_due and self._diloco.force_sync():
                 self._forced_at = step
-                self._diloco.force_sync()
             pause.wait(ASK_AGAIN_S)
         return False
 

@@ -158,7 +158,9 @@ class DiLoCoWorker:
         self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
         # What a `data.WorkQueue` of this worker speaks to.
-        self.units = UnitLine(is_alone=self._settings.server is None)
+        self.units = UnitLine(
+            is_alone=self._settings.server is None, is_asked=lambda: self._termination.is_asked
+        )
         self._pace = Pace()
         self._counters = SyncMetrics()
         self._step = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_protocol import UsageError
@@ -31,8 +32,9 @@ class HandedOut:
 class UnitLine:
     """See the head of this module. `take` may be called from any thread, the rest from training."""
 
-    def __init__(self, *, is_alone: bool) -> None:
+    def __init__(self, *, is_alone: bool, is_asked: Callable[[], bool] = lambda: False) -> None:
         self.is_alone = is_alone  # there is no server
+        self._is_asked = is_asked  # to end this process
         self.link: Link | None = None  # None before the worker has started
         self._lock = threading.Lock()  # one request at a time
         self._requests = itertools.count(FIRST_REQUEST)
@@ -43,9 +45,10 @@ class UnitLine:
 
     @property
     def is_stopped(self) -> bool:
-        """The worker has left, or the run is over."""
+        """The worker has left, the run is over, or this process is asked to end."""
         link = self.link
-        return link is not None and (link.has_ended or link.stopping is not None)
+        is_over = link is not None and (link.has_ended or link.stopping is not None)
+        return is_over or self._is_asked()
 
     def take(self, name: str, size: int, epochs: int, seed: int | None, count: int) -> HandedOut:
         """Ask for units; waits for the broker as long as it takes. None come where none is free.
@@ -85,6 +88,10 @@ class UnitLine:
         if is_last:
             opened.discard(ticket)
             self._ended.setdefault(name, []).append(ticket)
+
+    def forget(self, name: str, ticket: int) -> None:
+        """Training is in the middle of this unit no more."""
+        self._open.get(name, set()).discard(ticket)
 
     def is_dropped(self, name: str, ticket: int) -> bool:
         """Whether this unit is to be trained on no more: it was given back, or others have it."""

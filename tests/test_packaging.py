@@ -100,6 +100,7 @@ def test_workflow_calls_targets_that_there_are(workflow: Path) -> None:
     [
         ("diloco_broker.cli.app", "diloco-broker se", {"serve", "set"}),
         ("diloco_tools.top.cli", "diloco-top --on", {"--once"}),
+        ("diloco_worker.cli.app", "diloco-worker d", {"doctor"}),
     ],
 )
 def test_shell_completes_commands_and_options(module: str, words: str, expected: set[str]) -> None:

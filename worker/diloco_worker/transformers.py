@@ -66,6 +66,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         self._keywords = keywords
         self._evaluate_global = evaluate_global
         self._global_parameters = ExitStack()  # they are in the model until it is closed
+        self._shows_global = False
         self._hooks: list[Any] = []
         self._tokens = 0  # reported so far
         self._has_left = False
@@ -95,7 +96,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
             if self._evaluate_global:
                 self._hooks = [
                     model.register_forward_pre_hook(self._before_forward),
-                    model.register_state_dict_pre_hook(lambda *_: self._global_parameters.close()),
+                    model.register_state_dict_pre_hook(lambda *_: self._hide_global()),
                 ]
 
     def on_pre_optimizer_step(
@@ -121,7 +122,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         return control
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self._global_parameters.close()
+        self._hide_global()
 
     def on_log(
         self,
@@ -199,9 +200,15 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         return found
 
     def _before_forward(self, model: nn.Module, _: object) -> None:
-        self._global_parameters.close()
-        if not model.training and self.diloco is not None:
+        if model.training:
+            self._hide_global()
+        elif not self._shows_global and self.diloco is not None:
             self._global_parameters.enter_context(self.diloco.global_parameters())
+            self._shows_global = True
+
+    def _hide_global(self) -> None:
+        self._global_parameters.close()
+        self._shows_global = False
 
     def _figures(self) -> dict[str, float]:
         diloco = self.diloco
@@ -214,7 +221,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         return {f"diloco/{name}": value for name, value in figures.items()}
 
     def _leave(self, *, failed: bool = False) -> None:
-        self._global_parameters.close()
+        self._hide_global()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,10 +1,12 @@
 """Hugging Face's Trainer: one callback. A small GPT-2 learns to count.
 
-pip install 'diloco-broker[transformers]'
+pip install '.[transformers]'                           # in the folder of this project
+diloco-broker serve --workers 2 --sync-every 20
 DILOCO_SERVER=tcp://127.0.0.1:8512 python hugging_face.py    # in two terminals
 """
 
 import argparse
+import os
 
 import torch
 from torch.utils.data import Dataset
@@ -14,7 +16,9 @@ from diloco_worker.transformers import DiLoCoCallback
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--out", default="hugging-face-run")
+parser.add_argument(
+    "--out", default=f"hugging-face-run-{os.environ.get('DILOCO_WORKER_ID', os.getpid())}"
+)
 options = parser.parse_args()
 
 

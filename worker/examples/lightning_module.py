@@ -1,6 +1,7 @@
 """Lightning: one callback.
 
-pip install 'diloco-broker[lightning]'
+pip install '.[lightning]'                              # in the folder of this project
+diloco-broker serve --workers 2 --sync-every 20
 DILOCO_SERVER=tcp://127.0.0.1:8512 python lightning_module.py    # in two terminals
 """
 

@@ -1,11 +1,13 @@
 """LoRA: the base model is frozen, so workers that have it exchange the adapters alone.
 
-pip install 'diloco-broker[transformers]' peft
+pip install '.[transformers]' peft                      # in the folder of this project
+diloco-broker serve --workers 2 --sync-every 20
 DILOCO_SERVER=tcp://127.0.0.1:8512 python lora.py    # in two terminals
-diloco-broker export --to adapters-of-the-run --like adapters
+diloco-broker export --to adapters-of-the-run --like adapters-WORKER
 """
 
 import argparse
+import os
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,7 +17,7 @@ from diloco_worker import DiLoCoWorker
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--out", default="adapters")
+parser.add_argument("--out", default=f"adapters-{os.environ.get('DILOCO_WORKER_ID', os.getpid())}")
 options = parser.parse_args()
 
 torch.manual_seed(0)  # the same base everywhere; yours comes from from_pretrained

@@ -10,7 +10,6 @@ from diloco_worker.cli.run import run
 app = typer.Typer(
     help="Take part in a run of a diloco-broker.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 # What follows the name of the training program belongs to it, with or without -- in front.

@@ -295,6 +295,18 @@ def test_who_is_asked_to_stop_is_told_once_its_work_in_flight_is_back(ready: Des
     assert ready.all(Told), "nothing is in flight"
 
 
+def test_who_is_asked_to_stop_is_told_when_the_connection_breaks_before_its_work_is_back(
+    ready: Desk,
+) -> None:
+    over = Notice("over", "The run is over.", round=9)
+    ready.holds(version(0))
+    ready.happens(Offer(gradient()))
+    ready.hears(over)
+    assert not ready.all(Told)
+    ready.happens(Disconnected("gone"))
+    assert ready.all(Told) == [Told(replace(over, what="shutdown"))]
+
+
 def test_who_is_asked_to_save_is_told_at_once(ready: Desk) -> None:
     asked = Notice("save_all", "An operator asks each worker to save.", round=9)
     ready.happens(Offer(gradient()))

@@ -196,6 +196,8 @@ class Session:
         self.units.disconnected()
         yield from self.uploads.disconnected()
         yield from self.requests.disconnected()
+        if self._over is not None:  # the broker may be gone, with the answer to what is in flight
+            yield self._end(self._over)
 
     def _tick(self, now: float) -> Iterator[Effect]:
         if self.connection.wakes(now):
@@ -386,10 +388,13 @@ class Session:
                 yield effects.Told(notice)
 
     def _end_if_due(self) -> Iterator[Effect]:
-        """The run is over: training is told once the last work in flight is back, or refused."""
+        """The run is over: training is told once no work is in flight, or the connection breaks."""
         if self._over is not None and not any(each.is_gradient for each in self.uploads):
-            over, self._over = self._over, None
-            yield effects.Told(replace(over, what="shutdown"))
+            yield self._end(self._over)
+
+    def _end(self, over: messages.Notice) -> Effect:
+        self._over = None
+        return effects.Told(replace(over, what="shutdown"))
 
     # Going on from a checkpoint.
 

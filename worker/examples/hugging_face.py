@@ -40,6 +40,7 @@ arguments = TrainingArguments(
     max_steps=options.steps,
     per_device_train_batch_size=8,
     learning_rate=3e-3,
+    data_seed=os.getpid(),  # each worker has an order of its own; better, a part of the data
     logging_steps=10,
     save_steps=50,
     report_to=[],

@@ -6,6 +6,7 @@ DILOCO_SERVER=tcp://127.0.0.1:8512 python lightning_module.py    # in two termin
 """
 
 import argparse
+import os
 
 import lightning
 import torch
@@ -49,5 +50,6 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-trainer.fit(Regression(), DataLoader(data, batch_size=32, shuffle=True))
+own_order = torch.Generator().manual_seed(os.getpid())  # better, a part of the data for each
+trainer.fit(Regression(), DataLoader(data, batch_size=32, shuffle=True, generator=own_order))
 print(f"done with a loss of {trainer.callback_metrics['loss'].item():.3f}")

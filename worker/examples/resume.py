@@ -1,5 +1,6 @@
 """A loop that may be killed at any moment: started again, it goes on where its checkpoint was.
 
+diloco-broker serve --workers 2 --sync-every 20
 diloco-worker run --restarts 10 -- python resume.py    # with DILOCO_SERVER, DILOCO_WORKER_ID set
 """
 
@@ -40,8 +41,10 @@ def save() -> None:
 
 
 with diloco:
+    # Its own numbers, and others each time that it goes on.
+    dice = torch.Generator().manual_seed(1_000_000 * diloco.shard[0] + done)
     while done < options.steps and not diloco.should_stop:
-        x = torch.randn(32, 16)
+        x = torch.randn(32, 16, generator=dice)
         loss = (model(x) - target(x)).square().mean()
         loss.backward()
         optimizer.step()

@@ -297,7 +297,7 @@ def test_unknown_action_names_those_there_are() -> None:
     stage, _ = a_run("a")
     result = stage.asks("reboot")
     assert not result.ok
-    assert "set, pause, resume and shutdown" in result.text
+    assert "set, pause, resume, shutdown, save_all and stop_all" in result.text
 
 
 def test_name_of_an_operator_is_short() -> None:

@@ -402,6 +402,8 @@ class Loop:
     def _export(self) -> None:
         """The model that the run has come to, as `diloco-broker export` would write it."""
         state, folder = self.core.state, self._config.save_dir
+        if folder is None:
+            logger.warning("The final model is not kept: there is no --save-dir. Workers have it.")
         if folder is None or state.round is None:
             return
         record = checkpoints.run_record(state, state.round.number)

@@ -64,6 +64,50 @@ def test_the_last_round_is_waited_for_within_bounds() -> None:
     assert a.got(Error).push_id == 91  # nobody waits for it any more
 
 
+def test_a_round_whose_length_nobody_knows_is_waited_for_like_any_other() -> None:
+    stage = a_stage(2, max_rounds=1, heartbeat_timeout=0.0, stall_timeout=0.0)
+    a, b = stage.joined("a", "b")
+    stage.passes(0.2)
+    assert a.notices[-1] == "last_round"
+    stage.passes(20 * LAST_ROUND_S)
+    a.pushes(1)
+    b.pushes(2)
+    assert a.notices[-1] == "over"
+    assert stage.version().counter == 1
+
+
+def test_a_pause_is_no_time_of_the_last_round() -> None:
+    stage, workers = a_run("a", "b", rounds=2, max_rounds=3, heartbeat_timeout=0.0)
+    stage.passes(0.2)
+    stage.asks("pause")
+    stage.passes(10 * LAST_ROUND_S)
+    stage.asks("resume")
+    stage.passes(1.0)
+    assert workers[0].notices[-1] != "over"
+    a_round(workers, 2)
+    assert workers[0].notices[-1] == "over"
+    assert stage.version().counter == 3
+
+
+def test_the_end_can_be_put_off_after_it_was_announced() -> None:
+    stage, workers = a_run("a", "b", rounds=2, max_rounds=3, heartbeat_timeout=0.0)
+    stage.passes(0.2)
+    assert stage.asks("set", max_rounds=4).ok
+    a_round(workers, 2)
+    assert "over" not in workers[0].notices
+    stage.passes(0.2)
+    assert workers[0].notices.count("last_round") == 2
+    a_round(workers, 3)
+    assert workers[0].notices[-1] == "over"
+
+
+def test_time_without_workers_is_no_time_of_the_run() -> None:
+    stage, (a,) = a_run("a", rounds=1, max_time="10m", heartbeat_timeout=0.0)
+    a.leaves()
+    stage.passes(3600.0)
+    assert stage.state.totals.open_s < 2
+
+
 def test_tokens_of_counted_work_end_the_run() -> None:
     stage, (a, b) = a_run("a", "b", rounds=1, token_budget=100)
     a.pushes(11, tokens=60)

@@ -14,7 +14,9 @@ from diloco_protocol.errors import Code
 from diloco_protocol.messages import Error, Notice
 from diloco_protocol.ranges import MOST
 
-# The last round may take twice as long as the one before it, and at least so long.
+# The last round may take twice as long as the one before it, and at least so long. Where no round was
+# made in this life of the broker nobody knows how long one takes, and in asynchronous mode any worker
+# may make it: then it is waited for like any other.
 LAST_ROUND_S = 60.0
 # How long workers have, once the run is over, to get the last version, save, and leave.
 LEAVE_WITHIN_S = 60.0
@@ -47,7 +49,7 @@ def look(state: RunState, number: int) -> effects.Effects:
         return
     ending.why, last = _end(state, made)
     if last is None:
-        ending.last = ending.until = None
+        forget(state)
         return
     if last < made:
         if not state.closing or made > state.closing.number:
@@ -58,19 +60,35 @@ def look(state: RunState, number: int) -> effects.Effects:
             )
         return
     pieces = 1 if config.is_async else config.num_fragments
-    if last - made < pieces and ending.until is None:
-        before_s = state.last_report.seconds if state.last_report else 0.0
-        ending.until = state.now + max(LAST_ROUND_S, 2 * before_s * pieces)
+    if last - made < pieces and not ending.is_announced:
+        ending.is_announced = True
         text = f"Round {last} is the last one: {ending.why}."
         yield effects.info(text)
         for member in state.members:
             yield member.tell(Notice("last_round", text, round=last))
     ending.last = last
-    if ending.until is not None and state.now >= ending.until and not state.closing:
+    before = None if config.is_async else state.last_report
+    if ending.is_announced and ending.until is None and before is not None:
+        ending.until = state.now + max(LAST_ROUND_S, 2 * before.seconds * pieces)
+    is_late = ending.until is not None and state.now >= ending.until
+    if is_late and not state.closing and state.paused_at is None:
         ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
         yield effects.warning(
             f"The last round, {made}, could not be made within the time it had. The run is over."
         )
+
+
+def forget(state: RunState) -> None:
+    """The options have changed: what was announced no longer holds."""
+    if not state.ending.is_over:
+        state.ending.last = state.ending.until = None
+        state.ending.is_announced = False
+
+
+def went_on(state: RunState, paused_s: float) -> None:
+    """After a pause of so many seconds, in which no round could close."""
+    if state.ending.until is not None:
+        state.ending.until += paused_s
 
 
 def _end(state: RunState, made: int) -> tuple[str | None, int | None]:
@@ -126,7 +144,8 @@ def tell(state: RunState, member: Member) -> effects.Effects:
 
 def _count_time(state: RunState) -> None:
     ending, totals = state.ending, state.totals
-    counts = state.round is not None and state.paused_at is None and not ending.is_over
+    is_held = state.paused_at is not None or ending.is_over or not len(state.members)
+    counts = state.round is not None and not is_held
     if counts and ending.timed_at is not None:
         ending.rest_s += state.now - ending.timed_at
         whole = int(ending.rest_s)

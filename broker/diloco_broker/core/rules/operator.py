@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules import checkpoints, orders, rounds, settings
+from diloco_broker.core.rules import checkpoints, ending, orders, rounds, settings
 from diloco_broker.core.rules.joining import admission
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -150,6 +150,7 @@ def _resume(state: RunState, request: Request) -> effects.Effects:
         return
     paused_s = state.now - state.paused_at
     state.paused_at = None
+    ending.went_on(state, paused_s)
     yield request.noted("resume", f"the run goes on after {paused_s:.0f} s")
     yield from rounds.close_if_due(state)
     yield request.yes(f"The run goes on; it was paused for {paused_s:.0f} s.")

@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
+from diloco_broker.core.rules import ending
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.run import RunState
 from diloco_protocol.errors import UsageError
@@ -200,6 +201,9 @@ def take_effect(state: RunState) -> effects.Effects:
     own = {_OF_THE_OPTIMIZER[name]: value for name, value in outer.items()}
     state.outer_groups = tuple(replace(group, **own) for group in state.outer_groups)
     yield effects.SetOuterOptimizer(wanted, own)
+    ends = ("max_rounds", "token_budget", "max_time")
+    if any(getattr(before, each) != getattr(wanted, each) for each in ends):
+        ending.forget(state)
     if before.sync_every != wanted.sync_every:
         text = f"The run's sync_every is {wanted.sync_every} now; it was {before.sync_every}."
         for member in state.members:

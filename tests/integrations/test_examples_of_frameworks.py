@@ -13,7 +13,7 @@ from kit.examples import BROKER, losses, started, two_train
 from kit.integrations import needs
 from kit.process_kit import Processes
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 pytest_plugins = ("kit.process_fixtures",)
 
 

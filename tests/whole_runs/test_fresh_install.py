@@ -33,13 +33,22 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = folder / "venv" / "bin"
     (wheel,) = wheels.glob("*.whl")
     torch = f"torch=={version('torch').partition('+')[0]}"
-    command = [str(found / "pip"), "install", "--quiet", torch, str(wheel)]
-    installed = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=INSTALLS_WITHIN_S
-    )
-    if installed.returncode:
-        pytest.skip(f"nothing can be installed here: {installed.stderr[-300:]}")
+    index = os.environ.get("TORCH_INDEX")
+    where = ["--index-url", index] if index else []
+    if why := _refusal([str(found / "pip"), "install", "--quiet", *where, torch]):
+        pytest.skip(f"nothing can be installed here: {why}")
+    assert not _refusal([str(found / "pip"), "install", "--quiet", str(wheel)])
     return found
+
+
+def _refusal(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=INSTALLS_WITHIN_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {INSTALLS_WITHIN_S} s"
+    return done.stderr[-500:] or "no reason is given" if done.returncode else ""
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def _check(found: Checkpoint) -> None:
     if not all(0 <= number < 1 << 64 for number in numbers):
         raise ValueError("a count that no run comes to")
     for name, data in record.data_sets.items():
-        fits = data.size > 0 and Spans.read(data.uncounted).stop <= data.next < LARGEST
+        fits = data.size > 0 and Spans.read(data.uncounted, None).stop <= data.next < LARGEST
         if not is_data_set_name(name) or not fits:
             raise ValueError(f"{name!r:.80} is no data set")
     wrong = [name for name in (*record.workers, *record.shards) if not is_worker_id(name)]

@@ -19,16 +19,22 @@ class Spans:
             self.add(start, stop)
 
     @classmethod
-    def read(cls, flat: Iterable[object]) -> Spans:
-        """Of a message: start, stop, start, stop. Raises ValueError for what is no such set."""
+    def read(cls, flat: Iterable[object], most: int | None = MOST_RANGES) -> Spans:
+        """Of a message: start, stop, start, stop. Raises ValueError for what is no such set.
+
+        `most` is how many ranges there may be; None in a file, which has all that the broker has.
+        """
         edges = list(flat)
         found = cls()
         found._edges = [edge for edge in edges if type(edge) is int and 0 <= edge < LARGEST]
         is_rising = all(a < b for a, b in zip(found._edges, found._edges[1:], strict=False))
         if len(found._edges) != len(edges) or len(edges) % 2 or not is_rising:
             raise ValueError("ranges must be start, stop, start, stop, each above the last")
-        if len(edges) > 2 * MOST_RANGES:
-            raise ValueError(f"{len(edges) // 2} ranges; {MOST_RANGES} may be named at a time")
+        if most is not None and len(edges) > 2 * most:
+            raise ValueError(
+                f"{len(edges) // 2} rows of units are under way, and {most} may be: give units more "
+                "samples, or the queue a larger prefetch"
+            )
         return found
 
     @property

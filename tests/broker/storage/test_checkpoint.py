@@ -11,8 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diloco_broker.core.state.data_sets import DataSets
+from diloco_broker.core.state.run_record import DataSetRecord
 from diloco_broker.storage import checkpoint, checkpoint_format
 from diloco_broker.storage.checkpoint import Damaged
+from diloco_protocol.data.spans import MOST_RANGES
 from kit.checkpoints import a_checkpoint, assert_equal
 
 
@@ -21,6 +24,18 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "run", made, keep=3)
     assert path.name == "checkpoint-0002-000000000004"
     assert_equal(checkpoint.load(path), made)
+
+
+def test_units_in_more_rows_than_a_message_may_name_are_saved_and_loaded(tmp_path: Path) -> None:
+    made = a_checkpoint()
+    rows = tuple(range(2 * (MOST_RANGES + 1000)))
+    text = DataSetRecord(size=rows[-1] + 1, epochs=1, next=rows[-1] + 1, uncounted=rows)
+    made = replace(made, record=replace(made.record, data_sets={"text": text}))
+    found = checkpoint.load(checkpoint.save(tmp_path, made, keep=1)).record.data_sets
+    assert found["text"] == text
+    sets = DataSets()
+    sets.restore(found)
+    assert sets.records() == found
 
 
 def test_state_of_a_torch_optimizer_survives(tmp_path: Path) -> None:

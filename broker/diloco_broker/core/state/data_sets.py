@@ -159,7 +159,9 @@ class DataSets:
     def restore(self, records: Mapping[str, DataSetRecord]) -> None:
         """What a checkpoint has: whatever is not counted in it is free."""
         self.sets = {
-            name: DataSet(each.size, each.epochs, each.seed, each.next, Spans.read(each.uncounted))
+            name: DataSet(
+                each.size, each.epochs, each.seed, each.next, Spans.read(each.uncounted, None)
+            )
             for name, each in records.items()
         }
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Error, Grant, Push, Released, Result
+from diloco_protocol.version import VersionId
 from diloco_worker.core.connection import Connection
 from diloco_worker.core.effects import Answered, Effect, Send
 from diloco_worker.core.events import TakeUnits, UnitsTrained
@@ -21,6 +24,15 @@ from kit.core_harness import Stage
 NAME = "text"
 
 
+@dataclass
+class Trained:
+    """A ticket that was trained on, and by fragment the push that has its last steps there."""
+
+    ticket: int
+    pushes: dict[int, int] = field(default_factory=dict)
+    is_lost: bool = False  # the model went back before all of these were frozen
+
+
 class UnitWorker:
     """One of them. `size` and `epochs` are those of its data set."""
 
@@ -28,14 +40,17 @@ class UnitWorker:
         self, stage: Stage, worker_id: str, size: int = 10, epochs: int = 2, *, pulls: bool = True
     ) -> None:
         self.worker_id, self.size, self.epochs = worker_id, size, epochs
-        self.trained_for: dict[int, list[int]] = {}  # by push id, the tickets trained for it
+        self.pieces = stage.config.num_fragments
         self.in_hand: list[int] = []  # handed out and not trained on
-        self.trained: list[int] = []  # since the last freeze
-        self.push: Push | None = None  # the one in flight
+        self.trained: list[Trained] = []  # in all its life
+        self.in_flight: dict[int, Push] = {}  # by fragment
         self.answers: list[Answered] = []  # to what it asked last
         self._connection = Connection(None)
         self.units = Units(self._connection)
-        self._requests = self._delivered = 0
+        self._bases: dict[int, VersionId] = {}  # by fragment
+        self._delivered: set[int] = set()
+        self._last_fragment = -1
+        self._requests = 0
         self.stage, self.puppet = stage, stage.worker(worker_id)
         self.comes_to(stage, pulls=pulls)
 
@@ -47,13 +62,18 @@ class UnitWorker:
         self._seen = 0
         stage.provide()
         if pulls:
-            self.puppet.pulls()
+            self.pulls()
         self.units.disconnected()
         assert self.puppet.session is not None
         self._connection.is_welcomed(self.puppet.session, stage.config.run_config, stage.now)
         self._do(self.units.welcomed())
-        if self.push is not None:
-            self._offer()
+        for fragment in sorted(self.in_flight):
+            self._offer(fragment)
+
+    @property
+    def push(self) -> Push | None:
+        """The one in flight of the first fragment."""
+        return self.in_flight.get(0)
 
     @property
     def is_here(self) -> bool:
@@ -77,59 +97,87 @@ class UnitWorker:
         """On so many of the units in hand, by default all; one optimizer step each."""
         for ticket in self.in_hand[:count]:
             self.units.trained(UnitsTrained(NAME, (ticket,), (ticket,)))
-        self.trained += self.in_hand[:count]
+        self.trained += map(Trained, self.in_hand[:count])
         self.in_hand = [] if count is None else self.in_hand[count:]
+
+    def goes_back(self) -> None:
+        """The steps since each fragment's last freeze are out of the model."""
+        for each in self.trained:
+            each.is_lost |= len(each.pushes) < self.pieces
+        self.units.steps_lost()
+        self.looks()
 
     # Rounds.
 
-    def begins(self, push_id: int) -> None:
+    def pulls(self) -> None:
+        for fragment in range(self.pieces):
+            self.puppet.pulls(fragment=fragment)
+        for released in self.puppet.all(Released):
+            self._bases[released.fragment] = released.version
+
+    def begins(self, push_id: int, fragment: int = 0) -> None:
         """Freeze what was trained, and offer it."""
         layout = self.stage.state.model.layout
-        push = Push(b"", push_id, 0, layout.fragments[0].chunks, "fp32")
-        self.push = self.units.offered(push, layout)
-        self.trained_for[push_id], self.trained = self.trained, []
-        self._offer()
+        self._last_fragment = fragment
+        base = self._bases.get(fragment)
+        push = Push(b"", push_id, fragment, layout.fragments[fragment].chunks, "fp32", base=base)
+        self.in_flight[fragment] = self.units.offered(push, layout)
+        for each in self.trained:
+            if not each.is_lost:
+                each.pushes.setdefault(fragment, push_id)
+        self._offer(fragment)
 
-    def _offer(self) -> None:
-        assert self.push is not None
-        self.puppet.begins(self.push.push_id, lots=self.push.lots)
+    def begins_next(self, push_id: int) -> None:
+        """Freeze the fragment that the run waits for, or else the first that is not in flight."""
+        first = self.stage.round.fragment
+        if self.stage.config.is_async:  # their order is the worker's own
+            first = (self._last_fragment + 1) % self.pieces
+        for offset in range(self.pieces):
+            fragment = (first + offset) % self.pieces
+            if fragment not in self.in_flight:
+                self.begins(push_id, fragment)
+                return
+
+    def _offer(self, fragment: int) -> None:
+        push = self.in_flight[fragment]
+        fields: dict[str, Any] = {} if push.base is None else {"base": push.base}
+        self.puppet.begins(push.push_id, fragment=fragment, lots=push.lots, **fields)
         self.looks()
 
     def completes(self) -> None:
-        """Deliver what the broker lacks of the push in flight, if it takes anything of it now."""
-        grants = [g for g in self.puppet.all(Grant) if self.push and g.push_id == self.push.push_id]
-        if self.push is None or not grants or grants[-1].standing.value not in ("new", "resume"):
-            return
-        held = Bitmap(self.push.chunks)
-        if grants[-1].held:
-            held = Bitmap.from_bytes(grants[-1].held, self.push.chunks)
-        self.puppet.push_id, self.puppet.fragment = self.push.push_id, 0
-        self._delivered = self.push.push_id
-        self.puppet.delivers(held.missing())
-        self.puppet.commits()
-
-    @property
-    def has_delivered(self) -> bool:
-        """All of the push in flight has been sent once."""
-        return self.push is not None and self.push.push_id == self._delivered
+        """Deliver what the broker lacks of the pushes in flight, if it takes anything of them now."""
+        for push in list(self.in_flight.values()):
+            grants = [each for each in self.puppet.all(Grant) if each.push_id == push.push_id]
+            if not grants or grants[-1].standing.value not in ("new", "resume"):
+                continue
+            held = Bitmap(push.chunks)
+            if grants[-1].held:
+                held = Bitmap.from_bytes(grants[-1].held, push.chunks)
+            self.puppet.push_id, self.puppet.fragment = push.push_id, push.fragment
+            self._delivered.add(push.push_id)
+            self.puppet.delivers(held.missing())
+            self.puppet.commits()
 
     def blunders(self) -> None:
-        """Deliver a chunk that is not finite."""
-        self.puppet.delivers([0], is_finite=False)
+        """Deliver a chunk that is not finite, of a push of which nothing was sent yet."""
+        for push in self.in_flight.values():
+            if push.push_id not in self._delivered:
+                self.puppet.push_id, self.puppet.fragment = push.push_id, push.fragment
+                self.puppet.delivers([0], is_finite=False)
+                break
         self.looks()
 
     def looks(self) -> None:
         """Hear what has become of the push in flight. One that was dropped leaves no steps."""
-        if self.push is None:
-            return
-        push_id = self.push.push_id
         ledgers = [each.ledger for each in self.puppet.all(Released)]
-        if any(ledger.names_whole(self.worker_id, push_id) for ledger in ledgers):
-            self.push = None
-            self.units.counted(push_id)
-        elif any(e.push_id == push_id and not e.retry for e in self.puppet.all(Error)):
-            self.push = None
-        self._do(self.units.settle([] if self.push is None else [push_id]))
+        for fragment, push in list(self.in_flight.items()):
+            push_id = push.push_id
+            if any(ledger.names_whole(self.worker_id, push_id) for ledger in ledgers):
+                del self.in_flight[fragment]
+                self.units.counted(push_id)
+            elif any(e.push_id == push_id and not e.retry for e in self.puppet.all(Error)):
+                del self.in_flight[fragment]
+        self._do(self.units.settle([push.push_id for push in self.in_flight.values()]))
         self.units.check_invariants()
 
     def ticks(self) -> None:
@@ -166,14 +214,24 @@ def a_unit_round(workers: Iterable[UnitWorker], first_push: int, count: int = 3)
 
 
 def times_contained(stage: Stage, lives: Iterable[UnitWorker]) -> Counter[int]:
-    """How often the current version contains each ticket, by what was really trained for its pushes."""
-    trained = {(w.worker_id, push_id): t for w in lives for push_id, t in w.trained_for.items()}
-    (contents,) = {frozenset(chunk.items()) for chunk in stage.counted()}
-    found: Counter[int] = Counter()
-    for key, times in contents:
-        for ticket in trained.get(key, ()):
-            found[ticket] += times
-    return found
+    """How often the current versions contain each ticket, by what was really trained for their pushes.
+
+    A ticket of which the last steps are in no version of some fragment is not in the parameters: it was
+    lost there, and trained on again.
+    """
+    contents = []
+    for fragment in range(stage.config.num_fragments):
+        (found,) = {frozenset(chunk.items()) for chunk in stage.counted(fragment)}
+        contents.append(dict(found))
+    times: Counter[int] = Counter()
+    for worker in lives:
+        for each in worker.trained:
+            # -1: it is in no push of this fragment.
+            keys = [(worker.worker_id, each.pushes.get(f, -1)) for f in range(worker.pieces)]
+            many = min(in_it.get(key, 0) for key, in_it in zip(keys, contents, strict=True))
+            if many and not each.is_lost:
+                times[each.ticket] += many
+    return times
 
 
 def free(stage: Stage) -> Spans:

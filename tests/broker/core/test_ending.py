@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diloco_broker.core.rules.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_protocol.messages import Error, Message, Notice, Push, Released
 from kit.core_harness import a_round, a_run, a_stage
@@ -51,17 +53,62 @@ def test_a_worker_that_does_not_leave_is_waited_for_within_bounds() -> None:
     assert stage.said("without waiting longer for a")
 
 
-def test_the_last_round_is_waited_for_within_bounds() -> None:
-    stage, (a, _) = a_run(
-        "a", "b", rounds=2, max_rounds=3, heartbeat_timeout=0.0, stall_timeout=0.0
+@pytest.mark.parametrize("deterministic", [False, True], ids=["streaming", "whole submissions"])
+def test_the_last_round_is_made_of_what_is_whole_when_its_time_is_up(deterministic: bool) -> None:
+    stage, (a, b, c) = a_run(
+        *("a", "b", "c"),
+        rounds=2,
+        max_rounds=3,
+        heartbeat_timeout=0.0,
+        stall_timeout=0.0,
+        min_workers=1,
+        deterministic=deterministic,
     )
     stage.passes(0.2)
     a.pushes(91)
+    b.begins(92)
+    b.delivers([0])
     stage.passes(LAST_ROUND_S - 1.0)
     assert a.notices[-1] == "last_round"
     stage.passes(2.0)
+    assert [worker.notices[-1] for worker in (a, b, c)] == ["over"] * 3
+    assert all(chunk["a", 91] == 1 for chunk in stage.counted())
+    assert a.last(Error) is None
+    assert b.got(Error).push_id == 92  # nobody waits for it any more
+    assert stage.said("made without b, c")
+
+
+def test_a_last_round_with_too_few_is_not_made() -> None:
+    stage, (a, _) = a_run(
+        *("a", "b"), rounds=2, max_rounds=3, heartbeat_timeout=0.0, stall_timeout=0.0, min_workers=2
+    )
+    stage.passes(0.2)
+    a.pushes(91)
+    stage.passes(LAST_ROUND_S + 1.0)
     assert a.notices[-1] == "over"
-    assert a.got(Error).push_id == 91  # nobody waits for it any more
+    assert a.got(Error).push_id == 91
+    assert stage.version().counter == 2
+
+
+def test_each_fragment_of_the_last_cycle_is_made_of_what_is_whole() -> None:
+    stage, (a, _) = a_run(
+        *("a", "b"),
+        rounds=2,
+        max_rounds=4,
+        heartbeat_timeout=0.0,
+        stall_timeout=0.0,
+        num_fragments=2,
+        sync_every=4,
+    )
+    stage.passes(0.2)
+    a.pushes(91)
+    a.begins(92, fragment=1)
+    stage.passes(LAST_ROUND_S + 1.0)
+    assert stage.counters == [2, 1]
+    a.completes()
+    stage.passes(LAST_ROUND_S + 1.0)
+    assert stage.counters == [2, 2]
+    assert a.notices[-1] == "over"
 
 
 def test_a_round_whose_length_nobody_knows_is_waited_for_like_any_other() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
@@ -17,6 +19,7 @@ ACTIONS = (
     "begins",
     "completes",
     "blunders",
+    "goes back",
     "goes away",
     "comes back",
     "dies",
@@ -45,13 +48,11 @@ AWAY = [
 class Story:
     """A run of up to four workers, of which anything may happen to each."""
 
-    def __init__(self, *, deterministic: bool) -> None:
-        self.stage = a_stage(
-            2, 2, min_workers=1, save_dir="run", recover="rewind", deterministic=deterministic
-        )
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.stage = a_stage(2, 2, min_workers=1, save_dir="run", recover="rewind", **options)
         first = UnitWorker(self.stage, "w0", SIZE, EPOCHS, pulls=False)
         self.living = [first, UnitWorker(self.stage, "w1", SIZE, EPOCHS)]
-        first.puppet.pulls()
+        first.pulls()
         self.lives = list(self.living)  # all that there ever were
         self._saved: list[Checkpoint] = []
         self._push_ids = 0
@@ -67,7 +68,7 @@ class Story:
                 self._does(worker, action, count)
         for each in self.living:
             if each.is_here:
-                each.puppet.pulls()
+                each.pulls()
                 each.looks()
 
     def _joins(self, worker_id: str) -> None:
@@ -92,13 +93,15 @@ class Story:
                 worker.takes(count)
             case "trains":
                 worker.trains(count)
-            case "begins" if worker.push is None:
+            case "begins":
                 self._push_ids += 1
-                worker.begins(self._push_ids)
+                worker.begins_next(self._push_ids)
             case "completes":
                 worker.completes()
-            case "blunders" if worker.push is not None and not worker.has_delivered:
+            case "blunders":
                 worker.blunders()
+            case "goes back":
+                worker.goes_back()
             case "goes away":
                 worker.puppet.dies()
             case "dies":
@@ -121,14 +124,31 @@ class Story:
         raise AssertionError("some units never count")
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["streaming", "whole submissions"])
+def of_each_kind() -> list[Any]:
+    """Options of a run: each way to make versions, of a whole model and of fragments."""
+    ways: dict[str, dict[str, Any]] = {
+        "streaming": {},
+        "whole submissions": {"deterministic": True},
+        "quorum": {"quorum": 1, "late": "carry"},
+        "quorum, late work dropped": {"quorum": 1, "late": "drop"},
+        "async": {"mode": "async", "outer": "nesterov"},
+    }
+    fragments = {"num_fragments": 2, "sync_every": 4}
+    return [
+        pytest.param({**way, **more}, id=f"{name}, {'fragments' if more else 'one fragment'}")
+        for name, way in ways.items()
+        for more in ({}, fragments)
+    ]
+
+
+@pytest.mark.parametrize("options", of_each_kind())
 @example(script=AWAY)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(script=SCRIPTS)
 def test_each_unit_is_in_the_parameters_once_an_epoch(
-    deterministic: bool, script: list[tuple[str, int, int]]
+    options: dict[str, Any], script: list[tuple[str, int, int]]
 ) -> None:
-    story = Story(deterministic=deterministic)
+    story = Story(options)
     for action, which, count in script:
         story.happens(action, which, count)
     story.ends()

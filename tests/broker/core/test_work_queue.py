@@ -209,8 +209,17 @@ def test_a_push_cannot_name_units_of_another_worker() -> None:
     a.takes(3)
     b.puppet.begins(5, lots=(Lot((5,), {NAME: (0, 1)}),))
     assert b.puppet.got(Error).code == "stale"
+    assert "counted or been given to others" in b.puppet.got(Error).text
     b.puppet.begins(6, lots=(Lot((5,), {NAME: (4, 5)}),))
     assert b.puppet.got(Error).code == "bad_push"
+
+
+def test_a_push_with_units_of_an_unknown_data_set_is_told_so() -> None:
+    a, _ = a_pair()
+    a.puppet.begins(5, lots=(Lot((5,), {"photos": (0, 1)}),))
+    error = a.puppet.got(Error)
+    assert error.code == "stale"
+    assert "knows no data set 'photos'" in error.text
 
 
 def test_no_more_than_so_many_data_sets_are_begun() -> None:

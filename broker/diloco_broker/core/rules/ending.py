@@ -2,12 +2,14 @@
 
 The round in which that is reached is the last one; with fragments tokens and time end a run with the
 last fragment of a cycle, so that all have had the same steps. Workers are told which it is, then that
-the run is over: each ends once its own work in it is back. Who does neither is not waited for.
+the run is over: each ends once its own work in it is back. Who does neither is not waited for: what
+is whole when the last round's time is up makes that round, and only the rest is left out.
 """
 
 from __future__ import annotations
 
 from diloco_broker.core import effects
+from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol.errors import Code
@@ -72,10 +74,39 @@ def look(state: RunState, number: int) -> effects.Effects:
         ending.until = state.now + max(LAST_ROUND_S, 2 * before.seconds * pieces)
     is_late = ending.until is not None and state.now >= ending.until
     if is_late and not state.closing and state.paused_at is None:
+        yield from _close_without_the_missing(state)
+        if state.closing:
+            ending.until = state.now + LAST_ROUND_S  # with fragments, of the next
+            return
         ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
         yield effects.warning(
             f"The last round, {made}, could not be made within the time it had. The run is over."
         )
+
+
+def _close_without_the_missing(state: RunState) -> effects.Effects:
+    """The last round's time is up: whose push is not whole is left out of it, the others count."""
+    missing = [member for member in state.members if not _is_whole(state, member)]
+    if len(missing) == len(state.members):
+        return
+    round_, rules = state.round, rules_of(state)
+    assert round_ is not None
+    names = ", ".join(member.worker_id for member in missing)[:300]
+    text = f"The time of the last round is up: round {round_.number} is made without {names}."
+    if missing:
+        yield effects.warning(text)
+    for member in missing:
+        yield from rules.leave(state, member.worker_id)
+        yield from _refuse(member, text)
+    yield from rules.close_if_due(state)
+
+
+def _is_whole(state: RunState, member: Member) -> bool:
+    """Is all of its push for the open round here?"""
+    fragment = state.round.fragment if state.round else 0
+    pushes = [each for each in member.unfinished_pushes() if each.fragment == fragment]
+    found = (rules_of(state).find(state, member.worker_id, push) for push in pushes)
+    return any(each is not None and each.held.is_full for each in found)
 
 
 def forget(state: RunState) -> None:
@@ -129,11 +160,16 @@ def refuse_the_rest(state: RunState) -> effects.Effects:
     if not state.ending.is_over:
         return
     for member in state.members:
-        for push in member.unfinished_pushes():
-            member.uploads.void(push.fragment, push.push_id)
-            member.take_deferred(push.fragment)
-            text = f"The run is over: {state.ending.why}. This work came after its last round."
-            yield member.tell(Error(Code.LATE, text, push_id=push.push_id, about="push"))
+        text = f"The run is over: {state.ending.why}. This work came after its last round."
+        yield from _refuse(member, text)
+
+
+def _refuse(member: Member, text: str) -> effects.Effects:
+    """Nothing that is under way of this worker counts any more."""
+    for push in member.unfinished_pushes():
+        member.uploads.void(push.fragment, push.push_id)
+        member.take_deferred(push.fragment)
+        yield member.tell(Error(Code.LATE, text, push_id=push.push_id, about="push"))
 
 
 def tell(state: RunState, member: Member) -> effects.Effects:

@@ -142,12 +142,18 @@ def check(state: RunState, member: Member, push: Push) -> bool:
             raise ProtocolError(Code.BAD_PUSH, text)
         for name, spans in units.items():
             data = state.data.sets.get(name)
-            if data is None or not data.can_claim(who, spans):
-                raise ProtocolError(
-                    Code.STALE,
-                    f"While {who} was away, units of the data set {name!r:.80} that it has trained on "
-                    "were given to others; its push is dropped, so that none counts twice.",
+            if data is None:
+                text = (
+                    f"This broker knows no data set {name!a:.80}, of which this push of {who} has "
+                    "units; it is dropped, and they are trained on again."
                 )
+                raise ProtocolError(Code.STALE, text)
+            if not data.can_claim(who, spans):
+                text = (
+                    f"Units of the data set {name!a:.80} in this push of {who} have meanwhile counted "
+                    "or been given to others; it is dropped, so that none counts twice."
+                )
+                raise ProtocolError(Code.STALE, text)
     return True
 
 

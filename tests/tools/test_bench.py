@@ -339,10 +339,11 @@ def test_fake_worker_is_counted_like_any_worker(broker: Broker) -> None:
     with DiLoCoClient(broker.address) as client:
         found = client.pull()
     worker.leave()
-    # Nesterov's first step from theta = VALUE with g = VALUE: theta - 0.7 (1 + 0.9) g.
+    # Nesterov's first step from theta = VALUE with g = VALUE: theta - 0.7 (1 + mu) g, where mu is where
+    # its warm-up begins.
     (weight,) = found.tensors.values()
     assert weight.numel() == parameters
-    assert torch.allclose(weight, torch.full_like(weight, fake_worker.VALUE * (1 - 0.7 * 1.9)))
+    assert torch.allclose(weight, torch.full_like(weight, fake_worker.VALUE * (1 - 0.7 * 1.5)))
     assert found.version.counter == 1
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
@@ -252,9 +252,18 @@ def a_model(dtype: torch.dtype) -> tuple[nn.Module, ModelTensors, FlatState]:
 
 
 six = st.lists(floats, min_size=6, max_size=6).map(torch.tensor)
+HIGHEST = torch.full((6,), torch.finfo(torch.float32).max)  # in bf16: infinite
 
 
 @settings(max_examples=60, deadline=None)
+@example(
+    new=torch.zeros(6),
+    local=HIGHEST,
+    anchor=HIGHEST,
+    alpha=None,
+    is_late=True,
+    dtype=torch.bfloat16,
+)
 @given(
     new=six,
     local=six,

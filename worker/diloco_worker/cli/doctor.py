@@ -71,8 +71,10 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(report.as_plain(findings, found)))
     else:
-        shown = Console()
-        # Where it is no terminal nobody has said how wide it is: a sentence a line.
-        console = shown if shown.is_terminal else Console(width=WIDE)
+        # Names are printed as they are. Where it is no terminal nobody has said how wide it is: a
+        # sentence a line.
+        console = Console(markup=False, emoji=False, highlight=False)
+        if not console.is_terminal:
+            console.width = WIDE
         console.print(report.as_text(findings, found))
     raise typer.Exit(report.exit_code(findings))

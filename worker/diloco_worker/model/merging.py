@@ -119,7 +119,11 @@ def _with_steps(place: Place, value: Tensor, then: Tensor, now: Tensor) -> Tenso
 
 
 def _between(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """The values, moved into the range from one to the other where they are outside."""
+    """The values, moved into the range from one to the other where they are outside.
+
+    Where one of them is infinite there may be no value (inf - inf): that becomes the other.
+    """
+    values = torch.where(values.isnan(), other, values)
     return torch.clamp(values, torch.minimum(one, other), torch.maximum(one, other))
 
 

@@ -170,7 +170,8 @@ class Watch:
         until = time.monotonic() + within_s
         while (now := time.monotonic()) < until:
             broker, echo = self.longest_ms(now - CALM_S, now)
-            if within(self.answers, now - CALM_S, now) and broker - echo < CALM_MS:
+            has_both = all(within(each, now - CALM_S, now) for each in (self.answers, self.echoes))
+            if has_both and broker - echo < CALM_MS:
                 return
             time.sleep(PROBE_EVERY_S)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.data.spans import Spans
@@ -19,7 +18,7 @@ from diloco_worker.core.connection import Connection
 from diloco_worker.core.effects import Answered, Effect, Send
 from diloco_worker.core.events import TakeUnits, UnitsTrained
 from diloco_worker.core.units import Units
-from kit.core_harness import Stage
+from kit.core_harness import Holdings, Stage
 
 NAME = "text"
 
@@ -48,27 +47,46 @@ class UnitWorker:
         self._connection = Connection(None)
         self.units = Units(self._connection)
         self._bases: dict[int, VersionId] = {}  # by fragment
+        self._held: Holdings = ()
         self._delivered: set[int] = set()
         self._last_fragment = -1
         self._requests = 0
         self.stage, self.puppet = stage, stage.worker(worker_id)
         self.comes_to(stage, pulls=pulls)
 
-    def comes_to(self, stage: Stage, *, pulls: bool = True, **fields: object) -> None:
-        """Join, or come back on new connections; the push in flight is offered again."""
+    def comes_to(
+        self, stage: Stage, *, pulls: bool = True, holds_versions: bool = False, **fields: object
+    ) -> None:
+        """Join, or come back on new connections; the pushes in flight are offered again.
+
+        `holds_versions`: it tells a broker that was started again which versions it has.
+        """
         if self.stage is not stage:
             self.stage, self.puppet = stage, stage.worker(self.worker_id)
-        self.puppet.joins(**fields)
+        if holds_versions:
+            self.puppet.comes_with(self._held, **fields)
+        else:
+            self.puppet.joins(**fields)
+            stage.provide()
         self._seen = 0
-        stage.provide()
         if pulls:
             self.pulls()
         self.units.disconnected()
         assert self.puppet.session is not None
         self._connection.is_welcomed(self.puppet.session, stage.config.run_config, stage.now)
         self._do(self.units.welcomed())
+        self._offer_again()
+
+    def is_back(self) -> None:
+        """The broker has parameters again: what was put off until then is done."""
+        self.pulls()
+        self.ticks()
+        self._offer_again()
+
+    def _offer_again(self) -> None:
         for fragment in sorted(self.in_flight):
-            self._offer(fragment)
+            if fragment in self.in_flight:  # the others may have settled it
+                self._offer(fragment)
 
     @property
     def push(self) -> Push | None:
@@ -114,12 +132,13 @@ class UnitWorker:
             self.puppet.pulls(fragment=fragment)
         for released in self.puppet.all(Released):
             self._bases[released.fragment] = released.version
+        self._held = self.stage.holdings()
 
     def begins(self, push_id: int, fragment: int = 0) -> None:
         """Freeze what was trained, and offer it."""
         layout = self.stage.state.model.layout
         self._last_fragment = fragment
-        base = self._bases.get(fragment)
+        base = self._bases.get(fragment) or self.stage.version(fragment)
         push = Push(b"", push_id, fragment, layout.fragments[fragment].chunks, "fp32", base=base)
         self.in_flight[fragment] = self.units.offered(push, layout)
         for each in self.trained:
@@ -140,8 +159,8 @@ class UnitWorker:
 
     def _offer(self, fragment: int) -> None:
         push = self.in_flight[fragment]
-        fields: dict[str, Any] = {} if push.base is None else {"base": push.base}
-        self.puppet.begins(push.push_id, fragment=fragment, lots=push.lots, **fields)
+        self.puppet.push_id, self.puppet.fragment = push.push_id, fragment
+        self.puppet.sends(replace(push, session=self.puppet.token()))
         self.looks()
 
     def completes(self) -> None:

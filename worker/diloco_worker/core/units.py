@@ -41,7 +41,6 @@ class HeldUnits:
     # Given back in the middle or before they were begun: samples of them may still come.
     dropped: Spans = field(default_factory=Spans)
     is_due: bool = False  # the broker must hear what is held
-    is_new: bool = True  # and has not on this connection
     retry_at: float | None = None
 
     def drop(self, spans: Spans) -> None:
@@ -58,6 +57,9 @@ class OpenLot:
     units: dict[str, Spans]  # by data set
     pushes: dict[int, int] = field(default_factory=dict)  # push ids by fragment
     counted: set[int] = field(default_factory=set)  # fragments of which the push is in a version
+    # Of an earlier connection: a broker that was started again may not know of it, and have adopted
+    # parameters with its pushes in them.
+    is_older: bool = False
 
 
 class Units:
@@ -144,6 +146,7 @@ class Units:
                 self._counted.append(_as_sent(lot))
                 for name, spans in lot.units.items():
                     self._sets[name].drop(spans)
+                    self._sets[name].is_due |= lot.is_older
 
     def settle(self, in_flight: Collection[int]) -> Iterator[effects.Effect]:
         """Pushes that are neither in flight nor counted were dropped, and their steps are lost."""
@@ -173,8 +176,9 @@ class Units:
     # To the broker, and back.
 
     def welcomed(self) -> Iterator[effects.Effect]:
+        for lot in self._lots:
+            lot.is_older = True
         for units in self._sets.values():
-            units.is_new = True
             yield from self._send(units)
 
     def disconnected(self) -> None:
@@ -204,7 +208,7 @@ class Units:
             take.seed,
             count=units.wanted.count if units.wanted is not None else 0,
             holds=units.held.flat,
-            lots=tuple(self._counted) if units.is_new else (),
+            lots=tuple(self._counted),
         )
         yield effects.Send(message)
 
@@ -229,7 +233,6 @@ class Units:
         if result.data.get("waits") is True:  # it has no parameters yet
             units.retry_at = now + RETRY_S
             return
-        units.is_new = False
         if wanted is not None:
             units.wanted = None if units.wanted is wanted else units.wanted
             data = {"units": more.flat, "is_over": result.data.get("is_over") is True}

@@ -6,6 +6,7 @@ from diloco_broker.core.rules.orders import SAVE_WITHIN_S, STOP_WITHIN_S
 from diloco_broker.core.state.orders import MOST_NAMES
 from diloco_protocol.messages import Heartbeat, Notice
 from kit.core_harness import Puppet, Stage, a_run
+from kit.restarts import a_saved_run, next_life
 
 
 def saves(stage: Stage, worker: Puppet) -> None:
@@ -75,3 +76,42 @@ def test_names_of_those_who_come_and_go_are_bounded() -> None:
     for number in range(MOST_NAMES + 5):
         stage.joined(f"w{number}")[0].leaves()
     assert len(stage.asks("stop_all", order=1).data["left"]) == MOST_NAMES
+
+
+def test_an_order_reaches_workers_that_are_on_their_way_back_to_a_restarted_broker() -> None:
+    crashed = a_saved_run("a", "b", rounds=1)
+    stage, (a,) = next_life(crashed, "a")
+    asked = stage.asks("save_all")
+    assert list(asked.data["waiting"]) == ["a", "b"]
+    saves(stage, a)
+    b = stage.worker("b").comes_with(crashed.holdings())
+    assert b.notices.count("save_all") == 1
+    saves(stage, b)
+    assert list(stage.asks("save_all", order=asked.data["order"]).data["saved"]) == ["a", "b"]
+    assert a.notices.count("save_all") == 1
+
+
+def test_a_worker_that_did_not_come_back_is_named_and_not_waited_for_for_ever() -> None:
+    crashed = a_saved_run("a", "b", rounds=1, heartbeat_timeout=0.0, stall_timeout=0.0)
+    stage, (a,) = next_life(crashed, "a")
+    asked = stage.asks("save_all")
+    saves(stage, a)
+    stage.passes(SAVE_WITHIN_S + 1.0)
+    assert list(stage.asks("save_all", order=asked.data["order"]).data["waiting"]) == ["b"]
+    assert stage.said("No answer to save-all from b")
+
+
+def test_an_order_of_an_earlier_life_of_the_broker_is_neither_given_again_nor_said_to_be_done() -> (
+    None
+):
+    crashed = a_saved_run("a", rounds=1)
+    number = crashed.asks("save_all").data["order"]
+    stage, (a,) = next_life(crashed, "a")
+    answer = stage.asks("save_all", order=number)
+    assert not answer.ok and "no save-all since it was started" in answer.text
+    assert "save_all" not in a.notices
+    asked = stage.asks("save_all")
+    a.sends(Heartbeat(a.token(), 1, saved=number))  # it has carried out the one of that life
+    assert list(stage.asks("save_all", order=asked.data["order"]).data["waiting"]) == ["a"]
+    a.sends(Heartbeat(a.token(), 1, saved=asked.data["order"]))
+    assert list(stage.asks("save_all", order=asked.data["order"]).data["saved"]) == ["a"]

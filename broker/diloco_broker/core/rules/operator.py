@@ -184,6 +184,11 @@ def _order(state: RunState, request: Request) -> effects.Effects:
     if request.control.arguments.get("order") is None:
         yield request.noted(action, f"each worker is asked to {orders.WHAT[action]}")
         yield from orders.give(state, action)
+    elif action not in state.orders:
+        name = action.replace("_", "-")
+        text = f"This broker has been given no {name} since it was started; give it again."
+        yield request.no(text)
+        return
     found = orders.replies(state, action)
     text = "; ".join(f"{what}: {', '.join(found[what])}" for what in _REPLIES if found.get(what))
     yield request.yes(text or "No worker is here.", **found)

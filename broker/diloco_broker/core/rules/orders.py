@@ -26,6 +26,8 @@ def give(state: RunState, action: str) -> effects.Effects:
         within_s = max(STOP_WITHIN_S, 2 * state.last_report.seconds if state.last_report else 0.0)
     order = Order(number, f"An operator asks each worker to {WHAT[action]}.", state.now + within_s)
     state.orders[action] = order
+    if state.first_round_pending:  # those of the run's last life may be on their way back
+        order.waiting.update(name for name in state.model.known if name not in state.members)
     for member in state.members:
         yield from _tell(member, action, order)
 

@@ -1,8 +1,16 @@
 # Two images: `docker build --target broker .` and `docker build --target worker .`
 #
-#   docker run --rm -p 8512:8512 -p 8513:8513 -v diloco:/data -v ./keys:/keys:ro BROKER \
-#     serve --keys /keys --workers 2 --bind tcp://0.0.0.0:8512 --feed tcp://0.0.0.0:8513
-#   docker run --rm -v .:/work -e DILOCO_SERVER=tcp://BROKER_HOST:8512 WORKER run -- python train.py
+# Only their owner may read keys (mode 0600), so the containers run as you, not as a user of the image. What
+# keygen put into keys/clients is moved to its machine, and each worker gets its one file:
+#
+#   mkdir data && mkdir -m 700 keys
+#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/keys:/keys" BROKER keygen /keys gpu-0
+#   docker run --rm --user "$(id -u):$(id -g)" -p 8512:8512 -p 8513:8513 \
+#     -v "$PWD/data:/data" -v "$PWD/keys:/keys:ro" BROKER \
+#     serve --keys /keys --workers 1 --bind tcp://0.0.0.0:8512 --feed tcp://0.0.0.0:8513
+#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/work" \
+#     -v "$PWD/worker-gpu-0.key:/key:ro" -e DILOCO_KEYS=/key -e DILOCO_SERVER=tcp://BROKER_HOST:8512 \
+#     WORKER run -- python train.py
 #
 # Build arguments: TORCH, the requirement (for CUDA: torch), and TORCH_INDEX, the package index that has
 # the build that you want; without it the usual one, whose builds for Linux come with CUDA.

@@ -17,7 +17,7 @@ from kit.paths import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PROJECT = (ROOT / "pyproject.toml").read_text()
-COMMANDS = re.findall(r"^(diloco-\S+) = \"", PROJECT, re.MULTILINE)
+COMMANDS = dict(re.findall(r"^(diloco-\S+) = \"(\S+):app\"$", PROJECT, re.MULTILINE))
 BOARD = json.loads((ROOT / "tools" / "grafana-board.json").read_text())
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -44,6 +44,13 @@ def test_image_runs_a_command_of_ours_and_not_as_root(target: str) -> None:
     assert entry == [f"diloco-{target}"] and entry[0] in COMMANDS
     users = [words[1] for words in stage if words[0] == "USER"]
     assert users and users[-1] != "root"
+
+
+def test_head_of_the_dockerfile_runs_both_as_the_owner_of_the_keys() -> None:
+    head = DOCKERFILE.split("# Build arguments")[0].replace("\\\n#", "")
+    runs = re.findall(r"docker run (.*)", head)
+    assert len(runs) == 3 and all('--user "$(id -u):$(id -g)"' in each for each in runs)
+    assert "serve --keys /keys" in runs[1] and "-e DILOCO_KEYS=/key " in runs[2]
 
 
 def test_images_are_made_of_what_there_is() -> None:
@@ -98,16 +105,28 @@ def test_workflow_calls_targets_that_there_are(workflow: Path) -> None:
         assert os.access(ROOT / script, os.X_OK)
 
 
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda each: str(each.stem))
+def test_job_that_hangs_is_ended_and_actions_are_of_a_version(workflow: Path) -> None:
+    text = workflow.read_text()
+    jobs = re.findall(r"^  (\w+):\n    runs-on", text, re.MULTILINE)
+    limits = re.findall(r"^    timeout-minutes: (\d+)", text, re.MULTILINE)
+    assert jobs and len(limits) == len(jobs)
+    assert all(int(limit) <= (75 if workflow.stem == "release" else 60) for limit in limits)
+    assert all(re.search(r"@v\d", used) for used in re.findall(r"uses: (.*)", text))
+
+
 @pytest.mark.parametrize(
-    ("module", "words", "expected"),
+    ("words", "expected"),
     [
-        ("diloco_broker.cli.app", "diloco-broker se", {"serve", "set"}),
-        ("diloco_tools.top.cli", "diloco-top --on", {"--once"}),
-        ("diloco_worker.cli.app", "diloco-worker d", {"doctor"}),
+        ("diloco-broker se", {"serve", "set"}),
+        ("diloco-top --on", {"--once"}),
+        ("diloco-worker d", {"doctor"}),
+        *((f"{name} --he", {"--help"}) for name in COMMANDS),
     ],
 )
-def test_shell_completes_commands_and_options(module: str, words: str, expected: set[str]) -> None:
+def test_shell_completes_commands_and_options(words: str, expected: set[str]) -> None:
     name = words.split(maxsplit=1)[0]
+    module = COMMANDS[name]
     variable = f"_{name.upper().replace('-', '_')}_COMPLETE"
     said = subprocess.run(
         [sys.executable, "-c", f"from {module} import app; app(prog_name={name!r})"],
@@ -142,6 +161,12 @@ def test_board_asks_for_series_and_labels_that_the_exporter_has() -> None:
         by = re.findall(r"by \(([^)]*)\)", query)
         asked += [label.strip() for each in by for label in each.split(",")]
         assert set(asked) <= known, query
+
+
+def test_board_shows_the_outer_settings_that_schedules_have_now() -> None:
+    (panel,) = (each for each in BOARD["panels"] if "momentum" in each["title"])
+    asked = {re.sub(r"{.*", "", target["expr"]) for target in panel["targets"]}
+    assert asked == {"diloco_fragment_outer_learning_rate", "diloco_fragment_outer_momentum"}
 
 
 def test_panels_of_the_board_lie_beside_each_other_and_say_what_they_show() -> None:

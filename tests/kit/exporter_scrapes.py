@@ -75,6 +75,26 @@ def status(**keys: Any) -> dict[str, Any]:
             worker("c", health="slow"),
         ],
         "totals": base["totals"] | {"contributions": 1640, "refused": {"stale": 4}},
+        "end": {
+            "max_rounds": 1000,
+            "token_budget": 9_000_000,
+            "max_time_s": 7200.0,
+            "rounds": 411,
+            "tokens": 840_000,
+            "seconds": 3500,
+        },
+        "orders": [{"action": "save_all", "waiting": ["b"], "saved": 1, "left": 1}],
+        "data_sets": [
+            {
+                "name": "text",
+                "size": 100,
+                "epochs": 3,
+                "epoch": 1,
+                "counted": 130,
+                "held": 12,
+                "given_back": 2,
+            },
+        ],
         "checkpoint": {"folder": "/runs/a", "round": 410, "age_s": 63.5, "error": None},
         "last_round": base["last_round"] | {"staleness": 1},
     }

@@ -408,6 +408,33 @@ class TestLook:
             row = page.locator("#metrics > div", has=page.get_by_text(title, exact=True))
             playwright.expect(row.locator("dd")).to_have_text(text, timeout=PATIENCE_MS)
 
+    def test_end_orders_and_work_queue_have_rows_and_go_again(
+        self, page: Page, publisher: Publisher
+    ) -> None:
+        text = {"name": "text", "size": 100, "epochs": 3, "epoch": 1, "counted": 130, "held": 12}
+        publisher.says(
+            end={"max_rounds": 500, "max_time_s": 7200.0, "rounds": 411, "seconds": 3600},
+            orders=[{"action": "stop_all", "waiting": ["rtx"], "saved": 0, "left": 2}],
+            data_sets=[text, {"name": HOSTILE, "size": 9, "epoch": 4, "counted": 40}],
+        )
+        rows = {
+            "Ends": "411 of 500 rounds, 60 min of 2 h",
+            "Asked to stop": "◐ no answer from rtx, 2 left",
+            "Data set text": "epoch 2 of 3, 130 of 300 units counted, 12 handed out, 158 left",
+            f"Data set {HOSTILE}": "epoch 5, 40 units counted",
+        }
+        for title, told in rows.items():
+            row = page.locator("#metrics > div", has=page.get_by_text(title, exact=True))
+            playwright.expect(row.locator("dd")).to_have_text(told, timeout=PATIENCE_MS)
+        titles = page.locator("#metrics dt").all_inner_texts()
+        assert titles[: len(rows)] == list(rows)
+        assert is_no_wider_than_the_screen(page)
+        publisher.says(
+            sequence=8, orders=[], end={"max_rounds": 500, "rounds": 500, "is_over": True}
+        )
+        sees(page, "#metrics", "500 of 500 rounds, the run is over")
+        playwright.expect(page.get_by_text("Asked to stop", exact=True)).to_have_count(0)
+
     def test_inner_steps_go_on_by_the_pace_and_are_marked(
         self, page: Page, publisher: Publisher
     ) -> None:

@@ -90,6 +90,11 @@ class TestMapping:
             ({"fragments": []}, ["fragments", "fragment_version"]),
             ({"fragment_delay_auto": True}, ["fragment_delay_steps"]),
             ({"fragment_merge": "rebase"}, ["fragment_alpha_ratio"]),
+            ({"end": None}, ["end_limit_rounds", "end_made_tokens", "end_reached"]),
+            ({"end": {"max_rounds": 9}}, ["end_limit_tokens", "end_limit_seconds"]),
+            ({"orders": []}, ["order_waiting_workers", "order_saved_workers"]),
+            ({"data_sets": []}, ["data_set_size_units", "data_set_counted_units_total"]),
+            ({"data_sets": [{"name": "a", "size": 9}]}, ["data_set_epochs"]),
             ({"asynchronous": None}, ["dylu_enabled", "submission_slots"]),
             ({"mode": "async"}, ["round_number", "round_age_seconds", "last_round_seconds"]),
             # No counter is below zero or endless.
@@ -146,6 +151,15 @@ class TestMapping:
         seen = exported(status(fragments=[{"fragment": number} for number in range(1000)]))
         assert seen["diloco_fragments", ()] == 1000
         assert sum(name == "diloco_fragment_version" for name, _ in seen) == 256
+
+    def test_orders_go_by_the_known_actions_and_data_sets_by_name(self) -> None:
+        orders = [{"action": "dance", "waiting": ["a", "b"]}]
+        sets = [{"name": f"{number}\n" * 50, "counted": number} for number in range(1000)]
+        seen = exported(status(orders=orders, data_sets=sets))
+        assert by_label("diloco_order_waiting_workers", seen) == {"other": 2}
+        counted = by_label("diloco_data_set_counted_units_total", seen)
+        assert list(counted.values()) == list(range(64))
+        assert all(len(label) <= LONGEST_VALUE and label.isprintable() for label in counted)
 
 
 class TestFreshness:

@@ -18,6 +18,7 @@ from kit.core_harness import a_run, a_stage
 from kit.feed_snapshots import frame, worker
 from kit.top_screen import document, full_screen
 from kit.top_text import drawn
+from kit.unit_workers import UnitWorker
 
 PIECES: dict[str, Any] = {"num_fragments": 2, "sync_every": 100}
 ASYNC: dict[str, Any] = {"mode": "async"}
@@ -135,10 +136,36 @@ def test_end_of_a_run_and_orders_without_an_answer_are_shown(size: tuple[int, in
     news = stage.shown()
     for said in (as_text(news), drawn(news), full(news, *size)):
         assert "1 of 40 rounds" in said
-        assert "stop-all: no answer from a" in said
-    assert "1 left" in as_text(news)
+        assert "stop-all: no answer from a" in said and "1 left" in said
     stage.puppets["a"].leaves()
     assert "stop-all" not in as_text(stage.shown()).split("workers")[0]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_progress_of_the_work_queue_is_shown(size: tuple[int, int]) -> None:
+    a = UnitWorker(a_stage(workers=1), "a", size=10, epochs=1)
+    a.takes(3)
+    a.trains()
+    a.begins(1)
+    a.completes()
+    a.takes(2)
+    told = a.stage.shown()
+    for said in (as_text(told), drawn(told), full(told, *size)):
+        words = "text: epoch 1 of 1, 3 of 10 units counted, 2 handed out, 5 left"
+        assert words in said.replace("  ", ", ")
+    a.takes(5)
+    a.trains()
+    a.begins(2)
+    a.completes()
+    told = a.stage.shown()
+    for said in (as_text(told), drawn(told), full(told, *size)):
+        assert "text: all 10 units counted" in said
+
+
+def test_work_queue_without_an_end_has_nothing_left() -> None:
+    news = document(1, data_sets=[{"name": "\x1b[2J", "size": 9, "epoch": 4, "counted": 40}])
+    lines = [" ".join(line.split()) for line in drawn(news).splitlines()]
+    assert "data ?[2J: epoch 5 40 units counted" in lines
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])

@@ -33,6 +33,7 @@ def as_text(data: Data, room: int | None = None) -> str:
         ("last", _last(data)),
         ("ends", _ends(data.get("end") or {})),
         ("asked", _asked(data.get("orders", ()))),
+        *(("data", _data_set(each)) for each in data.get("data_sets", ())),
         ("workers", _workers(data)),
         ("model", _model(data)),
         ("optimizer", _optimizer(data["outer"], data.get("fragments", ()), data["round"] or {})),
@@ -84,6 +85,18 @@ def _asked(orders: Iterable[Data]) -> Iterable[str]:
         yield f"{order['action'].replace('_', '-')}: no answer from {' '.join(waiting[:NAMES])}{more}"
         yield f"{order['saved']} saved" if order["saved"] else ""
         yield f"{order['left']} left" if order["left"] else ""
+
+
+def _data_set(of: Data) -> Iterable[str]:
+    """How far the work queue is with it."""
+    whole = of["size"] * of["epochs"]
+    if whole and of["counted"] >= whole:
+        yield f"{of['name']}: all {whole} units counted"
+        return
+    yield f"{of['name']}: epoch {of['epoch'] + 1}" + (f" of {of['epochs']}" if whole else "")
+    yield f"{of['counted']} " + (f"of {whole} " if whole else "") + "units counted"
+    yield f"{of['held']} handed out" if of["held"] else ""
+    yield f"{max(0, whole - of['counted'] - of['held'])} left" if whole else ""
 
 
 def _round(data: Data) -> Iterable[str]:

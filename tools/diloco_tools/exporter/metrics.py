@@ -27,8 +27,10 @@ from diloco_tools.feed.listener import Reading
 STATES = ("training", "waiting", "paused", "stopping")
 HEALTHS = ("ok", "slow", "stalled", "lost")
 REASONS = tuple(code.value for code in Code)
+ACTIONS = ("save_all", "stop_all")
 OTHER = "other"  # for words of a newer broker: they cannot add label values
 MOST_FRAGMENTS = 256  # that have series of their own
+MOST_DATA_SETS = 64  # likewise; a broker has no more
 LONGEST_VALUE = 64  # characters
 HELD_S = 600.0  # a place is kept for a worker that is gone before another one gets it
 Records = Mapping[tuple[str, ...], Any]  # by label values
@@ -159,6 +161,8 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
         "refused": _by_word(REASONS, _refused(snapshot.totals)),
         "round": {(): round_} if is_open else {},
         "fragments": {(str(f.fragment),): f for f in snapshot.fragments[:MOST_FRAGMENTS]},
+        "orders": {(o.action if o.action in ACTIONS else OTHER,): o for o in snapshot.orders},
+        "data_sets": {(label_value(d.name),): d for d in snapshot.data_sets[:MOST_DATA_SETS]},
     }
 
 

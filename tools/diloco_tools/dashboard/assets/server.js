@@ -3,6 +3,7 @@
 import { NONE, SIGNS, bytes, clock, duration, levelTone, make, names, plural, say, scaled, setting } from "./format.js";
 
 const MOST_EVENTS = 200;
+const MOST_DATA_SETS = 6;
 // Rows of the server panel of which the history of a run says nothing.
 const UNRECORDED = new Set(["Deaths", "Rejected", "Malformed messages", "Checkpoint", "Fragment submissions"]);
 
@@ -25,6 +26,9 @@ export function metrics(snapshot, elapsed, cpuShare) {
   const scheduled = (now, given) => (typeof now === "number" && now !== given ? `${Number(now.toPrecision(3))} of ${setting(given)}` : setting(given));
   const isOdd = (count) => (count ? "uneasy" : "");
   return [
+    ...ends(snapshot.end),
+    ...asked(snapshot.orders ?? []),
+    ...data(snapshot.data_sets ?? []),
     ["Outer learning rate", outer.lr === null ? "the optimizer's own" : scheduled(turn?.lr, outer.lr)],
     ["Outer momentum", outer.momentum === null ? "none of its own" : `${scheduled(turn?.momentum, outer.momentum)}${outer.nesterov ? ", Nesterov" : ""}`],
     ["Outer optimizer", [outer.optimizer, outer.variant].filter(Boolean).join(" ") || NONE],
@@ -46,6 +50,44 @@ export function metrics(snapshot, elapsed, cpuShare) {
     ...told(snapshot),
     ...(reducer.quorum === null ? [] : [["Quorum", `${reducer.quorum}, grace ${setting(reducer.grace_s)} s, late work: ${reducer.late}`]]),
   ];
+}
+
+/** The end that the run was given, and how far it is. */
+function ends(end) {
+  if (!end) return [];
+  const { max_rounds: rounds, token_budget: tokens, max_time_s: limit } = end;
+  const parts = [
+    typeof rounds === "number" ? `${end.rounds} of ${plural(rounds, "round")}` : "",
+    typeof tokens === "number" ? `${scaled(end.tokens)} of ${scaled(tokens)} tokens` : "",
+    typeof limit === "number" ? `${duration(end.seconds)} of ${duration(limit)}` : "",
+    end.is_over ? "the run is over" : "",
+  ];
+  return [["Ends", parts.filter(Boolean).join(", ")]];
+}
+
+/** What an operator has asked all workers to do, and who has not answered. */
+function asked(orders) {
+  return orders.map(({ action, waiting, saved: done, left }) => {
+    const parts = [waiting.length ? `no answer from ${names(waiting)}` : "", done ? `${done} saved` : "", left ? `${left} left` : ""];
+    return [`Asked to ${action === "save_all" ? "save" : action === "stop_all" ? "stop" : action}`, parts.filter(Boolean).join(", "), "uneasy"];
+  });
+}
+
+/** How far the work queue is with each data set. */
+function data(sets) {
+  const rows = sets.slice(0, MOST_DATA_SETS).map(({ name, size, epochs, epoch, counted, held }) => {
+    const whole = size * epochs;
+    if (whole && counted >= whole) return [`Data set ${name}`, `all ${scaled(whole)} units counted`];
+    const parts = [
+      `epoch ${epoch + 1}${whole ? ` of ${epochs}` : ""}`,
+      `${scaled(counted)} ${whole ? `of ${scaled(whole)} ` : ""}units counted`,
+      held ? `${scaled(held)} handed out` : "",
+      whole ? `${scaled(Math.max(0, whole - counted - held))} left` : "",
+    ];
+    return [`Data set ${name}`, parts.filter(Boolean).join(", ")];
+  });
+  const more = sets.length - MOST_DATA_SETS;
+  return more > 0 ? [...rows, ["Data sets", `and ${more} more`]] : rows;
 }
 
 /** What the run was told, where the broker says so; a limit of 0 is none. */
@@ -122,11 +164,11 @@ export class Metrics {
         this.rows.delete(title);
       }
     }
-    for (const [title, text, tone = ""] of rows) {
+    for (const [index, [title, text, tone = ""]] of rows.entries()) {
       if (!this.rows.has(title)) {
         const value = make("dd");
         const node = make("div", {}, make("dt", { textContent: title }), value);
-        this.parent.append(node);
+        this.parent.insertBefore(node, this.parent.children[index] ?? null);
         this.rows.set(title, { node, value });
       }
       const { value } = this.rows.get(title);

@@ -126,13 +126,35 @@ def end(snapshot: Snapshot) -> Parts:
 
 
 def asked(snapshot: Snapshot) -> Parts:
-    """What an operator has asked all workers to do, and who has not answered."""
+    """What an operator has asked all workers to do, who has not answered, how many have."""
     parts: list[Part] = []
     for order in snapshot.orders:
         names = sorted(order.waiting)
         more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
         what = order.action.replace("_", "-")
         parts.append(Text(f"{what}: no answer from {', '.join(names[:NAMES])}{more}", UNEASY))
+        parts += (
+            f"{order.saved} saved" if order.saved else "",
+            f"{order.left} left" if order.left else "",
+        )
+    return parts
+
+
+def data(snapshot: Snapshot, glyphs: Glyphs) -> Parts:
+    """How far the work queue is with each data set."""
+    parts: list[str] = []
+    for each in snapshot.data_sets:
+        whole, name = each.size * each.epochs, glyphs.printable(each.name)
+        if whole and each.counted >= whole:
+            parts.append(f"{name}: all {scaled(whole)} units counted")
+            continue
+        left = max(0, whole - each.counted - each.held)
+        parts += (
+            f"{name}: epoch {each.epoch + 1}" + (f" of {each.epochs}" if whole else ""),
+            scaled(each.counted) + (f" of {scaled(whole)}" if whole else "") + " units counted",
+            f"{scaled(each.held)} handed out" if each.held else "",
+            f"{scaled(left)} left" if whole else "",
+        )
     return parts
 
 

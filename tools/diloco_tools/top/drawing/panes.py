@@ -108,9 +108,13 @@ def run_rows(snapshot: Snapshot, sheet: Sheet, most: int, *, limits: bool) -> li
     outer += (*facts.merging(snapshot), *facts.reducing(snapshot))
     told = (*facts.asynchronous(snapshot), *facts.liveness(snapshot))
     lines = [sheet.apart(now, state), sheet.row("workers", counts)]
-    for label, parts in (("ends", facts.end(snapshot)), ("asked", facts.asked(snapshot))):
-        if any(parts):
-            lines.append(sheet.row(label, parts))
+    for label, more in (
+        ("ends", facts.end(snapshot)),
+        ("asked", facts.asked(snapshot)),
+        ("data", facts.data(snapshot, sheet.glyphs)),
+    ):
+        if any(more):
+            lines.append(sheet.row(label, more))
     lines += sheet.rows("outer", outer, most)
     if limits and any(told):
         lines += sheet.rows("limits", told, most)

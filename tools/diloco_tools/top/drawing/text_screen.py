@@ -71,6 +71,7 @@ def _facts(snapshot: Snapshot, sheet: Sheet) -> list[Text]:
         ("last", facts.last(snapshot)),
         ("ends", facts.end(snapshot)),
         ("asked", facts.asked(snapshot)),
+        ("data", facts.data(snapshot, glyphs)),
         ("outer", outer),
         ("reducing", facts.reducing(snapshot)),
         ("fragments", (str(len(snapshot.fragments)), *merging) if merging else ()),

@@ -44,8 +44,10 @@ class WorkQueue:
     Args:
         diloco: the worker. One without a server gets every unit itself.
         name: of the data set; 1 to 64 printable characters.
-        units: K, how many it has; they are numbered from 0. The same for all workers, as are
-        epochs: how often each is trained on; 0: without an end, and
+        units: K, how many it has; they are numbered from 0. The same for all workers, as are `epochs`
+            and `seed`. A worker may have 4096 rows of `prefetch` units that are trained on and not
+            counted: make them so large that two rounds take far fewer.
+        epochs: how often each is trained on; 0: without an end.
         seed: of the order, which differs from epoch to epoch; None: as they are numbered.
         prefetch: units asked for at a time. A worker that dies gives back those that it had.
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from unittest.mock import patch
 
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from diloco_broker.core.rules.data import units
+from diloco_broker.core.state import data_sets
+from diloco_broker.core.state.data_sets import DataSet
 from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Error, Lot, Result, Standing, Take
 from kit.core_harness import a_run, a_stage
@@ -228,3 +235,59 @@ def test_no_more_than_so_many_data_sets_are_begun() -> None:
         a.puppet.sends(Take(a.puppet.token(), number, f"set {number}", 5))
     assert not a.puppet.got(Result).ok and "64 data sets" in a.puppet.got(Result).text
     assert len(a.stage.state.data.sets) == 64
+
+
+FEW, WORKERS = 4, ("a", "b")
+REQUESTS = st.tuples(
+    st.sampled_from(WORKERS),
+    st.sampled_from(["takes", "counts", "stands for"]),
+    st.integers(-20, 20),  # the first ticket, from the one that goes out next
+    st.integers(2, FEW),  # rows
+    st.integers(1, 3),  # tickets in each, and between them
+)
+
+
+@patch.multiple(data_sets, MOST_RANGES=FEW, MOST_FREE_RANGES=2 * FEW)
+@settings(max_examples=30, deadline=None)
+@given(requests=st.lists(REQUESTS, min_size=40, max_size=60))
+def test_whatever_workers_say_few_rows_of_units_lie_free(
+    requests: list[tuple[str, str, int, int, int]],
+) -> None:
+    data = DataSet(10_000, 0, None)
+    for who, what, first, rows, length in requests:
+        start = max(0, data.next + first)
+        some = Spans(*((start + 2 * i * length, start + (2 * i + 1) * length) for i in range(rows)))
+        if what == "takes":
+            data.take(who, rows)
+        elif what == "counts":
+            data.count(who, some)
+        else:
+            data.give_back(who, data.of(who) - some)
+            data.claim(who, some)
+            assert data.of(who) == some & data.of(who)
+        data.check_invariants()
+        assert data.free.ranges <= 2 * FEW * (1 + len(WORKERS)) + 2 * FEW * len(WORKERS)
+
+
+@patch.multiple(data_sets, MOST_RANGES=FEW, MOST_FREE_RANGES=2 * FEW)
+def test_a_worker_that_counts_every_second_unit_leaves_few_rows() -> None:
+    data = DataSet(10_000, 0, None)
+    for _ in range(50):
+        start = data.next
+        data.claim("a", Spans((start, start + 2 * FEW)))
+        kept = Spans(*((start + 2 * i, start + 2 * i + 1) for i in range(FEW)))
+        data.give_back("a", data.of("a") - kept)
+        data.count("a", kept)
+    assert data.free.ranges <= 5 * FEW
+    assert len(data.take("b", 100)) == 100, "what is free can still be had"
+    data.check_invariants()
+
+
+def test_rows_of_units_under_way_are_bounded() -> None:
+    a, _ = a_pair()
+    a.takes(10)
+    with patch.object(units, "MOST_ROWS", 2):
+        a.puppet.begins(5, lots=(Lot((5,), {NAME: (0, 1, 2, 3)}), Lot((5,), {NAME: (4, 5)})))
+        assert "3 rows of units under way" in a.puppet.got(Error).text
+        a.puppet.begins(6, lots=(Lot((6,), {NAME: (0, 1, 2, 3)}),))
+    assert [lot.push.push_id for lot in a.stage.state.data.lots["a"]] == [6]

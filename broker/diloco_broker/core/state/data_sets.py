@@ -27,6 +27,9 @@ from diloco_protocol.messages import Push
 # not seen counted yet.
 MOST_DATA_SETS = 64
 MOST_HELD = 1 << 20
+# Rows of tickets that may lie free, for each worker that holds some and one more: with so many, no
+# worker is given what would leave as many.
+MOST_FREE_RANGES = 2 * MOST_RANGES
 # A worker that outlived a broker may name tickets that the checkpoint has not handed out yet: so many.
 MOST_AHEAD = 1 << 24
 
@@ -91,19 +94,32 @@ class DataSet:
         self._hold(worker_id, self.of(worker_id) | found)
         return found
 
-    def claim(self, worker_id: str, spans: Spans) -> Spans:
-        """A worker stands for these, and has those that are free again; returns what it cannot have."""
+    def claim(self, worker_id: str, spans: Spans) -> None:
+        """A worker stands for these, and has those that are free again."""
+        if self._scatters(worker_id, spans):
+            spans = spans & self.of(worker_id)
         self._reach(spans)
         new = spans - self.of(worker_id)
         had = new & self.free
         self.free = self.free - had
         self._hold(worker_id, self.of(worker_id) | had)
-        return new - had
 
     def can_claim(self, worker_id: str, spans: Spans) -> bool:
-        """Whether all of them are its own or free."""
-        ahead = Spans((self.next, max(self.next, spans.stop)))
-        return self._is_near(spans) and not spans - self.of(worker_id) - self.free - ahead
+        """Whether all of them are its own or free, and it may have them."""
+        is_there = self._is_near(spans) and not spans - self.of(worker_id) - self._reached(spans)
+        return is_there and not self._scatters(worker_id, spans)
+
+    def _scatters(self, worker_id: str, spans: Spans) -> bool:
+        """Would too many rows lie free without these? Each costs memory, and time with each request."""
+        new = spans - self.of(worker_id)
+        left = (self._reached(new) - new).ranges if new else 0
+        most = MOST_FREE_RANGES * (1 + len(self.held.keys() | {worker_id}))
+        return left > most and left >= self.free.ranges
+
+    def _reached(self, spans: Spans) -> Spans:
+        """What is free once all up to these has been handed out."""
+        ahead = (self.next, spans.stop) if self._is_near(spans) else (0, 0)
+        return self.free | Spans(ahead)
 
     def _is_near(self, spans: Spans) -> bool:
         end = self.next + MOST_AHEAD
@@ -117,6 +133,8 @@ class DataSet:
 
     def count(self, worker_id: str, spans: Spans) -> None:
         """These are in a version: nothing of them is kept. Free ones are, where a broker is older."""
+        if self._scatters(worker_id, spans):
+            spans = spans & self.of(worker_id)
         self._reach(spans)
         self._hold(worker_id, self.of(worker_id) - spans)
         self.free = self.free - spans

@@ -18,7 +18,7 @@ from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state.data_sets import MOST_DATA_SETS, DataSet, PendingLot
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_protocol.data.spans import LARGEST, Spans
+from diloco_protocol.data.spans import LARGEST, MOST_RANGES, Spans
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Lot, Push, Result, Take, is_data_set_name
 from diloco_protocol.version import Ledger
@@ -26,6 +26,8 @@ from diloco_protocol.version import Ledger
 MOST_AT_A_TIME = 4096  # units in one answer
 # Of one worker that are not settled: each push in flight has one, and some that were given up.
 MOST_LOTS = 256
+# And the rows of units in all of these: those of one request, which names them once.
+MOST_ROWS = 4 * MOST_RANGES
 
 
 def take(state: RunState, member: Member, message: Take) -> effects.Effects:
@@ -103,6 +105,14 @@ def _units(lot: Lot) -> dict[str, Spans]:
     return {name: Spans.read(flat) for name, flat in lot.units.items()}
 
 
+def _all_units(push: Push) -> dict[str, Spans]:
+    found: dict[str, Spans] = {}
+    for lot in push.lots or ():
+        for name, spans in _units(lot).items():
+            found[name] = found.get(name, Spans()) | spans
+    return found
+
+
 def _uncounted(state: RunState, worker_id: str, pushes: Mapping[int, int]) -> dict[int, int]:
     """Of these push ids by fragment, those that no current version contains whole."""
     trained = state.versions.trained
@@ -125,10 +135,12 @@ def check(state: RunState, member: Member, push: Push) -> bool:
         return False
     if not _uncounted(state, who, {push.fragment: push.push_id}):
         return False  # it has counted, and is told so
-    if len(state.data.lots.get(who, ())) + len(push.lots) > MOST_LOTS:
+    under_way = state.data.lots.get(who, ())
+    if len(under_way) + len(push.lots) > MOST_LOTS:
         raise ProtocolError(
             Code.BAD_PUSH, f"{who} has {MOST_LOTS} lots of units under way already."
         )
+    rows = sum(spans.ranges for lot in under_way for spans in lot.units.values())
     pieces = state.config.num_fragments
     for lot in push.lots:
         try:
@@ -140,30 +152,36 @@ def check(state: RunState, member: Member, push: Push) -> bool:
                 f"Units count with a push of each of {pieces} fragments, and this is one of them."
             )
             raise ProtocolError(Code.BAD_PUSH, text)
-        for name, spans in units.items():
-            data = state.data.sets.get(name)
-            if data is None:
-                text = (
-                    f"This broker knows no data set {name!a:.80}, of which this push of {who} has "
-                    "units; it is dropped, and they are trained on again."
-                )
-                raise ProtocolError(Code.STALE, text)
-            if not data.can_claim(who, spans):
-                text = (
-                    f"Units of the data set {name!a:.80} in this push of {who} have meanwhile counted "
-                    "or been given to others; it is dropped, so that none counts twice."
-                )
-                raise ProtocolError(Code.STALE, text)
+        rows += sum(spans.ranges for spans in units.values())
+    if rows > MOST_ROWS:
+        text = (
+            f"{who} has {rows} rows of units under way, and {MOST_ROWS} may be; make units larger."
+        )
+        raise ProtocolError(Code.BAD_PUSH, text)
+    for name, spans in _all_units(push).items():
+        data = state.data.sets.get(name)
+        if data is None:
+            text = (
+                f"This broker knows no data set {name!a:.80}, of which this push of {who} has units; "
+                "it is dropped, and they are trained on again."
+            )
+            raise ProtocolError(Code.STALE, text)
+        if not data.can_claim(who, spans):
+            text = (
+                f"Units of the data set {name!a:.80} in this push of {who} have meanwhile counted or "
+                "been given to others; it is dropped, so that none counts twice."
+            )
+            raise ProtocolError(Code.STALE, text)
     return True
 
 
 def under_way(state: RunState, member: Member, push: Push) -> None:
     """This push was taken in, or waits for its turn: its units count when it does."""
     who = member.worker_id
+    for name, spans in _all_units(push).items():
+        state.data.sets[name].claim(who, spans)
     for lot in push.lots or ():
         units = _units(lot)
-        for name, spans in units.items():
-            state.data.sets[name].claim(who, spans)
         left = _uncounted(state, who, dict(enumerate(lot.pushes)))
         pending = PendingLot(units, push, left)
         state.data.add_lot(who, pending)

@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diloco_tools.demo.cli import app
+from diloco_tools.demo import cli
+from diloco_tools.demo.cli import app, write
 from diloco_tools.demo.data import (
     DataError,
     Document,
@@ -23,13 +24,19 @@ from diloco_tools.demo.data import (
     training_batches,
     validation_windows,
 )
-from diloco_tools.demo.experiment import broker_command, rounds_to_pull, single_options
+from diloco_tools.demo.experiment import (
+    broker_command,
+    installed,
+    rounds_to_pull,
+    single_options,
+)
 from diloco_tools.demo.model import WARMUP, GPTConfig, Recipe, build_model, learning_rate_factor
 from diloco_tools.demo.plot import draw
 from diloco_tools.demo.results import data_parallel_bytes, table
 from diloco_tools.demo.settings import Settings
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
+from diloco_tools.terminal import console
 from kit.tool_results import RESULTS, SETTINGS
 from kit.top_text import matches
 
@@ -202,6 +209,37 @@ def test_table_shows_both_losses_and_the_bytes() -> None:
     shown = console.export_text()
     for words in ("2.5000", "2.0000", "4 (every 25 steps)", "1.2 MB"):
         assert words in shown
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 106])
+def test_no_number_is_broken_at_the_end_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    formula = RESULTS["bytes"]["data_parallel_formula"]
+    said = io.StringIO()
+    monkeypatch.setattr(cli, "draw", lambda *_: None)
+    write(
+        RESULTS, tmp_path, console(file=said, width=width, force_terminal=True, color_system=None)
+    )
+    lines = said.getvalue().splitlines()
+    begun = next(number for number, line in enumerate(lines) if line.startswith("data-parallel by"))
+    assert all(len(line) <= width for line in lines[begun : begun + 2])
+    assert " ".join(line.strip() for line in lines[begun:]).startswith(formula)
+
+
+def test_command_to_watch_with_is_one_that_the_shell_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "an env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "diloco-top").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", "")
+    assert installed("diloco-top") == f"'{folder}/diloco-top'"
+    monkeypatch.chdir(tmp_path)
+    assert installed("diloco-top") == "'an env/bin/diloco-top'"
+    monkeypatch.setenv("PATH", str(folder))
+    assert installed("diloco-top") == "diloco-top"
 
 
 def test_picture_is_a_png(tmp_path: Path) -> None:

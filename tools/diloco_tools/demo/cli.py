@@ -75,7 +75,9 @@ def write(summary: Record, out: Path, shown: Console) -> None:
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     shown.print()
     shown.print(table(summary))
-    shown.print(summary["bytes"]["data_parallel_formula"], soft_wrap=True)
+    # A terminal would break it in the middle of a number.
+    formula = summary["bytes"]["data_parallel_formula"]
+    shown.print(formula, soft_wrap=not shown.is_terminal)
     written = "summary.json, log.jsonl"
     try:
         draw(summary, out / "loss.png")

@@ -7,6 +7,8 @@ single worker trains, when a core is free, so that looking does not slow what is
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -166,6 +168,14 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
         )
 
 
+def installed(command: str) -> str:
+    """A command of this package as a shell finds it: by its path where the environment is not active."""
+    if shutil.which(command):
+        return command
+    path, here = Path(sys.executable).with_name(command), Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
 def train_diloco(
     settings: Settings, children: Children, merged: TextIO, display: Display
 ) -> tuple[list[Trainee], list[tuple[int, dict[str, Tensor]]]]:
@@ -173,7 +183,8 @@ def train_diloco(
     broker = children.start("broker", broker_command(settings))
     server = wait_for_line(broker, "control", BROKER_START)
     feed = wait_for_line(broker, "feed", BROKER_START)
-    display.say(f"broker at {server} (watch it from elsewhere: diloco-top {feed})")
+    display.say(f"broker at {server}, watch it in another terminal:")
+    display.say(f"  {installed('diloco-top')} {feed}")
     workers = [
         Trainee(children, settings, f"worker-{shard}", worker_options(settings, server, shard))
         for shard in range(settings.workers)

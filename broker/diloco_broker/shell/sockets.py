@@ -312,8 +312,15 @@ class Sockets:
                 zmq.MAXMSGSIZE,
                 MAX_BUFFER_BYTES + (CURVE_ADDS if self._doorkeeper is not None else 0),
             )
+        scheme, _, rest = address.partition("://")
+        if scheme == "ipc" and _is_served(rest):
+            # ZeroMQ would put its own file in the place of this one, and nobody would notice.
+            made.close(linger=0)
+            raise UsageError(
+                f"--{option} {address} cannot be bound: something answers there; stop it or choose "
+                "another path."
+            )
         try:
-            scheme, _, rest = address.partition("://")
             host, _, port = rest.rpartition(":")
             host = (
                 "127.0.0.1" if host == "localhost" else host
@@ -329,3 +336,16 @@ class Sockets:
                 why = str(error)
             raise UsageError(f"--{option} {address} cannot be bound: {why}.") from None
         return made
+
+
+def _is_served(path: str) -> bool:
+    """Does somebody listen at this socket file? That of a process that was killed is only in the way."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        except (BlockingIOError, TimeoutError):  # so many wait there already
+            return True
+        except OSError:
+            return False
+    return True

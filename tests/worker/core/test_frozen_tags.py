@@ -66,6 +66,23 @@ def test_while_there_is_no_run_the_pull_waits_for_one() -> None:
     assert pull.held_version == OURS
 
 
+def test_tag_is_worked_out_once_however_often_the_connection_breaks(joined: Desk) -> None:
+    joined.breaks().is_welcomed(version(0))
+    assert not joined.all(NameFrozen)
+    joined.happens(FrozenNamed(4711))
+    assert [pull.held_version for pull in pulls(joined)] == [OURS]
+
+
+def test_without_a_tag_the_runs_are_fetched_as_by_who_has_none(joined: Desk) -> None:
+    joined.happens(FrozenNamed(None))
+    (pull,) = pulls(joined)
+    assert pull.held_version is None
+    joined.breaks().is_welcomed(version(0))
+    assert len(pulls(joined)) == 1 and not joined.all(NameFrozen)
+    joined.hears(released(version(0)), Chunk(FROZEN, 0, version=version(0)))
+    assert joined.all(Deliver) == [Deliver(released(version(0)), None)]
+
+
 def test_after_a_broken_connection_it_is_asked_for_in_the_same_way(joined: Desk) -> None:
     joined.happens(FrozenNamed(4711))
     joined.breaks().is_welcomed(version(0))

@@ -229,13 +229,23 @@ def test_round_of_all_optimizers_is_one_step(order: str, counts: list[int]) -> N
     assert several.counts("abab") == counts[-1:] * 4, "not counted any more"
 
 
+def test_long_list_of_optimizers_is_left_in_peace() -> None:
+    """As one for each parameter is: no step counts before all have stepped."""
+    several = Several(120)
+    for rounds in (1, 2):
+        for optimizer in several.optimizers:
+            optimizer.step()
+        assert (several.count, several.told) == (rounds, [])
+    several.steps.stop()
+
+
 def test_an_optimizer_of_the_list_that_never_steps_is_named() -> None:
     several = Several(3)
-    several.counts("ac" * 49)
+    several.counts("ac" * 149)
     assert several.told == []
-    several.counts("ac" * 50)
+    several.counts("ac" * 150)
     (said,) = several.told
-    assert "100 optimizer steps were made, and none of them was counted" in said
+    assert "300 optimizer steps were made, and none of them was counted" in said
     assert "optimizer 1 of the list" in said
     several.steps.stop()
     assert not _global_optimizer_post_hooks

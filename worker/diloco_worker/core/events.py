@@ -109,9 +109,12 @@ class Prepared(Event):
 
 @dataclass(frozen=True)
 class FrozenNamed(Event):
-    """The tag that a version of the model's own frozen parameters has; see `NameFrozen`."""
+    """The tag that a version of the model's own frozen parameters has; see `NameFrozen`.
 
-    tag: int
+    None where it cannot be worked out: then they are fetched as by who has none.
+    """
+
+    tag: int | None
 
 
 @dataclass(frozen=True)

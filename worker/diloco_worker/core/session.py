@@ -68,6 +68,7 @@ class Session:
         self._asked_interval = heartbeat_interval
         self._has_frozen = has_frozen
         self._frozen_tag: int | None = None  # that the worker's own have; None until it is known
+        self._is_naming = False  # whether it is being worked out, which may outlast a connection
 
     @property
     def phase(self) -> Phase:
@@ -127,8 +128,8 @@ class Session:
             case events.Prepared(push_id):
                 yield from self.uploads.prepared(push_id)
             case events.FrozenNamed(tag):
-                self._frozen_tag = tag
-                yield from self._pull_frozen()
+                self._frozen_tag, self._is_naming = tag, False
+                yield from self._pull_frozen() if tag is not None else self._fetch_frozen()
             case events.VerifyPushes(fragment, known):
                 self.previous_life.unverified[fragment] = set(known)
             case events.Ask(control):
@@ -307,7 +308,8 @@ class Session:
             if not part.chunks or here:
                 continue
             if part is layout.frozen and self._has_frozen:
-                if self._frozen_tag is None:
+                if self._frozen_tag is None and not self._is_naming:
+                    self._is_naming = True
                     yield effects.NameFrozen(fragment)
                 download.wanted = False  # on this connection
                 yield from self._pull_frozen()
@@ -327,10 +329,19 @@ class Session:
             download.want_own(VersionId(self.run, 0, self._frozen_tag))
             yield from self._pull(download.fragment)
 
+    def _fetch_frozen(self) -> Iterator[Effect]:
+        """Nobody knows what the frozen parameters here are called: take the run's, as who has none."""
+        self._has_frozen = False
+        if self.layout is not None:
+            download = self.downloads.by_fragment[self.layout.frozen.fragment]
+            if download.held is None:
+                download.wanted = True
+                yield from self._pull(download.fragment)
+
     def _set_terms(self, terms: Terms) -> None:
         if self.terms is None:
             self.downloads.set_layout(terms.layout)
-            self._frozen_tag = None  # other chunks have another one
+            self._frozen_tag, self._is_naming = None, False  # other chunks have another one
         self.terms = terms
 
     def _failed(self, error: messages.Error, now: float) -> Iterator[Effect]:

@@ -234,7 +234,11 @@ class Link(Inbox):
 
     def _named(self, tag: Future[int]) -> None:
         """What the model's own frozen parameters are called."""
-        self._executor.feed(events.FrozenNamed(tag.result()))
+        error = tag.exception()
+        if error is not None:
+            text = f"The frozen parameters here cannot be read ({error!r:.200}): the run's are fetched."
+            self.say(text, trouble=True)
+        self._executor.feed(events.FrozenNamed(None if error else tag.result()))
 
     def _withdraw(self, request: int) -> None:
         self._executor.feed(events.Withdraw(request))

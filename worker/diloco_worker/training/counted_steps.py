@@ -100,7 +100,8 @@ class CountedSteps:
             trained = (id(p) for group in optimizer.param_groups for p in group["params"])
             self._trains_ours[optimizer] = not ours.isdisjoint(trained)
         self._others += self._trains_ours[optimizer]
-        if self._others == MANY and self._others_hook is not None:
+        # Of a list, all steps are counted here until a round ends: of a long one, more than MANY.
+        if self._others == MANY * len(self.optimizers) and self._others_hook is not None:
             self.tell(self._complaint(optimizer))
             self._others_hook.remove()
             self._others_hook = None
@@ -110,12 +111,13 @@ class CountedSteps:
         idle = [n for n in range(len(self.optimizers)) if n not in self._stepped]
         if len(self.optimizers) > 1 and len(idle) < len(self.optimizers):
             return (
-                f"{MANY} optimizer steps were made, and none of them was counted or pushed: optimizer "
-                f"{idle[0] if idle else len(self.optimizers) - 1} of the list that the worker was made "
-                "with takes no part. Close this worker and make a new one with those that are in use."
+                f"{self._others} optimizer steps were made, and none of them was counted or pushed: "
+                f"optimizer {idle[0] if idle else len(self.optimizers) - 1} of the list that the worker "
+                "was made with takes no part. Close this worker and make a new one with those that "
+                "are in use."
             )
         return (
-            f"Another optimizer ({type(stepping).__name__}) has made {MANY} steps with this "
+            f"Another optimizer ({type(stepping).__name__}) has made {self._others} steps with this "
             "model's parameters, and the one that the worker was made with none: these steps are "
             "not counted and never pushed. Close this worker and make a new one with the "
             "optimizer that is in use."

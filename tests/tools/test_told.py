@@ -162,6 +162,13 @@ def test_progress_of_the_work_queue_is_shown(size: tuple[int, int]) -> None:
         assert "text: all 10 units counted" in said
 
 
+def test_row_of_the_work_queue_goes_on_in_a_second_line() -> None:
+    long = {"name": "the-web", "size": 9_000_000, "epochs": 3, "counted": 1_300_000, "held": 128}
+    shown = full(document(1, workers=[worker("a")], data_sets=[long]), 80, 24)
+    told = "1.3M of 27M units counted 128 handed out 26M left"
+    assert told in " ".join(shown.split())
+
+
 def test_work_queue_without_an_end_has_nothing_left() -> None:
     news = document(1, data_sets=[{"name": "\x1b[2J", "size": 9, "epoch": 4, "counted": 40}])
     lines = [" ".join(line.split()) for line in drawn(news).splitlines()]

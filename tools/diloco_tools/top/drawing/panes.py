@@ -114,7 +114,7 @@ def run_rows(snapshot: Snapshot, sheet: Sheet, most: int, *, limits: bool) -> li
         ("data", facts.data(snapshot, sheet.glyphs)),
     ):
         if any(more):
-            lines.append(sheet.row(label, more))
+            lines += sheet.rows(label, more, most)
     lines += sheet.rows("outer", outer, most)
     if limits and any(told):
         lines += sheet.rows("limits", told, most)

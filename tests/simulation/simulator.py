@@ -53,6 +53,7 @@ class Scenario:
     tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
     watch_s: float = 1.0  # how often the referee looks whether everybody gets on
     thoroughness: int = 1  # see `Referee`
+    has_units: bool = False  # workers train on the units of a data set
 
     @property
     def cycle_s(self) -> float:
@@ -179,6 +180,7 @@ class Simulation:
             manifest=self._manifest,
             habits=Habits(**drawn | scenario.habits | habits),
             connect=self._connect,
+            has_units=scenario.has_units,
         )
         self.world.tell(process.name, f"begins: {process.habits}")
         self.processes.append(process)

@@ -108,6 +108,8 @@ class Training:
         yield from self._carry_out(look(state))
         while not self.leaving:
             yield dice.uniform(0.8, 1.2) / worker.habits.speed
+            if worker.units is not None:
+                worker.units.step()
             yield from self._carry_out(boundary.after_step(state, self.step + 1))
             if dice.random() < worker.habits.forces:
                 yield from self._carry_out(boundary.force(state))
@@ -202,6 +204,8 @@ class Training:
         what = f"step {self.step}: freezes {push.push_id:#x} of {push.fragment}"
         worker.world.tell(worker.name, what)
         worker.referee.offered(worker.name, worker.worker_id, push)
+        if worker.units is not None:
+            worker.units.frozen(push)
         return push
 
     def _totals(self) -> Work:

@@ -27,6 +27,7 @@ from simulation.network import INSTANT_S, Connection, Listener, World
 from simulation.referee import Referee
 from simulation.tensors import Delta, Violation
 from simulation.training import Habits, Training
+from simulation.units import UnitsAtWork
 
 # Longest time between the two threads of a worker.
 BETWEEN_THREADS_S = 0.002
@@ -38,7 +39,7 @@ class Worker:
     """A worker's process: see the head of this module.
 
     `name` is that of the process; `worker_id` may be that of an earlier one. `connect` opens a
-    connection, whose listener is called with what comes down on it.
+    connection, whose listener is called with what comes down on it. `has_units`: it trains on units.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Worker:
         manifest: Manifest,
         habits: Habits,
         connect: Callable[[Worker, Listener], Connection],
+        has_units: bool = False,
     ) -> None:
         self.world = world
         self.referee = referee
@@ -77,6 +79,7 @@ class Worker:
         self._memory = Fragments(self._layout_of, self._gradient)
         self._executor = Executor(self.session, self.inbox, self, self._memory, self._notice)
         self.training = Training(self)
+        self.units = UnitsAtWork(self) if has_units else None
         self.bad_chunks: set[tuple[int, int]] = set()  # (push id, chunk) of those not finite
         self.address = "the simulated broker"
         self._connect = connect

@@ -151,6 +151,26 @@ def test_what_is_over_is_said_when_all_of_it_counts() -> None:
     assert answer is not None and answer.data == {"units": (), "is_over": True}
 
 
+def test_who_comes_back_while_its_version_is_saved_has_counted() -> None:
+    a, b = a_pair(save_dir="run", durable=True)
+    a.stage.is_saved()
+    a.pulls()
+    a.takes(3)
+    a.trains()
+    a.begins(1)
+    a.completes()
+    b.begins(2)
+    b.completes()
+    a.comes_to(a.stage, pulls=False)
+    assert a.puppet.last(Error) is None
+    a.stage.is_saved()
+    a.pulls()
+    a.looks()
+    assert a.push is None
+    assert a.stage.state.data.sets[NAME].counted == 3
+    assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(3), 1)
+
+
 def test_units_counted_after_the_checkpoint_go_out_again_those_before_do_not() -> None:
     a, b = a_pair(save_dir="run", recover="rewind")
     a_unit_round([a, b], 1)

@@ -114,14 +114,18 @@ def _all_units(push: Push) -> dict[str, Spans]:
 
 
 def _uncounted(state: RunState, worker_id: str, pushes: Mapping[int, int]) -> dict[int, int]:
-    """Of these push ids by fragment, those that no current version contains whole."""
+    """Of these push ids by fragment, those that no version contains whole.
+
+    One that is being saved, before anybody is told of it, is a version: with it units have counted.
+    """
     trained = state.versions.trained
+    ledgers = {number: each.ledger for number, each in enumerate(trained) if each.current}
+    if state.unreleased is not None:
+        ledgers[state.unreleased.ended.fragment] = state.unreleased.record.ledger
     return {
         fragment: push_id
         for fragment, push_id in pushes.items()
-        if fragment >= len(trained)
-        or not trained[fragment].current
-        or not trained[fragment].ledger.names_whole(worker_id, push_id)
+        if fragment not in ledgers or not ledgers[fragment].names_whole(worker_id, push_id)
     }
 
 

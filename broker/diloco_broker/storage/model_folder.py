@@ -15,6 +15,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import TensorEntry, summarise
 
 ADAPTER = "adapter_config.json"
+INDEX = "model.safetensors.index.json"
 # Endings of files with values, which are those of the other model.
 VALUES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
@@ -24,7 +25,7 @@ def write_like(model: Mapping[str, Tensor], to: Path, like: Path) -> int:
 
     The folder gets the files of `like` with our values in them: under the same names, in the same
     files, as the same dtypes. Like a PEFT folder (it has `adapter_config.json`) only adapters are
-    written.
+    written. Files of a model that was in `to` before, in other pieces, are removed once ours are whole.
 
     Raises:
         UsageError: `like` is no such folder, or its model is not ours.
@@ -52,6 +53,7 @@ def write_like(model: Mapping[str, Tensor], to: Path, like: Path) -> int:
     if problems:
         raise UsageError(f"The model in --like {like} is another one: {summarise(problems)}.")
     to.mkdir(exist_ok=True)
+    former = set() if is_adapter else _pieces_in(to)
     for file in sorted(like.iterdir()):
         if file.is_file() and file.suffix not in VALUES:
             shutil.copyfile(file, to / file.name)
@@ -59,7 +61,21 @@ def write_like(model: Mapping[str, Tensor], to: Path, like: Path) -> int:
     for name, known in entries.items():
         values = {e.name: model[_own_name(model, e.name)].to(_dtype(e)) for e in known}
         written += write_model(values, to / name, {"format": "pt"})
+    for name in former - entries.keys():
+        if not (like / name).is_file():
+            (to / name).unlink(missing_ok=True)
     return written
+
+
+def _pieces_in(folder: Path) -> set[str]:
+    """Names of the files that make up the model of a folder, the index with them; no others."""
+    if not (folder / "config.json").is_file():
+        return set()
+    try:
+        files = {each.name for each in safetensors_files(folder)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()  # an index that nobody can read says nothing of other files
+    return {name for name in files if name.endswith(".safetensors")} | {INDEX}
 
 
 def _differences(model: Mapping[str, Tensor], entries: list[TensorEntry]) -> list[str]:

@@ -48,6 +48,47 @@ def like(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("is_one_file", [True, False])
+def test_pieces_of_a_former_model_go_and_files_of_others_stay(
+    like: Path, tmp_path: Path, is_one_file: bool
+) -> None:
+    """from_pretrained would load model.safetensors of before, or an index of files of before."""
+    one, to = tmp_path / "one", tmp_path / "new"
+    one.mkdir()
+    (one / "config.json").write_text("{}")
+    values = {"embed.weight": torch.zeros(3, 2), "head.bias": torch.zeros(3)}
+    save_file(values, one / "model.safetensors")
+    before, after = (like, one) if is_one_file else (one, like)
+    write_like(a_model(), to, before)
+    for name in ("notes.txt", "model-00009-of-00009.safetensors", "other.safetensors"):
+        (to / name).write_text("mine")
+    write_like(a_model(), to, after)
+    left = {path.name for path in to.iterdir() if path.read_bytes() != b"mine"}
+    assert {name for name in left if name.startswith("model")} == {
+        path.name for path in after.iterdir() if path.name.startswith("model")
+    }
+    assert len(list(to.iterdir())) == len(left) + 3
+
+
+def test_pieces_of_a_former_model_stay_where_ours_cannot_be_written(
+    like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, to = tmp_path / "one", tmp_path / "new"
+    write_like(a_model(), to, like)
+    one.mkdir()
+    (one / "config.json").write_text("{}")
+    values = {"embed.weight": torch.zeros(3, 2), "head.bias": torch.zeros(3)}
+    save_file(values, one / "model.safetensors")
+
+    def disk_is_full(*_: object) -> int:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("diloco_broker.storage.model_folder.write_model", disk_is_full)
+    with pytest.raises(OSError, match="no space"):
+        write_like(a_model(), to, one)
+    assert len(list(to.glob("model-0000*-of-00002.safetensors"))) == 2
+
+
 def test_folder_has_our_values_in_its_own_files_and_dtypes(like: Path, tmp_path: Path) -> None:
     to = tmp_path / "new"
     size = write_like(a_model(), to, like)

@@ -94,6 +94,16 @@ def test_each_slot_and_each_shard_has_a_name_of_its_own(
     assert "DILOCO_WORKER_ID = gpu" in by_name.output
 
 
+def test_a_half_that_is_given_leaves_the_other_to_the_environment(
+    processes: Processes, tmp_path: Path
+) -> None:
+    words = (*SERVER, "--shard-index", "3", *script(tmp_path, SHOW), "0")
+    made = launch(processes, *words, DILOCO_SHARD_INDEX="1", DILOCO_NUM_SHARDS="8")
+    assert made.ends() == 0
+    assert "DILOCO_SHARD_INDEX = 3" in made.output
+    assert "DILOCO_NUM_SHARDS = 8" in made.output
+
+
 def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
     assert processes.asks("keygen", "keys", "berlin", "oslo") == 0
     program = (*script(tmp_path, SHOW), "0")

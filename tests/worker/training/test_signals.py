@@ -37,10 +37,13 @@ SCRIPT = """
 import sys, threading, torch
 from torch import nn
 from diloco_worker import DiLoCoWorker
+from diloco_worker.shell import sigterm
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 manners = sys.argv[1]
+if manners == "stubborn":
+    sigterm.ECHO_S = 0.0  # a second signal is meant, however soon
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 steps = 0
@@ -275,6 +278,27 @@ def test_first_signal_wakes_and_tells_or_raises() -> None:
         assert termination.is_asked
         termination.restore()
     assert woken == [True, True]
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_echo_of_a_sigterm_is_ignored_and_a_second_wish_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """systemd sends one to the script as well, and `diloco-worker run` gives its own on."""
+    now = [50.0]
+    termination = Termination(lambda: None, lambda: now[0])
+    termination.is_watched = True
+    termination.install()
+    ended: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda _, number: ended.append(number))
+    for now[0] in (50.0, 50.0, 50.9):
+        signal.raise_signal(signal.SIGTERM)
+        assert termination.is_asked and not ended
+    now[0] = 51.1
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    termination.restore()
 
 
 @pytest.fixture

@@ -136,12 +136,8 @@ def _settings(
             f"There is no --server and no DILOCO_SERVER; give the broker's address: {ADDRESS.what}."
         )
     given = {"DILOCO_SERVER": own.server}
-    shards = (shard_index, num_shards)
-    if shards != (None, None):
-        given |= {
-            name: "" if value is None else str(value)
-            for name, value in zip((INDEX, COUNT), shards, strict=True)
-        }
+    shards = zip((INDEX, COUNT), (shard_index, num_shards), strict=True)
+    given |= {name: str(value) for name, value in shards if value is not None}
     index, count = shard(None, os.environ | given)
     if slot is None:
         slot = index if count > 1 else 0

@@ -3,6 +3,8 @@
 A script that looks at `should_stop` is told there, and ends its loop by itself. In one that never has,
 the signal raises SystemExit in the main thread, as Ctrl-C raises KeyboardInterrupt, so that the `with`
 is left. A second signal does what the first would have done without us: it ends the process at once.
+Not so an echo of the first: systemd sends SIGTERM to each process of a service, and `diloco-worker run`
+gives its own on.
 
 Neither breaks off what the worker is doing between two steps: it comes behind it, or at once while the
 worker only waits. So a loop that goes on after Ctrl-C, as in a notebook, goes on with a whole model.
@@ -15,6 +17,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -22,6 +25,8 @@ logger = logging.getLogger("diloco.worker")
 
 # What a shell says of a process that SIGTERM has ended: 128 + 15.
 EXIT_CODE = 128 + signal.SIGTERM
+# A SIGTERM that follows the first within so many seconds is the same wish on another way.
+ECHO_S = 1.0
 
 
 class Termination:
@@ -30,8 +35,12 @@ class Termination:
     `wake` ends a wait of the main thread. It is called in the handler, so it must take no lock.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.is_asked = False  # SIGTERM has come
+        self._asked_at = 0.0
+        self._clock = clock
         self.is_watched = False  # the script looks at `should_stop`
         self._is_told = False
         self._holds = 0
@@ -71,10 +80,14 @@ class Termination:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A forked child, such as one of a data loader, has inherited this handler.
-        if self.is_asked or os.getpid() != self._pid:
+        is_ours, now = os.getpid() == self._pid, self._clock()
+        if is_ours and self.is_asked and now - self._asked_at < ECHO_S:
+            return
+        if self.is_asked or not is_ours:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        self._asked_at = now
         self.is_asked = True
         self._wake()
         if not self._holds:

@@ -13,11 +13,13 @@ that a worker had when it died, or whose steps were lost, is handed out again. S
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import secrets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import AuthenticationError
@@ -198,8 +200,12 @@ class QueuedDataset(IterableDataset[Any]):
         self._size, self._seed = queue.units, queue.seed
         listener = Listener(authkey=self._key, backlog=64)
         self._address = listener.address
-        serve = threading.Thread(target=_listen, args=(listener, queue), daemon=True)
-        serve.start()
+        is_over = threading.Event()
+        asked = (listener, queue, is_over)
+        threading.Thread(target=_listen, args=asked, name="diloco-units", daemon=True).start()
+        # The thread has the queue, and with it the model, for as long as somebody can ask.
+        end = weakref.finalize(self, _end_listening, listener.address, is_over, self._process)
+        end.atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_queue": None}  # spawned processes have no part in the run
@@ -233,16 +239,25 @@ def _ask_parent(connection: Connection[Any, Any]) -> int | None:
     return None if ticket is None else int(ticket)
 
 
-def _listen(listener: Listener, queue: WorkQueue) -> None:
+def _listen(listener: Listener, queue: WorkQueue, is_over: threading.Event) -> None:
     """Hand units to the processes of a loader. JSON goes to and fro: nothing is unpickled."""
-    while True:
-        try:
-            connection = listener.accept()
-        except (AuthenticationError, EOFError, ConnectionError):
-            continue
-        except OSError:
-            return
-        threading.Thread(target=_serve, args=(connection, queue), daemon=True).start()
+    with listener:
+        while not is_over.is_set():
+            try:
+                connection = listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError):
+                continue
+            except OSError:
+                return
+            threading.Thread(target=_serve, args=(connection, queue), daemon=True).start()
+
+
+def _end_listening(address: Any, is_over: threading.Event, process: int) -> None:
+    """The data set is gone. In a forked process only its copy is."""
+    if os.getpid() == process:
+        is_over.set()
+        with contextlib.suppress(OSError):
+            Client(address).close()  # wakes the thread up
 
 
 def _serve(connection: Connection[Any, Any], queue: WorkQueue) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from diloco_protocol import UsageError
 from diloco_protocol.data.order import unit_of
 from diloco_worker import DiLoCoWorker
 from diloco_worker.data import QueuedDataset, WorkQueue
+from kit.uniform_model import until
 
 
 def alone() -> DiLoCoWorker:
@@ -114,6 +119,40 @@ def test_a_loader_that_drops_samples_leaves_no_unit_open() -> None:
     loader = DataLoader(QueuedDataset(queue, pairs), batch_size=4, drop_last=True)
     assert len(list(queue.batches(loader))) == 1
     assert not queue._read
+
+
+def listening() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "diloco-units"}
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_data_set_that_is_gone_leaves_no_thread_and_no_model(processes: int) -> None:
+    before = listening()
+    queue = WorkQueue(alone(), "text", 3)
+    kept = weakref.ref(queue)
+    loader: DataLoader[Any] | None = DataLoader(QueuedDataset(queue, pairs), num_workers=processes)
+    (thread,) = listening() - before
+    assert loader is not None and len(list(queue.batches(loader))) == 6
+    assert thread.is_alive(), "though the processes have dropped their copies"
+    del queue, loader
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+    until(lambda: kept() is None)  # who served a process sees that it is gone
+
+
+def test_copy_in_a_forked_process_ends_nothing_here() -> None:
+    data = QueuedDataset(WorkQueue(alone(), "text", 3), pairs)
+    before = listening()
+    child = os.fork()
+    if child == 0:
+        del data
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    there = QueuedDataset.__new__(QueuedDataset)
+    there.__dict__.update(data.__getstate__())
+    assert len(list(there)) == 6 and listening() == before
 
 
 def test_nothing_of_the_run_goes_to_a_spawned_process() -> None:

@@ -20,10 +20,10 @@ def started(processes: Processes, name: str, worker: str, address: str, *options
 
 
 def two_train(processes: Processes, name: str, *options: str) -> list[str]:
-    """What the two have written, once all rounds are done."""
+    """What the two have written, once all rounds are done; each in the files that it has by default."""
     broker = processes.broker(**BROKER)
     address = broker.address()
-    both = [started(processes, name, each, address, *options, *_own(name, each)) for each in "ab"]
+    both = [started(processes, name, each, address, *options) for each in "ab"]
     for child in both:
         assert child.ends(within=90) == 0, child.output
     broker.says(LAST_ROUND)
@@ -33,9 +33,3 @@ def two_train(processes: Processes, name: str, *options: str) -> list[str]:
 def losses(output: str) -> list[float]:
     """The losses that it has written, in order."""
     return [float(each) for each in re.findall(r"loss(?: of|'?:)? '?([\d.]+)", output)]
-
-
-def _own(name: str, worker: str) -> tuple[str, ...]:
-    """Each worker has files of its own."""
-    option = {"hugging_face.py": "--out", "lora.py": "--out", "resume.py": "--checkpoint"}.get(name)
-    return (option, f"{worker}-{name}.saved") if option else ()

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from diloco_worker import RUN_IS_OVER
 from kit.examples import BROKER, FOLDER, STEPS, losses, started, two_train
 from kit.process_kit import Processes
 
@@ -30,6 +31,14 @@ def test_two_workers_train_by_the_example(processes: Processes, name: str) -> No
 def test_compiled_model_of_the_example_is_the_one_that_is_exchanged(processes: Processes) -> None:
     for output in two_train(processes, "amp_compile.py"):
         assert losses(output)[-1] < losses(output)[0], output
+
+
+@pytest.mark.parametrize("name", ["plain_loop.py", "resume.py"])
+def test_example_ends_with_the_code_for_a_run_that_is_over(processes: Processes, name: str) -> None:
+    broker = processes.broker(**{**BROKER, "workers": 1, "max_rounds": 2})
+    child = started(processes, name, "a", broker.address())
+    assert child.ends(within=90) == RUN_IS_OVER, child.output
+    assert "after 2 rounds" in child.output
 
 
 def test_resumed_example_goes_on_where_it_was_killed(processes: Processes) -> None:

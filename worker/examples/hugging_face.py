@@ -2,11 +2,12 @@
 
 pip install '.[transformers]'                           # in the folder of this project
 diloco-broker serve --workers 2 --sync-every 20
-DILOCO_SERVER=tcp://127.0.0.1:8512 python hugging_face.py    # in two terminals
+DILOCO_SERVER=tcp://127.0.0.1:8512 DILOCO_WORKER_ID=a python hugging_face.py    # in another, b
 """
 
 import argparse
 import os
+import zlib
 
 import torch
 from torch.utils.data import Dataset
@@ -17,7 +18,7 @@ from diloco_worker.transformers import DiLoCoCallback
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument(
-    "--out", default=f"hugging-face-run-{os.environ.get('DILOCO_WORKER_ID', os.getpid())}"
+    "--out", default=f"hugging-face-run-{os.environ.get('DILOCO_WORKER_ID', 'alone')}"
 )
 options = parser.parse_args()
 
@@ -40,7 +41,8 @@ arguments = TrainingArguments(
     max_steps=options.steps,
     per_device_train_batch_size=8,
     learning_rate=3e-3,
-    data_seed=os.getpid(),  # each worker has an order of its own; better, a part of the data
+    # Each worker has an order of its own, the same in each life; better, a part of the data.
+    data_seed=zlib.crc32(os.environ.get("DILOCO_WORKER_ID", "alone").encode()),
     logging_steps=10,
     save_steps=50,
     report_to=[],

@@ -2,11 +2,12 @@
 
 pip install '.[lightning]'                              # in the folder of this project
 diloco-broker serve --workers 2 --sync-every 20
-DILOCO_SERVER=tcp://127.0.0.1:8512 python lightning_module.py    # in two terminals
+DILOCO_SERVER=tcp://127.0.0.1:8512 DILOCO_WORKER_ID=a python lightning_module.py    # in another, b
 """
 
 import argparse
 import os
+import zlib
 
 import lightning
 import torch
@@ -50,6 +51,8 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-own_order = torch.Generator().manual_seed(os.getpid())  # better, a part of the data for each
+# Each worker has an order of its own, the same in each life; better, a part of the data.
+seed = zlib.crc32(os.environ.get("DILOCO_WORKER_ID", "alone").encode())
+own_order = torch.Generator().manual_seed(seed)
 trainer.fit(Regression(), DataLoader(data, batch_size=32, shuffle=True, generator=own_order))
 print(f"done with a loss of {trainer.callback_metrics['loss'].item():.3f}")

@@ -5,11 +5,12 @@ DILOCO_SERVER=tcp://127.0.0.1:8512 python plain_loop.py    # in two terminals
 """
 
 import argparse
+import sys
 
 import torch
 from torch import nn
 
-from diloco_worker import DiLoCoWorker
+from diloco_worker import RUN_IS_OVER, DiLoCoWorker
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=400)
@@ -37,3 +38,5 @@ with DiLoCoWorker(model, optimizer) as diloco:
         if diloco.should_stop:
             break
 print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.rounds} rounds")
+if diloco.run_is_over:
+    sys.exit(RUN_IS_OVER)  # diloco-worker run does not start it again

@@ -6,17 +6,19 @@ diloco-worker run --restarts 10 -- python resume.py    # with DILOCO_SERVER, DIL
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from diloco_worker import DiLoCoWorker
+from diloco_worker import RUN_IS_OVER, DiLoCoWorker
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--save-every", type=int, default=50)
-parser.add_argument("--checkpoint", type=Path, default=Path("last.pt"))
+own = f"last-{os.environ.get('DILOCO_WORKER_ID', 'alone')}.pt"  # a file for each worker
+parser.add_argument("--checkpoint", type=Path, default=Path(own))
 options = parser.parse_args()
 
 torch.manual_seed(0)
@@ -57,3 +59,5 @@ with diloco:
             save()
     save()
 print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.rounds} rounds")
+if diloco.run_is_over:
+    sys.exit(RUN_IS_OVER)  # diloco-worker run does not start it again

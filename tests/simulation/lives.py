@@ -153,7 +153,7 @@ class Lives:
             if record.ending != "counted" or record.is_lost or record.push.fragment != fragment:
                 continue
             key = self.keys[record.push.push_id]
-            if all(key in each for each in chunks):
+            if record.is_whole_in(key, versions.wires):
                 continue
             record.is_lost = True
             demand(not self.config.durable, "it was counted, and is lost: {}", record)

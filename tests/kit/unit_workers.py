@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.data.spans import Spans
-from diloco_protocol.messages import Error, Grant, Push, Released, Result
+from diloco_protocol.messages import Error, Grant, Push, Released, Result, Take
 from diloco_protocol.version import VersionId
 from diloco_worker.core.connection import Connection
 from diloco_worker.core.effects import Answered, Effect, Send
@@ -44,6 +44,7 @@ class UnitWorker:
         self.trained: list[Trained] = []  # in all its life
         self.in_flight: dict[int, Push] = {}  # by fragment
         self.answers: list[Answered] = []  # to what it asked last
+        self.asked: list[Take] = []  # of the broker, in all its life
         self._connection = Connection(None)
         self.units = Units(self._connection)
         self._bases: dict[int, VersionId] = {}  # by fragment
@@ -206,6 +207,8 @@ class UnitWorker:
     def _do(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
+                if isinstance(effect.message, Take):
+                    self.asked.append(effect.message)
                 self.puppet.sends(effect.message)
             if isinstance(effect, Answered):
                 self.answers.append(effect)

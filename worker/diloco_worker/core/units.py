@@ -4,7 +4,8 @@ A unit is handed out, begun and ended by training. At the next freeze of each fr
 in that push; the last of these pushes names it, and it counts with them. Where steps are lost (a push
 was refused, the model went back), the units that had them are dropped here, and the broker hears of it
 with the next `take`, which says all that this worker still stands for. So does the first one on each new
-connection: a broker that was started again learns what it has handed out in its former life.
+connection: a broker that was started again learns what it has handed out in its former life, and from
+the lots that come with it what has counted. Others carry no lots: each costs the broker time.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class HeldUnits:
     # Given back in the middle or before they were begun: samples of them may still come.
     dropped: Spans = field(default_factory=Spans)
     is_due: bool = False  # the broker must hear what is held
+    has_news: bool = False  # and which lots have counted: it may not know of them
     retry_at: float | None = None
 
     def drop(self, spans: Spans) -> None:
@@ -147,6 +149,7 @@ class Units:
                 for name, spans in lot.units.items():
                     self._sets[name].drop(spans)
                     self._sets[name].is_due |= lot.is_older
+                    self._sets[name].has_news |= lot.is_older
 
     def settle(self, in_flight: Collection[int]) -> Iterator[effects.Effect]:
         """Pushes that are neither in flight nor counted were dropped, and their steps are lost."""
@@ -179,6 +182,7 @@ class Units:
         for lot in self._lots:
             lot.is_older = True
         for units in self._sets.values():
+            units.has_news = True
             yield from self._send(units)
 
     def disconnected(self) -> None:
@@ -199,6 +203,8 @@ class Units:
         units.sent, units.is_due = self._last_request, False
         units.is_answer = units.wanted is not None
         take = units.take
+        # Not when the answer is here: a lot that counts until then is news again.
+        lots, units.has_news = tuple(self._counted) if units.has_news else (), False
         message = Take(
             token,
             units.sent,
@@ -208,7 +214,7 @@ class Units:
             take.seed,
             count=units.wanted.count if units.wanted is not None else 0,
             holds=units.held.flat,
-            lots=tuple(self._counted),
+            lots=lots,
         )
         yield effects.Send(message)
 
@@ -231,7 +237,7 @@ class Units:
         self._are_lost(units, lost)
         units.held, units.dropped = units.held | more, units.dropped - more
         if result.data.get("waits") is True:  # it has no parameters yet
-            units.retry_at = now + RETRY_S
+            units.retry_at, units.has_news = now + RETRY_S, True
             return
         if wanted is not None:
             units.wanted = None if units.wanted is wanted else units.wanted
@@ -258,6 +264,7 @@ class Units:
 
     def _refused(self, units: HeldUnits, text: str) -> Iterator[effects.Effect]:
         wanted, units.wanted = units.wanted, None
+        units.has_news = True  # what came with the request may not have been read
         if wanted is not None:
             yield effects.Answered(wanted.request, False, text)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from diloco_broker.core.rules.ending import LAST_ROUND_S, LEAVE_WITHIN_S
@@ -76,6 +78,7 @@ def test_the_last_round_is_made_of_what_is_whole_when_its_time_is_up(determinist
     assert a.last(Error) is None
     assert b.got(Error).push_id == 92  # nobody waits for it any more
     assert stage.said("made without b, c")
+    assert not stage.said("could not be made")
 
 
 def test_a_last_round_with_too_few_is_not_made() -> None:
@@ -88,6 +91,7 @@ def test_a_last_round_with_too_few_is_not_made() -> None:
     assert a.notices[-1] == "over"
     assert a.got(Error).push_id == 91
     assert stage.version().counter == 2
+    assert not stage.said("is made without")
 
 
 def test_each_fragment_of_the_last_cycle_is_made_of_what_is_whole() -> None:
@@ -109,6 +113,126 @@ def test_each_fragment_of_the_last_cycle_is_made_of_what_is_whole() -> None:
     stage.passes(LAST_ROUND_S + 1.0)
     assert stage.counters == [2, 2]
     assert a.notices[-1] == "over"
+
+
+BOTH = pytest.mark.parametrize(
+    "deterministic", [False, True], ids=["streaming", "whole submissions"]
+)
+PATIENT: dict[str, Any] = {"heartbeat_timeout": 0.0, "stall_timeout": 0.0, "min_workers": 1}
+
+
+@BOTH
+def test_whole_work_counts_in_the_last_round_though_its_worker_has_left(
+    deterministic: bool,
+) -> None:
+    stage, (a, b) = a_run("a", "b", rounds=2, max_rounds=3, deterministic=deterministic, **PATIENT)
+    stage.passes(0.2)
+    a.pushes(91)
+    a.leaves()
+    stage.passes(LAST_ROUND_S + 1.0)
+    assert all(chunk["a", 91] == 1 for chunk in stage.counted())
+    assert b.notices[-1] == "over"
+
+
+@BOTH
+def test_whole_work_counts_in_the_last_round_though_its_worker_has_just_come_back(
+    deterministic: bool,
+) -> None:
+    stage, (a, _) = a_run("a", "b", rounds=2, max_rounds=3, deterministic=deterministic, **PATIENT)
+    stage.passes(0.2)
+    a.pushes(91)
+    stage.passes(LAST_ROUND_S - 1.0)
+    a.joins()  # and has not offered it again
+    stage.passes(2.0)
+    assert all(chunk["a", 91] == 1 for chunk in stage.counted())
+    assert not stage.said("could not be made")
+
+
+def test_last_round_takes_what_has_come_and_is_not_looked_at_yet() -> None:
+    stage, (a, b, c) = a_run("a", "b", "c", rounds=2, max_rounds=3, deterministic=True, **PATIENT)
+    stage.passes(0.2)
+    a.pushes(91)
+    stage.passes(LAST_ROUND_S - 2.0)
+    stage.by_hand = True
+    b.pushes(92)
+    stage.passes(4.0)
+    stage.by_hand = False
+    stage.work()
+    stage.passes(1.0)
+    assert all(chunk["a", 91] == chunk["b", 92] == 1 for chunk in stage.counted())
+    assert c.notices[-1] == "over"
+
+
+def test_upload_that_stands_still_gets_as_long_again_and_no_longer() -> None:
+    stage, (a, b) = a_run("a", "b", rounds=2, max_rounds=3, **PATIENT)
+    stage.passes(0.2)
+    a.pushes(91)
+    b.begins(92)
+    b.delivers([0])
+    stage.passes(2 * LAST_ROUND_S - 1.0)
+    assert a.notices[-1] != "over"
+    stage.passes(5.0)
+    assert a.notices[-1] == "over"
+    assert all(chunk["a", 91] == 1 for chunk in stage.counted())
+    assert b.got(Error).push_id == 92
+
+
+def test_each_fragment_of_the_last_cycle_has_the_time_that_a_round_takes() -> None:
+    stage, (a, _) = a_run(
+        "a", "b", rounds=0, max_rounds=4, num_fragments=2, sync_every=4, **PATIENT
+    )
+    for fragment in (0, 1):
+        stage.passes(100.0)
+        stage.pushes(fragment, a=11 + fragment, b=21 + fragment)
+    stage.passes(100.0)
+    a.pushes(15)
+    while stage.counters[0] < 2:  # b hangs: its time must run out
+        stage.passes(1.0)
+    stage.passes(100.0)
+    assert a.notices[-1] != "over"
+    a.pushes(16, fragment=1)
+    stage.passes(1000.0)
+    assert stage.counters == [2, 2]
+
+
+def test_round_that_closes_when_its_time_is_up_leaves_time_for_the_next_fragment() -> None:
+    stage, (a, b) = a_run(
+        "a", "b", rounds=2, max_rounds=4, num_fragments=2, sync_every=4, **PATIENT
+    )
+    stage.passes(0.2)
+    a.pushes(31)
+    b.begins(32)
+    stage.passes(LAST_ROUND_S + 1.0)  # closing: both are at it
+    b.completes()
+    stage.passes(1.0)
+    assert stage.counters == [2, 1]
+    assert a.notices[-1] != "over"
+    a.pushes(41, fragment=1)
+    b.pushes(42, fragment=1)
+    assert stage.counters == [2, 2]
+
+
+@BOTH
+def test_who_is_left_out_of_one_fragment_may_be_in_the_next(deterministic: bool) -> None:
+    stage, (a, b) = a_run(
+        *("a", "b"),
+        rounds=2,
+        max_rounds=4,
+        num_fragments=2,
+        sync_every=4,
+        deterministic=deterministic,
+        **PATIENT,
+    )
+    stage.passes(0.2)
+    a.pushes(31)
+    b.begins(42, fragment=1)
+    stage.passes(LAST_ROUND_S + 1.0)
+    assert stage.counters == [2, 1]
+    assert b.last(Error) is None
+    b.completes()
+    a.pushes(41, fragment=1)
+    assert stage.counters == [2, 2]
+    assert all(chunk["b", 42] == 1 for chunk in stage.counted(1))
 
 
 def test_a_round_whose_length_nobody_knows_is_waited_for_like_any_other() -> None:

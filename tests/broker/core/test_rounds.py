@@ -490,3 +490,28 @@ def test_a_fourth_reducer_is_a_row_of_one_table(monkeypatch: pytest.MonkeyPatch)
         puppet.pushes(push_id, samples=8)
     assert (stage.round.number, told) == (1, [[("a", 1), ("b", 2)]])
     assert not stage.said("Round 0 closed")
+
+
+@pytest.mark.parametrize(
+    "is_dead", [False, True], ids=["killed and started again", "dead for a while"]
+)
+def test_new_push_enters_the_round_once_what_came_of_an_earlier_one_is_void(is_dead: bool) -> None:
+    """All of the earlier one had come, and nobody had looked at it: the new one was to wait."""
+    stage = a_stage(2, chunks=2, min_workers=2)
+    a, b = stage.joined("a", "b")
+    stage.by_hand = True
+    a.begins(11)
+    a.delivers(range(2), is_finite=False)
+    if is_dead:
+        a.dies()
+        a.joins(session=None)
+    else:
+        a.joins()
+    assert a.offers(12).standing is messages.Standing.WAIT
+    stage.by_hand = False
+    stage.work()
+    assert a.got(messages.Grant).standing in (messages.Standing.NEW, messages.Standing.RESUME)
+    a.completes()
+    b.pushes(21)
+    assert stage.version().counter == 1
+    assert all(chunk["a", 12] == chunk["b", 21] == 1 for chunk in stage.counted())

@@ -216,6 +216,7 @@ def test_a_broker_that_adopts_newer_parameters_counts_the_units_in_them() -> Non
         ({"holds": (3, 1)}, "each above the last"),
         ({"name": "", "size": 1}, "1 to 64 printable characters"),
         ({"name": "other", "size": 0}, "cannot have 0 units"),
+        ({"name": "other", "size": 1, "epochs": -1}, "units in -1 epochs"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_a_sentence(

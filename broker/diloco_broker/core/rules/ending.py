@@ -70,43 +70,43 @@ def look(state: RunState, number: int) -> effects.Effects:
             yield member.tell(Notice("last_round", text, round=last))
     ending.last = last
     before = None if config.is_async else state.last_report
-    if ending.is_announced and ending.until is None and before is not None:
+    if before is None or not ending.is_announced:
+        return
+    length_s = max(LAST_ROUND_S, 2 * before.seconds)
+    if ending.until is None:
         ending.until = state.now + max(LAST_ROUND_S, 2 * before.seconds * pieces)
-    is_late = ending.until is not None and state.now >= ending.until
-    if is_late and not state.closing and state.paused_at is None:
-        yield from _close_without_the_missing(state)
-        if state.closing:
-            ending.until = state.now + LAST_ROUND_S  # with fragments, of the next
-            return
+    elif state.now >= ending.until and state.paused_at is None:
+        yield from _time_is_up(state, made, length_s)
+
+
+def _time_is_up(state: RunState, made: int, length_s: float) -> effects.Effects:
+    """The last round is made of what is whole; what has begun gets so many seconds more, once."""
+    ending, round_ = state.ending, state.round
+    assert round_ is not None
+    if round_.has_work_to_look_at:
+        return  # at the next tick
+    is_new = ending.extended != round_.number
+    if state.closing is not None and (is_new or round_.stepped.is_full):
+        ending.extended, ending.until = round_.number, state.now + length_s
+        return
+    rules = rules_of(state)
+    missing = [member for member in state.members if not round_.has_all_of(member.worker_id)]
+    for member in missing:
+        yield from rules.do_without(state, member.worker_id)
+    yield from rules.close_if_due(state)
+    if state.closing is None:
         ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
         yield effects.warning(
             f"The last round, {made}, could not be made within the time it had. The run is over."
         )
-
-
-def _close_without_the_missing(state: RunState) -> effects.Effects:
-    """The last round's time is up: whose push is not whole is left out of it, the others count."""
-    missing = [member for member in state.members if not _is_whole(state, member)]
-    if len(missing) == len(state.members):
         return
-    round_, rules = state.round, rules_of(state)
-    assert round_ is not None
-    names = ", ".join(member.worker_id for member in missing)[:300]
-    text = f"The time of the last round is up: round {round_.number} is made without {names}."
+    ending.until = state.now + length_s  # with fragments, of the next
     if missing:
+        names = ", ".join(member.worker_id for member in missing)[:300]
+        text = f"The time of the last round is up: round {round_.number} is made without {names}."
         yield effects.warning(text)
-    for member in missing:
-        yield from rules.leave(state, member.worker_id)
-        yield from _refuse(member, text)
-    yield from rules.close_if_due(state)
-
-
-def _is_whole(state: RunState, member: Member) -> bool:
-    """Is all of its push for the open round here?"""
-    fragment = state.round.fragment if state.round else 0
-    pushes = [each for each in member.unfinished_pushes() if each.fragment == fragment]
-    found = (rules_of(state).find(state, member.worker_id, push) for push in pushes)
-    return any(each is not None and each.held.is_full for each in found)
+        for member in missing:
+            yield from _refuse(member, text, round_.fragment)
 
 
 def forget(state: RunState) -> None:
@@ -164,9 +164,11 @@ def refuse_the_rest(state: RunState) -> effects.Effects:
         yield from _refuse(member, text)
 
 
-def _refuse(member: Member, text: str) -> effects.Effects:
-    """Nothing that is under way of this worker counts any more."""
+def _refuse(member: Member, text: str, fragment: int | None = None) -> effects.Effects:
+    """Nothing that is under way of this worker (and fragment) counts any more."""
     for push in member.unfinished_pushes():
+        if fragment not in (None, push.fragment):
+            continue
         member.uploads.void(push.fragment, push.push_id)
         member.take_deferred(push.fragment)
         yield member.tell(Error(Code.LATE, text, push_id=push.push_id, about="push"))

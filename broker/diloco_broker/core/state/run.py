@@ -111,6 +111,7 @@ class Ending:
     why: str | None = None  # as the end of a sentence; None while no end is near
     last: int | None = None  # the number of the last round, once it is known
     until: float | None = None  # when that is not waited for any longer; then, when workers are not
+    extended: int | None = None  # the last round that got more time because all had begun
     is_announced: bool = False  # the workers have been told which round is the last
     is_over: bool = False  # the last round is made: no other closes
     is_asked_to_end: bool = False  # the broker has been

@@ -49,6 +49,9 @@ class AsyncUpdate(StagedUpdate):
     def participating(self) -> set[str]:
         return {s.worker_id for s in self.submissions}
 
+    def has_all_of(self, worker_id: str) -> bool:
+        return any(s.is_whole for s in self.submissions if s.worker_id == worker_id)
+
     def apply(self, chosen: tuple[Submission, ...], size: int) -> None:
         self.phase = Phase.CLOSING
         self.chosen, self.fragment, self.size = chosen, chosen[0].push.fragment, size
@@ -72,6 +75,13 @@ class StagedRound(StagedUpdate):
     def participating(self) -> set[str]:
         members = self.chosen if self.phase is Phase.CLOSING else self.pool.values()
         return {s.worker_id for s in members}
+
+    def has_all_of(self, worker_id: str) -> bool:
+        return any(s.is_whole for s in self.pool.values() if s.worker_id == worker_id)
+
+    @property
+    def has_work_to_look_at(self) -> bool:
+        return any(s.is_sent and not s.is_whole for s in self.pool.values())
 
     def whole(self) -> list[Submission]:
         """The first whole submission of each worker, in the order of worker ids."""

@@ -133,7 +133,10 @@ class StreamingRound(Update):
         """A chunk that arrived was not folded: void the push. Returns the chunks that are ready."""
         contribution = self.contributions[key]
         contribution.arrived.discard(index)
-        return self._settle([index]) + self._end(contribution, Ended.VOIDED, settled=index)
+        ready = self._settle([index]) + self._end(contribution, Ended.VOIDED, settled=index)
+        if contribution.ended is Ended.GONE:
+            contribution.ended = Ended.VOIDED  # nobody waits for the rest of it
+        return ready
 
     def _end(self, contribution: Contribution, why: Ended, settled: int | None = None) -> list[int]:
         """Nothing more will come of a contribution. Returns the chunks that are ready through it."""

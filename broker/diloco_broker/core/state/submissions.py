@@ -35,6 +35,11 @@ class Submission(PushInProgress):
     def is_whole(self) -> bool:
         return self.whole_at is not None
 
+    @property
+    def is_sent(self) -> bool:
+        """Every chunk of it is here; we may not have looked at all of them."""
+        return self.committed and self.held.is_full
+
     def work(self, index: int, payload: Any) -> Inspect:
         return Inspect(
             self.push.fragment, index, *self.key, wire_dtype=self.push.wire_dtype, payload=payload

@@ -141,6 +141,15 @@ class Update(ABC):
     def pushes(self) -> Iterable[PushInProgress]:
         """Those that its version contains, whole or in part."""
 
+    @abstractmethod
+    def has_all_of(self, worker_id: str) -> bool:
+        """Is a push of this worker here that misses nothing?"""
+
+    @property
+    def has_work_to_look_at(self) -> bool:
+        """Is a push here, of which nothing but our own look at it is missing?"""
+        return False
+
     @property
     def averaged(self) -> int:
         """Workers of whom a whole push is in it."""

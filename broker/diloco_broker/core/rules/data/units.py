@@ -81,7 +81,8 @@ def _begin(state: RunState, message: Take) -> DataSet:
         raise ValueError(
             f"a data set cannot be called {message.name!r:.80}; take 1 to 64 printable characters"
         )
-    if message.size < 1 or message.size * max(1, message.epochs) >= LARGEST:
+    whole = message.size * max(1, message.epochs)
+    if message.size < 1 or message.epochs < 0 or whole >= LARGEST:
         raise ValueError(f"a data set cannot have {message.size} units in {message.epochs} epochs")
     if len(state.data.sets) >= MOST_DATA_SETS:
         raise ValueError(f"this run has {MOST_DATA_SETS} data sets already, which is the most")

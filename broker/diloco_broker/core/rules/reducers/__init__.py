@@ -47,6 +47,9 @@ class Rules(Protocol):
     def leave(self, state: RunState, worker_id: str) -> Effects:
         """A worker is gone."""
 
+    def do_without(self, state: RunState, worker_id: str) -> Effects:
+        """The round goes on without what it lacks of a worker, which may be here in the next."""
+
     def tick(self, state: RunState, /) -> Effects:
         """Time has passed."""
 

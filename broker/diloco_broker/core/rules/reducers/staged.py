@@ -138,3 +138,12 @@ def leave(state: RunState, worker_id: str) -> Effects:
     _round(state).barrier.expect_no_more(worker_id)
     collect.leave(state, worker_id)
     yield from ()
+
+
+def do_without(state: RunState, worker_id: str) -> Effects:
+    round_ = _round(state)
+    round_.barrier.expect_no_more(worker_id)
+    for submission in [s for s in round_.pool.values() if s.worker_id == worker_id]:
+        if not submission.is_whole:
+            state.submissions.drop(submission)
+    yield from ()

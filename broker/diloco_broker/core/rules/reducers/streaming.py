@@ -115,9 +115,12 @@ def find(state: RunState, worker_id: str, push: Push) -> Contribution | None:
 def done(state: RunState, event: WorkDone) -> Effects:
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment
-    ready = round_.folded((work.worker_id, work.push_id), work.index, event.squares)
+    key = (work.worker_id, work.push_id)
+    ready = round_.folded(key, work.index, event.squares)
     yield from grants.acknowledge_work(state, work)
     yield from step(state, ready)
+    if round_.contributions[key].ended is Ended.VOIDED:
+        yield from _let_in(state, round_, work.worker_id)
 
 
 def refused(state: RunState, event: WorkRefused) -> Effects:
@@ -134,6 +137,17 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
         )
         yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text)
     yield from step(state, ready)
+    yield from _let_in(state, round_, work.worker_id)
+
+
+def _let_in(state: RunState, round_: StreamingRound, worker_id: str) -> Effects:
+    """Take a push that waits for the next round because all of an earlier one had come, now void."""
+    member = state.members.named(worker_id)
+    push = member.deferred.get(round_.fragment) if member else None
+    is_settled = all(each.arrived == each.taken for each in round_.of_worker(worker_id))
+    if member and push and is_settled and _takes_now(round_, member, push):
+        member.take_deferred(round_.fragment)
+        yield from _begin(state, round_, member, push, state.standing(member, push))
 
 
 def commit(state: RunState, member: Member, commit: Commit) -> None:
@@ -159,3 +173,6 @@ def step(state: RunState, indexes: Iterable[int]) -> Effects:
 
 def leave(state: RunState, worker_id: str) -> Effects:
     yield from step(state, _round(state).leave(worker_id))
+
+
+do_without = leave  # each round has contributions of its own

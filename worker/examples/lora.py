@@ -2,7 +2,7 @@
 
 pip install '.[transformers]' peft                      # in the folder of this project
 diloco-broker serve --workers 2 --sync-every 20
-DILOCO_SERVER=tcp://127.0.0.1:8512 python lora.py    # in two terminals
+DILOCO_SERVER=tcp://127.0.0.1:8512 DILOCO_WORKER_ID=a python lora.py    # in another, b
 diloco-broker export --to adapters-of-the-run --like adapters-WORKER
 """
 
@@ -17,7 +17,7 @@ from diloco_worker import DiLoCoWorker
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--out", default=f"adapters-{os.environ.get('DILOCO_WORKER_ID', os.getpid())}")
+parser.add_argument("--out", default=f"adapters-{os.environ.get('DILOCO_WORKER_ID', 'alone')}")
 options = parser.parse_args()
 
 torch.manual_seed(0)  # the same base everywhere; yours comes from from_pretrained

@@ -148,7 +148,7 @@ class Loop:
         self._busy_at = 0.0  # when something came that was no heartbeat
         self._alive: tuple[Notice | None, list[Any]] = (None, [])
         self._calm_at = math.inf  # when what ended connections have cost is given back
-        self._members_before = 0  # at the last tick
+        self._gone_before = 0  # members, by the last tick
         self._longest_turn_s = 0.0
         self._used_s = 0.0  # CPU of this thread at the end of the last turn
 
@@ -232,9 +232,9 @@ class Loop:
             if stood_still := self.now.stood_still():
                 self._executor.feed(events.StoodStill(stood_still))
             self._executor.feed(events.Tick(self.sockets.lost_a_connection()))
-            members, before = len(self.core.state.members), self._members_before
-            self._members_before = members
-            if members < before and not self.core.state.model.is_done:
+            gone, before = self.core.state.members.gone, self._gone_before
+            self._gone_before = gone
+            if gone > before and not self.core.state.model.is_done:
                 self._calm_at = now + CALM_S  # somebody went who may have brought a part of a model
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S

@@ -203,6 +203,7 @@ class Membership:
     def __init__(self) -> None:
         self._by_session: dict[bytes, Member] = {}
         self._by_id: dict[str, Member] = {}
+        self.gone = 0  # how many have been removed
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_id.values()))
@@ -261,6 +262,7 @@ class Membership:
         member.early_pulls.clear()
 
     def remove(self, member: Member) -> None:
+        self.gone += 1
         del self._by_session[member.session]
         del self._by_id[member.worker_id]
 

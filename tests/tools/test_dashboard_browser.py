@@ -170,6 +170,16 @@ class TestLive:
         page.get_by_role("button", name="Resume", exact=True).click()
         sees(page, "#condition", re.compile("training|waiting"))
 
+    def test_nothing_is_offered_before_the_broker_was_heard(
+        self, site: Site, publisher: Publisher, opened: Callable[..., Page]
+    ) -> None:
+        page = opened(with_token(site))
+        sees(page, "#control-reason", "The broker has not been heard yet.")
+        for button in ("save", "pause", "shutdown", "set-workers"):
+            assert page.locator(f"#{button}").is_disabled()
+        publisher.says()
+        playwright.expect(page.locator("#pause")).to_be_enabled(timeout=PATIENCE_MS)
+
     def test_save_is_disabled_with_a_reason_where_there_is_no_folder(
         self, opened: Callable[..., Page], tmp_path: Path
     ) -> None:

@@ -1,7 +1,7 @@
 // The page: what comes from the dashboard program goes to the parts that show it, and once a second all
 // ages go on. Text of workers is only ever set as text.
 
-import { Control } from "./control.js";
+import { Control, UNHEARD } from "./control.js";
 import { SIGNS, duration, make, plural, say } from "./format.js";
 import { History } from "./history.js";
 import { Log, Metrics, facts, metrics, recordedMetrics } from "./server.js";
@@ -155,7 +155,8 @@ function tick() {
   } else {
     document.title = `${word} – DiLoCo`;
   }
-  const silence = view.pulse.refusal || (word === "STALE" ? "The broker is silent, so it cannot be asked for anything." : view.loss);
+  const stale = word === "STALE" ? "The broker is silent, so it cannot be asked for anything." : view.loss;
+  const silence = view.pulse.refusal || (snapshot ? stale : view.loss || UNHEARD);
   control.show(view.session, snapshot, isRecorded ? "" : silence);
   table.allow(control.isAllowed);
   notice(word, age);

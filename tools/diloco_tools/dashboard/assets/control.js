@@ -33,12 +33,15 @@ function ask({ title, text, yes, isDangerous = false, typed = null }) {
   });
 }
 
+/** Where it is steered is known from its feed. */
+export const UNHEARD = "The broker has not been heard yet.";
+
 export class Control {
   constructor({ onToken }) {
     this.session = null;
     this.snapshot = null;
     this.isBusy = false;
-    this.silence = "The broker has not been heard yet.";
+    this.silence = UNHEARD;
     $("save").onclick = () => this.send("save", {}, "Asking the broker to save …");
     $("pause").onclick = () => this.pause();
     $("shutdown").onclick = () => this.shutdown();
@@ -50,6 +53,7 @@ export class Control {
     });
     for (const id of ["outer-lr", "outer-momentum", "workers-wanted"]) $(id).oninput = () => this.refresh();
     $("result-close").onclick = () => ($("result").hidden = true);
+    this.refresh();
   }
 
   form(id, action) {

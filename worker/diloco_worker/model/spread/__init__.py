@@ -1,0 +1,1 @@
+"""A model whose values are spread over the processes of one worker."""

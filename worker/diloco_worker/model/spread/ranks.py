@@ -1,0 +1,193 @@
+"""The processes of one worker, and what they say to each other.
+
+All of it goes over a gloo group of their own, on the CPU: it neither waits for nor holds up what training
+sends. Every method is a collective: all processes call the same ones in the same order. What breaks
+is told as `GroupBroken` at each of those that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco_protocol import UsageError
+
+# A text that fits in here takes one message.
+ROOM = 1 << 10
+_LENGTH = 8  # bytes of a length in front of it
+WORLD = "world"
+
+T = TypeVar("T")
+
+
+class GroupBroken(RuntimeError):
+    """A process of this worker is gone, or has failed: the others cannot go on without it."""
+
+
+class Ranks:
+    """See the head of this module.
+
+    Args:
+        group: a `torch.distributed.ProcessGroup` of the worker's processes, whatever its backend.
+
+    Raises:
+        UsageError: this process is not in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        members = dist.get_process_group_ranks(group)
+        if dist.get_rank() not in members:
+            raise UsageError(
+                "process_group is a group that this process is not in; give each process its own."
+            )
+        # Only its members make it, so that other islands of the same launch need not be here.
+        self._group: Any = dist.new_group(
+            members, backend="gloo", use_local_synchronization=True, group_desc="diloco"
+        )
+        self.members: tuple[int, ...] = tuple(members)  # by their numbers in the launch
+        self.rank: int = dist.get_rank(self._group)
+        self.count: int = len(members)
+        self._text = torch.zeros(_LENGTH + ROOM, dtype=torch.uint8)
+
+    @property
+    def leads(self) -> bool:
+        """Is this the process that speaks for the worker?"""
+        return self.rank == 0
+
+    def broadcast(self, value: Any = None) -> Any:
+        """What the leader gives, of plain values; the others give nothing."""
+        text = msgpack.packb(value) if self.leads else b""
+        buffer = self._text
+        if self.leads:
+            _put_length(buffer, len(text))
+            buffer[_LENGTH : _LENGTH + min(len(text), ROOM)] = _bytes_of(text[:ROOM])
+        self._do(lambda: dist.broadcast(buffer, group=self._group, group_src=0))
+        length = _length_in(buffer)
+        if length > ROOM:
+            rest = _bytes_of(text[ROOM:]) if self.leads else _room(length - ROOM)
+            self._do(lambda: dist.broadcast(rest, group=self._group, group_src=0))
+            if not self.leads:
+                text = buffer[_LENGTH:].numpy().tobytes() + rest.numpy().tobytes()
+        elif not self.leads:
+            text = buffer[_LENGTH : _LENGTH + length].numpy().tobytes()
+        return _read(text)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each of them gives, of plain values, in order; at all of them."""
+        text = msgpack.packb(value)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        mine = torch.tensor([len(text)])
+        self._do(lambda: dist.all_gather(lengths, mine, group=self._group))
+        longest = max(int(each) for each in lengths)
+        given = _room(longest)
+        given[: len(text)] = _bytes_of(text)
+        texts = [_room(longest) for _ in range(self.count)]
+        self._do(lambda: dist.all_gather(texts, given, group=self._group))
+        return [
+            _read(each[: int(length)].numpy().tobytes())
+            for each, length in zip(texts, lengths, strict=True)
+        ]
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """The sum of what each of them gives, number by number."""
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        self._do(lambda: dist.all_reduce(sums, group=self._group))
+        return [float(each) for each in sums]
+
+    def exchange(
+        self, sent: Tensor, sizes: Sequence[int], room: Tensor, wanted: Sequence[int]
+    ) -> None:
+        """Give each of them its bytes, and take what each has for this one.
+
+        Args:
+            sent: uint8, one behind the other what goes to each; `sizes` of them in all.
+            room: uint8, where `wanted` bytes of each are put, in the same way.
+        """
+        assert sent.numel() == sum(sizes) and room.numel() == sum(wanted)
+        self._do(
+            lambda: dist.all_to_all_single(room, sent, list(wanted), list(sizes), group=self._group)
+        )
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Where any of them has failed, all raise: its own error, or GroupBroken that tells of it."""
+        said = self.gather(None if error is None else f"{type(error).__name__}: {error}"[:2000])
+        if error is not None:
+            raise error
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise GroupBroken(f"Process {rank} of this worker has failed: {text}")
+
+    def agreed(self, action: Callable[[], T]) -> T:
+        """Do something that may fail at one and not at another; then all of them raise."""
+        error, result = None, None
+        try:
+            result = action()
+        except Exception as failure:  # noqa: BLE001  it is raised below
+            error = failure
+        self.raise_together(error)
+        return result  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Let go of the group. No collective."""
+        self._group = None
+
+    def _do(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise GroupBroken(
+                "Another process of this worker is gone or stands still, so this one cannot go on: "
+                f"{str(error).splitlines()[0]:.300}. Let the launcher start all of them again "
+                "(torchrun --max-restarts)."
+            ) from error
+
+
+def group_of(given: object) -> dist.ProcessGroup:
+    """What `process_group=` stands for: "world", a ProcessGroup, or a DeviceMesh of any dimensions.
+
+    Raises:
+        UsageError: it is none of these, or torch.distributed is not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            "process_group is set, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() first, and start the script with torchrun."
+        )
+    if given == WORLD:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    if isinstance(given, dist.ProcessGroup):
+        return given
+    flattened = getattr(given, "_flatten", None)  # a DeviceMesh, which is costly to import
+    if flattened is not None and hasattr(given, "get_group"):
+        return given.get_group() if given.ndim == 1 else flattened().get_group()  # type: ignore
+    raise UsageError(
+        f"process_group is a {type(given).__name__}; give 'world', a torch.distributed.ProcessGroup or "
+        "a DeviceMesh."
+    )
+
+
+def _read(text: bytes) -> Any:
+    return msgpack.unpackb(text, use_list=False, strict_map_key=False)
+
+
+def _bytes_of(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _room(0)
+
+
+def _room(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def _put_length(buffer: Tensor, length: int) -> None:
+    buffer[:_LENGTH] = _bytes_of(length.to_bytes(_LENGTH, "little"))
+
+
+def _length_in(buffer: Tensor) -> int:
+    return int.from_bytes(buffer[:_LENGTH].numpy().tobytes(), "little")

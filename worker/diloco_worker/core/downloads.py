@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from diloco_protocol import Bitmap, Ledger, ModelLayout, VersionId, messages
 from diloco_worker.core import effects
 from diloco_worker.core.connection import Connection
+from diloco_worker.core.lanes import Lanes
 
 # Chunks that the broker may have under way to us. 4 to 16 reach the speed of a raw connection on a local
 # network; 1 Gb/s with a round trip of 100 ms has 12 MiB under way, 12 chunks of bf16.
@@ -159,8 +160,14 @@ class Download:
 class Downloads:
     """See the head of this module."""
 
-    def __init__(self, connection: Connection, *, observer: bool) -> None:
+    def __init__(
+        self, connection: Connection, *, observer: bool, lanes: Lanes | None = None
+    ) -> None:
         self._connection = connection
+        self._lanes = lanes or Lanes()
+        # By fragment, the newest version that chunks have come of on this connection. On another lane
+        # chunks of an older one may be behind them.
+        self._newest: dict[int, VersionId] = {}
         # The frozen one included; empty before the layout is known.
         self.by_fragment: dict[int, Download] = {}
         self._observer = observer
@@ -224,10 +231,17 @@ class Downloads:
         """Whether chunks must come that the broker has told of."""
         return any(download.is_due for download in self.by_fragment.values())
 
-    def open_window(self, token: bytes) -> effects.Send:
-        """The first credit, which binds the bulk connection."""
+    def open_window(self, token: bytes) -> Iterator[effects.Effect]:
+        """The first credit, which binds the bulk connection, or each lane once it is known what for."""
+        if not self._lanes.are_known:
+            return
         self._at_broker = DOWNLOAD_WINDOW
-        return effects.Send(messages.Credit(DOWNLOAD_WINDOW, token), bulk=True)
+        if self._lanes.count == 1:
+            yield effects.Send(messages.Credit(DOWNLOAD_WINDOW, token), bulk=True)
+            return
+        own, *others = self._lanes.bindings(token, DOWNLOAD_WINDOW)
+        yield effects.Send(own, bulk=True)
+        yield effects.OpenLanes(tuple(others))
 
     def pull(self, fragment: int) -> effects.Send:
         credit = 0
@@ -245,17 +259,39 @@ class Downloads:
             self._at_broker += self._owed
             yield effects.Send(messages.Credit(self._owed, self._connection.live_token))
             self._owed = 0
-        download = self.by_fragment.get(chunk.fragment)
-        if download is None or chunk.version is None or not 0 <= chunk.index < download.size:
+        yield from self._take(chunk, is_here=True)
+
+    def arrived_elsewhere(self, chunk: messages.Chunk) -> Iterator[effects.Effect]:
+        """Another process of this worker has a chunk, and gives the credit for it itself."""
+        yield from self._take(chunk, is_here=False)
+
+    def _take(self, chunk: messages.Chunk, *, is_here: bool) -> Iterator[effects.Effect]:
+        download, version = self.by_fragment.get(chunk.fragment), chunk.version
+        if download is None or version is None or not 0 <= chunk.index < download.size:
             yield effects.Say(
                 f"The broker sent chunk {chunk.index}, which does not exist.", trouble=True
             )
+        elif is_here and self._lanes.of(chunk.fragment, chunk.index) != 0:
+            yield effects.Say(
+                f"The broker sent chunk {chunk.index} to a process that does not own it.",
+                trouble=True,
+            )
+        elif self._lanes.count > 1 and not self._is_newest(chunk.fragment, version):
+            return
         elif download.wanted:
-            if download.begins(chunk.version):
-                yield effects.BeginVersion(chunk.fragment, chunk.version)
+            if download.begins(version):
+                yield effects.BeginVersion(chunk.fragment, version)
             if chunk.index not in download.arrived:
                 download.arrived.add(chunk.index)
-                yield effects.StoreChunk(chunk.fragment, chunk.index)
+                if is_here:
+                    yield effects.StoreChunk(chunk.fragment, chunk.index)
+
+    def _is_newest(self, fragment: int, version: VersionId) -> bool:
+        """False for a version that another lane has left behind: on a connection they only rise."""
+        newest = self._newest.setdefault(fragment, version)
+        if version.counter > newest.counter:
+            newest = self._newest[fragment] = version
+        return version == newest
 
     def released(self, released: messages.Released) -> None:
         """A version is whole at the broker."""
@@ -287,6 +323,7 @@ class Downloads:
     def disconnected(self) -> None:
         """All credit is void; what has arrived stays."""
         self._pull_at.clear()
+        self._newest.clear()
         self._owed = self._at_broker = 0
 
     def check_invariants(self) -> None:

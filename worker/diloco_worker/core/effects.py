@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol import VersionId
-from diloco_protocol.messages import Grant, Message, Notice, Released, Welcome
+from diloco_protocol.messages import Grant, Lane, Message, Notice, Released, Welcome
 
 
 class Effect:
@@ -37,12 +37,20 @@ class Send(Effect):
 
 @dataclass(frozen=True)
 class SendChunk(Effect):
-    """Send one chunk of a push on bulk; the shell has its bytes."""
+    """Send one chunk of a push on a lane, of which 0 is bulk; the shell has its bytes."""
 
     session: bytes
     push_id: int
     fragment: int
     index: int
+    lane: int = 0
+
+
+@dataclass(frozen=True)
+class OpenLanes(Effect):
+    """The other processes of this worker open connections for chunks, each with its first word."""
+
+    bindings: tuple[Lane, ...]  # from lane 1 on
 
 
 @dataclass(frozen=True)

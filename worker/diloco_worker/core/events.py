@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco_protocol.messages import Control, Message, Push
+from diloco_protocol.messages import Chunk, Control, Message, Push
 from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.downloads import Held
+from diloco_worker.core.lanes import Owners
 
 
 class Event:
@@ -49,6 +50,13 @@ class Received(Event):
     """A message from the broker. Of a chunk, the shell keeps the buffer (already of the right size)."""
 
     message: Message
+
+
+@dataclass(frozen=True)
+class ArrivedElsewhere(Event):
+    """Another process of this worker has a chunk of a version, which it keeps."""
+
+    chunk: Chunk
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,13 @@ class Resume(Event):
 
     terms: Terms  # how the run was trained and the model cut
     held: Mapping[int, Held]  # by fragment; of each that has chunks, the frozen one included
+
+
+@dataclass(frozen=True)
+class ShareOut(Event):
+    """The chunks of the model are shared out among the processes of this worker."""
+
+    owners: Owners
 
 
 @dataclass(frozen=True)

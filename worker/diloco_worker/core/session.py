@@ -31,6 +31,7 @@ from diloco_worker.core.connection import RETRY_S, Connection, Phase
 from diloco_worker.core.control_requests import ControlRequests
 from diloco_worker.core.downloads import Downloads, Held
 from diloco_worker.core.effects import Effect
+from diloco_worker.core.lanes import Lanes, Owners
 from diloco_worker.core.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.core.units import Units
 from diloco_worker.core.uploads import Uploads
@@ -51,6 +52,8 @@ class Session:
         *,
         has_frozen: bool = False,
     ) -> None:
+        # where its chunks come and go
+        self.lanes = Lanes(1 if join is None else join.processes)
         # how it asks to take part; None for an observer, which only asks and pulls
         self.join = join
         self.worker_id = "" if join is None else join.worker_id
@@ -58,8 +61,8 @@ class Session:
         self.connection = Connection(heartbeat_interval)
         self.terms: Terms | None = None  # how the run is trained and the model is cut
         self.run: str | None = None
-        self.uploads = Uploads(self.connection)
-        self.downloads = Downloads(self.connection, observer=join is None)
+        self.uploads = Uploads(self.connection, self.lanes)
+        self.downloads = Downloads(self.connection, observer=join is None, lanes=self.lanes)
         self.requests = ControlRequests()
         self.units = Units(self.connection)  # of data sets, that it stands for
         self.previous_life = PreviousLife()  # what it may have left behind
@@ -125,6 +128,10 @@ class Session:
                 self._set_terms(terms)
             case events.Resume():
                 self._resume(event)
+            case events.ShareOut(owners):
+                yield from self._share_out(owners)
+            case events.ArrivedElsewhere(chunk):
+                yield from self._arrived_elsewhere(chunk, now)
             case events.Prepared(push_id):
                 yield from self.uploads.prepared(push_id)
             case events.FrozenNamed(tag):
@@ -286,7 +293,7 @@ class Session:
         if (text := gives_way(terms.config, own)) is not None:
             yield effects.Say(text, trouble=True)
         yield effects.Joined(welcome, again)
-        yield self.downloads.open_window(welcome.session)
+        yield from self.downloads.open_window(welcome.session)
         yield from self.units.welcomed()  # pushes name data sets, which this broker may not know
         for upload in self.uploads:  # the oldest first
             if upload.is_gradient and not self.previous_life.holds_back(upload.push):
@@ -427,10 +434,27 @@ class Session:
     def _forget(self, why: str) -> Iterator[Effect]:
         """The checkpoint does not fit: join as a new worker does."""
         run, self.run = self.run, None
-        self.terms = None
-        self.downloads = Downloads(self.connection, observer=False)
+        self.terms = self.lanes.owners = None
+        self.downloads = Downloads(self.connection, observer=False, lanes=self.lanes)
         self.previous_life = PreviousLife()
         yield effects.ForgetCheckpoint(FORGOTTEN.format(run=run, why=why))
+
+    # Several processes.
+
+    def _share_out(self, owners: Owners) -> Iterator[Effect]:
+        if self.lanes.count == 1 or self.lanes.owners is not None:
+            raise ValueError("the chunks are shared out once, among the processes of one worker")
+        self.lanes.owners = owners
+        if (token := self.connection.live_token) is not None:
+            yield from self.downloads.open_window(token)
+
+    def _arrived_elsewhere(self, chunk: messages.Chunk, now: float) -> Iterator[Effect]:
+        self.connection.last_heard = now
+        if self.connection.is_joined:
+            self.connection.bulk.moved(now)
+            yield from self.downloads.arrived_elsewhere(chunk)
+            yield from self._deliver_if_whole(chunk.fragment)
+            yield from self._pull_frozen()
 
     # Up.
 

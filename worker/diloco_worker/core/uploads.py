@@ -14,6 +14,7 @@ from diloco_protocol import Bitmap, Ledger, ProtocolError, VersionId, messages
 from diloco_worker.core import effects
 from diloco_worker.core.connection import Connection
 from diloco_worker.core.downloads import Held
+from diloco_worker.core.lanes import Lanes
 
 # What a grant says when chunks may be sent.
 SENDING = (messages.Standing.NEW, messages.Standing.RESUME)
@@ -26,16 +27,19 @@ class Upload:
     """A push in flight."""
 
     push: messages.Push  # the offer as it was frozen; its session is filled in when it is sent
+    lanes: Lanes = field(default_factory=Lanes)  # that its chunks are sent on
     is_prepared: bool = True  # its chunks are laid out; those of a donation may take a while
     held: Bitmap = field(init=False)  # chunks that the broker has acknowledged
-    queue: deque[int] = field(default_factory=deque)  # still to be sent on this connection
-    credit: int = 0  # chunks that may be sent now
+    # By lane: chunks still to be sent on this connection, and how many may be sent now.
+    queues: list[deque[int]] = field(init=False)
+    credits: list[int] = field(init=False)
     standing: messages.Standing | None = None  # says the last grant on this connection
     committed: bool = False  # `commit` has been sent since that grant
     offers: int = 0  # how often the push has been offered
 
     def __post_init__(self) -> None:
         self.held = Bitmap(self.push.chunks)
+        self._void_credit()
 
     @property
     def is_gradient(self) -> bool:
@@ -61,7 +65,7 @@ class Upload:
         """Chunks that were sent on this connection and are not acknowledged."""
         if self.standing not in SENDING:
             return 0
-        return self.push.chunks - len(self.queue) - len(self.held)
+        return self.push.chunks - sum(map(len, self.queues)) - len(self.held)
 
     def offered(self, session: bytes) -> messages.Push:
         """The message that offers this push on a new connection: all credit is void."""
@@ -70,10 +74,13 @@ class Upload:
         return replace(self.push, session=session)
 
     def detach(self) -> None:
-        self.queue.clear()
-        self.credit = 0
+        self._void_credit()
         self.standing = None
         self.committed = False
+
+    def _void_credit(self) -> None:
+        self.queues = [deque() for _ in range(self.lanes.count)]
+        self.credits = [0] * self.lanes.count
 
     def granted(self, grant: messages.Grant) -> None:
         """Take up a grant. It replaces what an earlier one said; raises ProtocolError on a bitmap
@@ -87,33 +94,41 @@ class Upload:
         self.detach()
         self.held, self.standing = held, grant.standing
         if grant.standing in SENDING:
-            self.queue = deque(held.missing())
-            self.credit = grant.credit
+            for index in held.missing():
+                self.queues[self._lane_of(index)].append(index)
+            self.credits = [grant.credit] * self.lanes.count
 
-    def acknowledged(self, chunks: tuple[int, ...], more: int = 0) -> None:
-        """These chunks are in; each gives one credit back, and there are `more` on top."""
+    def _lane_of(self, index: int) -> int:
+        return self.lanes.of(self.push.fragment, index)
+
+    def acknowledged(self, ack: messages.Ack) -> None:
+        """Chunks are in; each gives one credit back, and there may be some on top."""
         if self.standing not in SENDING:
             return  # it is of an older grant
-        self.credit += len(chunks) + max(0, more)
-        for index in chunks:
+        if 0 <= ack.lane < self.lanes.count:
+            self.credits[ack.lane] += max(0, ack.credit)
+        for index in ack.chunks:
             if 0 <= index < self.push.chunks:
+                self.credits[self._lane_of(index)] += 1
                 self.held.add(index)
 
-    def next_chunks(self) -> Iterator[int]:
-        """The chunks that may be sent now, taken off the queue."""
-        while self.credit > 0 and self.queue:
-            self.credit -= 1
-            yield self.queue.popleft()
+    def next_chunks(self) -> Iterator[tuple[int, int]]:
+        """The chunks that may be sent now, taken off the queues: each with its lane."""
+        for lane, queue in enumerate(self.queues):
+            while self.credits[lane] > 0 and queue:
+                self.credits[lane] -= 1
+                yield queue.popleft(), lane
 
     def may_commit(self) -> bool:
-        return self.standing in SENDING and not self.queue and not self.committed
+        return self.standing in SENDING and not any(self.queues) and not self.committed
 
 
 class Uploads:
     """See the head of this module."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, lanes: Lanes | None = None) -> None:
         self._connection = connection
+        self._lanes = lanes or Lanes()
         self.by_id: dict[int, Upload] = {}  # at most one pseudo-gradient for each fragment
         self.retries = 0  # offers of a push after its first
         self._offer_at: dict[int, float] = {}
@@ -155,7 +170,7 @@ class Uploads:
         other = self.gradient(push.fragment) if push.purpose == "gradient" else None
         if other is not None:
             yield from self.drop(other.push.push_id)
-        self.by_id[push.push_id] = Upload(push)
+        self.by_id[push.push_id] = Upload(push, self._lanes)
 
     def offer(self, push_id: int) -> Iterator[effects.Effect]:
         """Offer a push on this connection; whatever was granted before is void."""
@@ -213,7 +228,7 @@ class Uploads:
     def acknowledged(self, ack: messages.Ack) -> Iterator[effects.Effect]:
         upload = self.by_id.get(ack.push_id)
         if upload is not None and self._connection.is_joined:
-            upload.acknowledged(ack.chunks, ack.credit)
+            upload.acknowledged(ack)
             yield from self._send(upload)
 
     def _send(self, upload: Upload) -> Iterator[effects.Effect]:
@@ -221,8 +236,8 @@ class Uploads:
         token = self._connection.live_token
         if token is None or not upload.is_prepared:
             return
-        for index in upload.next_chunks():
-            yield effects.SendChunk(token, push_id, fragment, index)
+        for index, lane in upload.next_chunks():
+            yield effects.SendChunk(token, push_id, fragment, index, lane)
         if upload.may_commit():
             upload.committed = True
             yield effects.Send(messages.Commit(token, push_id, fragment))
@@ -283,4 +298,4 @@ class Uploads:
         assert set(self._offer_at) <= set(self.by_id)
         for push_id, upload in self.by_id.items():
             assert push_id == upload.push.push_id
-            assert joined or upload.credit == 0, "a credit outlived its connection"
+            assert joined or not any(upload.credits), "a credit outlived its connection"

@@ -68,6 +68,10 @@ class ModelTensors:
         tensors._checked(tuple(manifest.entries))
         return tensors
 
+    def share_of(self, layout: FragmentLayout) -> FragmentLayout:
+        """What of a fragment this process has: all of it."""
+        return layout
+
     @property
     def devices(self) -> list[torch.device]:
         return [tensor.device for tensor in self.lookup().values()]

@@ -28,6 +28,27 @@ _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILURES
 
 
+def dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None = None
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A DEALER that connects to a broker, and its monitor."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_WITHIN_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    if keys is not None:
+        keys.lock(socket)
+    monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
+    monitor.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    return socket, monitor
+
+
 @dataclass
 class Changes:
     """What has become of the connections."""
@@ -59,23 +80,9 @@ class Connections:
     def _dealer(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str
     ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        socket = context.socket(zmq.DEALER)
-        self._sockets.append(socket)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_WITHIN_MS)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.IPV6, int("[" in address))
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
-        if self._keys is not None:
-            self._keys.lock(socket)
-        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
-        self._sockets.append(monitor)
-        monitor.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
-        return socket, monitor
+        made = dealer(context, address, self._keys)
+        self._sockets += made
+        return made
 
     @property
     def pollable(self) -> Sequence[zmq.Socket[bytes]]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from diloco_protocol import Code
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.messages import Chunk, Heartbeat, Message, Notice
+from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push
 from diloco_worker.core import effects, events
 from diloco_worker.core.session import Session
 from diloco_worker.shell.inbox import Inbox
@@ -60,6 +60,21 @@ class Network(Protocol):
     def say(self, text: str, *, trouble: bool = False) -> None: ...
 
 
+class Others(Protocol):
+    """The other processes of this worker, each of which has a lane."""
+
+    def open(self, address: str, bindings: tuple[Lane, ...]) -> None: ...
+
+    def send(self, lane: int, chunk: Chunk) -> None: ...
+
+    # Lay out what they hold of the version that is given, or their model's own values.
+    def donate(self, push: Push) -> None: ...
+
+    def over(self, push_id: int) -> None: ...
+
+    def forget(self) -> None: ...
+
+
 class Memory(Protocol):
     """The values of fragments: arriving, held, being sent."""
 
@@ -101,6 +116,7 @@ class Executor:
     memory: Memory
     noticed: Callable[[effects.Effect], None] = lambda _: None  # told of each effect first
     payload: Any = None  # of the chunk that the session is told of
+    others: Others | None = None  # None for a worker of one process
 
     def feed(self, event: events.Event) -> None:
         """Let the session take in an event, and carry out what it asks for."""
@@ -114,6 +130,8 @@ class Executor:
     def _carry_out(self, effect: effects.Effect) -> Any:  # noqa: C901, PLR0912  a case for each effect
         """Returns the values of a version that is delivered."""
         network, memory = self.network, self.memory
+        if self.others is not None and self._carry_out_elsewhere(self.others, effect):
+            return None
         match effect:
             case effects.Open():
                 network.connect()
@@ -147,6 +165,23 @@ class Executor:
             case _ if not isinstance(effect, TOLD):
                 raise TypeError(f"not an effect of a session: {effect!r}")
         return None
+
+    def _carry_out_elsewhere(self, others: Others, effect: effects.Effect) -> bool:
+        """What the other processes have to do. Returns whether that is all."""
+        match effect:
+            case effects.OpenLanes(bindings):
+                others.open(self.network.address, bindings)
+                return True
+            case effects.SendChunk(session, push_id, fragment, index, lane) if lane:
+                others.send(lane, Chunk(fragment, index, session=session, push_id=push_id))
+                return True
+            case effects.PrepareDonation(push_id):
+                others.donate(self.session.uploads.by_id[push_id].push)
+            case effects.PushOver(push_id):
+                others.over(push_id)
+            case effects.DropParts() | effects.ForgetCheckpoint():
+                others.forget()
+        return False
 
     def _say(self, effect: effects.Effect) -> None:
         """What people are to know."""

@@ -61,21 +61,37 @@ class FragmentBuffers:
     _assembly: dict[int, FlatState] = field(default_factory=dict)
     _spare: dict[int, FlatState] = field(default_factory=dict)
     _held: dict[int, FlatState] = field(default_factory=dict)
+    # Of a worker of several processes, by fragment: the chunks that this one has, as a layout of their
+    # own, and the index of each in it.
+    _shares: tuple[FragmentLayout, ...] = ()
+    _numbers: tuple[Mapping[int, int], ...] = ()
     _bases: dict[int, FlatState] = field(default_factory=dict)
     _copying: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self, states: Mapping[int, FlatState]) -> None:
         self._held |= states
 
+    def share_out(
+        self, shares: tuple[FragmentLayout, ...], numbers: tuple[Mapping[int, int], ...]
+    ) -> None:
+        """From here on only the chunks of these shares come and go."""
+        self._shares, self._numbers = shares, numbers
+
+    def _share(self, layout: FragmentLayout) -> FragmentLayout:
+        return self._shares[layout.fragment] if self._shares else layout
+
+    def _number(self, fragment: int, index: int) -> int:
+        return self._numbers[fragment][index] if self._numbers else index
+
     def begin(self, layout: FragmentLayout) -> None:
-        fragment = layout.fragment
+        fragment, layout = layout.fragment, self._share(layout)
         if fragment not in self._assembly:
             room = self._spare.pop(fragment, None)
             self._assembly[fragment] = room or FlatState.empty(layout, pinned=self.pinned)
 
     def store(self, fragment: int, index: int, payload: memoryview, wire_dtype: str) -> None:
         """Decode a chunk into its place; the payload has the right length."""
-        self._assembly[fragment].store(index, payload, wire_dtype)
+        self._assembly[fragment].store(self._number(fragment, index), payload, wire_dtype)
 
     def finish(self, fragment: int) -> FlatState:
         state = self._held[fragment] = self._assembly.pop(fragment)
@@ -109,7 +125,7 @@ class FragmentBuffers:
             self._spare[fragment] = former
 
     def chunk(self, push_id: int, fragment: int, index: int) -> memoryview:
-        return self.outgoing[push_id].chunk(index)
+        return self.outgoing[push_id].chunk(self._number(fragment, index))
 
     def drop(self, push_id: int) -> None:
         self.outgoing.pop(push_id, None)

@@ -29,6 +29,7 @@ from diloco_protocol.clients.keys import Keys
 from diloco_protocol.messages import Heartbeat, Message, Push
 from diloco_worker.core import events
 from diloco_worker.core.connection import Phase
+from diloco_worker.core.lanes import Owners
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import LinkState
 from diloco_worker.model.flat_state import FlatState
@@ -37,6 +38,7 @@ from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.forks import inode_of, keep_from_children
 from diloco_worker.shell.fragment_buffers import FragmentBuffers, check_length
 from diloco_worker.shell.inbox import Inbox
+from diloco_worker.shell.lanes.hub import Hub
 from diloco_worker.shell.whereabouts import Whereabouts
 
 logger = logging.getLogger("diloco.worker")
@@ -75,7 +77,7 @@ class Link(Inbox):
     Only the I/O thread touches the session from now on. It calls `welcomed` with the broker's epoch,
     whenever it takes this worker in. `capture`, `tag_of`, `pinned` and `states` are those of
     `FragmentBuffers`, `follows_rounds` is that of `Inbox`. By its `keys` it proves
-    itself where the broker asks for it.
+    itself where the broker asks for it. `hub` leads to the other processes of the worker.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Link(Inbox):
         welcomed: Callable[[str], object] = lambda _: None,
         follows_rounds: bool = True,
         keys: Keys | None = None,
+        hub: Hub | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(session, follows_rounds=follows_rounds)
@@ -110,7 +113,8 @@ class Link(Inbox):
             pinned=pinned,
             states=states or {},
         )
-        self._executor = Executor(session, self, self, self._buffers)
+        self._executor = Executor(session, self, self, self._buffers, others=hub)
+        self._hub = hub
         self._calls: deque[Callable[[], object]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -141,6 +145,21 @@ class Link(Inbox):
     ) -> None:
         """Training stands on these values from now on; see `FragmentBuffers`."""
         self._call(self._buffers.set_base, fragment, state, came_as)
+
+    def share_out(
+        self,
+        owners: Owners,
+        shares: tuple[FragmentLayout, ...],
+        numbers: tuple[Mapping[int, int], ...],
+    ) -> None:
+        """The chunks that each process of this worker owns, and those of this one."""
+        self._call(self._buffers.share_out, shares, numbers)
+        self.tell(events.ShareOut(owners))
+
+    @property
+    def lost_process(self) -> str | None:
+        """Which process of this worker is gone, a sentence; None while all are there."""
+        return self._hub.lost if self._hub is not None else None
 
     def withdraw(self, request: int) -> None:
         """Nobody waits for the answer to this control action any more."""
@@ -251,6 +270,9 @@ class Link(Inbox):
         try:
             self._context = zmq.Context()
             self._poller.register(self._wake_reader, zmq.POLLIN)
+            if self._hub is not None:
+                self._poller.register(self._hub.socket, zmq.POLLIN)
+                self._poller.register(self._hub.monitor, zmq.POLLIN)
             self._executor.feed(events.Start())
             while self.session.phase is not Phase.LEFT:
                 self._guarded_turn()
@@ -260,6 +282,9 @@ class Link(Inbox):
         finally:
             try:
                 self.disconnect(LEAVE_LINGER_MS)
+                if self._hub is not None:
+                    self._hub.end()
+                    self._hub.close(LEAVE_LINGER_MS)
                 if self._context is not None:
                     self._context.term()
             finally:
@@ -305,7 +330,20 @@ class Link(Inbox):
                     self._executor.feed(events.LockedOut(changes.refused))
                 elif changes.broken is not None:
                     self._executor.feed(events.Disconnected(changes.broken))
+        if self._hub is not None:
+            self._hear_others(self._hub, ready)
         self._executor.feed(events.Tick())
+
+    def _hear_others(self, hub: Hub, ready: Mapping[object, int]) -> None:
+        if hub.socket in ready:
+            for event in hub.receive():
+                self._executor.feed(event)
+            self.bytes_up += hub.bytes_up
+            self.bytes_down += hub.bytes_down
+            hub.bytes_up = hub.bytes_down = 0
+        if hub.monitor in ready:
+            hub.look()
+            self.is_news = True
 
     def _look_for_the_broker(self, wakes_at: float | None) -> float | None:
         """Follow a broker that has moved while nobody answers. Returns when to wake up."""
@@ -363,6 +401,8 @@ class Link(Inbox):
 
     def disconnect(self, linger_ms: int = 0) -> None:
         connections, self._connections = self._connections, None
+        if self._hub is not None:
+            self._hub.close_all()
         if connections is not None:
             for each in connections.pollable:
                 self._poller.unregister(each)

@@ -68,20 +68,19 @@ class Driver:
     def __post_init__(self, step: int, cycle_start: int, resumption: Resumption | None) -> None:
         link, tensors, layout = self.link, self.tensors, self.link.layout
         assert link.config is not None and layout is not None
-        self._frozen = _take_frozen(link, layout.frozen, tensors)
+        self._frozen = self._take_frozen(layout.frozen)
         arrivals = [_take(link, part.fragment) for part in layout.fragments]
         if resumption is not None:
             saved = resumption.fragments
         else:
-            for arrival in arrivals:
-                tensors.put(arrival.values)
+            self._put(arrivals)
             saved = tuple(
                 SavedFragment(TrainingBase(each.version, each.released.ledger), each.values)
                 for each in arrivals
             )
         self._fragments = [
             FragmentSync(
-                part,
+                tensors.share_of(part),
                 tensors,
                 link.config,
                 base=each.values,
@@ -112,6 +111,24 @@ class Driver:
             self.carry_out(look(self.state))
         else:
             self.carry_out(resume(self.state, resumption.place, cycle_start, arrivals))
+
+    def _take_frozen(self, part: FragmentLayout) -> Held | None:
+        """Put the frozen parameters into the model, which keeps the only copy; returns their version."""
+        if not part.chunks:
+            return None
+        arrival = _take(self.link, part.fragment)
+        self._put_frozen(arrival)
+        self.link.set_base(part.fragment, None)
+        return Held(arrival.version, arrival.released.ledger)
+
+    def _put_frozen(self, arrival: Arrival) -> None:
+        if arrival.values is not None:  # the script has loaded them otherwise
+            self.tensors.put(arrival.values)
+
+    def _put(self, arrivals: list[Arrival]) -> None:
+        """Begin with these versions."""
+        for arrival in arrivals:
+            self.tensors.put(arrival.values)
 
     def saved(self) -> Plain | None:
         """Parameters and deltas for the checkpoint of a script.
@@ -260,17 +277,6 @@ class Driver:
 
     def _link_state(self) -> LinkState:
         return self.link.described(self.termination.reason)
-
-
-def _take_frozen(link: Link, part: FragmentLayout, tensors: ModelTensors) -> Held | None:
-    """Put the frozen parameters into the model, which keeps the only copy; returns their version."""
-    if not part.chunks:
-        return None
-    arrival = _take(link, part.fragment)
-    if arrival.values is not None:  # the script has loaded them otherwise
-        tensors.put(arrival.values)
-    link.set_base(part.fragment, None)
-    return Held(arrival.version, arrival.released.ledger)
 
 
 def _take(link: Link, fragment: int) -> Arrival:

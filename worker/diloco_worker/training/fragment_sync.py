@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_protocol import RunConfig, Segment
+from diloco_protocol import Kind, RunConfig
 from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.core.sync.effects import NonFinite
 from diloco_worker.core.sync.fragment import Flight, Landing, Outcome, overlaps
@@ -83,8 +83,8 @@ class FragmentSync:
             frozen = self.tensors.capture(self.part)
         delta = self.tensors.delta(self.base, dtype, frozen)
         if delta.bad is not None:
-            buffers = (p.entry.name for p in self.part.places if p.segment is Segment.BUFFERS)
-            return NonFinite(delta.bad, delta.bad in buffers)
+            kinds = {entry.name: entry.kind for entry in self.tensors.manifest.entries}
+            return NonFinite(delta.bad, kinds[delta.bad] is Kind.BUFFER)
         self.delta = DeltaValues(delta.wire, frozen)
         return delta.norm
 

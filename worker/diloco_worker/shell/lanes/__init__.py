@@ -1,0 +1,1 @@
+"""The connections between the processes of one worker, and those of its other processes to the broker."""

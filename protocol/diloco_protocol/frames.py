@@ -18,7 +18,7 @@ MAX_HEADER_BYTES = 8 << 20
 # A header to the broker of somebody who has not joined takes 0.1 ms at most to read, if it is no longer
 # than this. The others that may be have their kind among the first bytes.
 SHORT = 1 << 10
-MAY_BE_LONG = (b"\xa4kind\xa4join", b"\xa4kind\xa8describe")
+MAY_BE_LONG = (b"\xa4kind\xa4join", b"\xa4kind\xa8describe", b"\xa4kind\xa4lane")
 # A header to the broker: the longest `join`, which takes 5 ms to read. A member may have to send a
 # ledger: of 500 workers it takes 100 kB.
 LONGEST_OF_A_STRANGER = 64 << 10

@@ -32,6 +32,7 @@ MERGES = ("alpha", "rebase")
 WEIGHTS = ("equal", "tokens", "samples")
 
 LONGEST_WORKER_ID = 64  # characters
+MOST_PROCESSES = 256  # of one worker: 32 machines with eight accelerators
 LONGEST_JOIN = 60 << 10  # bytes of its header; in a longer one the manifest is only named
 # Of a probe's buffer, bytes: less than a message that a stranger may be in the middle of.
 LONGEST_PROBE = 48 << 10
@@ -145,7 +146,8 @@ class Lot:
 class Join(Message):
     """Ask to take part. `wants` names only what the worker insists on, by RunConfig field.
 
-    A manifest that is too long for a header is left out; `digest` and `size` name its description.
+    A worker of several `processes` has a lane, a connection for chunks, for each. A manifest that is
+    too long for a header is left out; `digest` and `size` name its description.
     """
 
     worker_id: str
@@ -159,6 +161,7 @@ class Join(Message):
     extra: Mapping[str, Any] = field(default_factory=dict)
     digest: bytes | None = None
     size: int = 0
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,22 @@ class Credit(Message):
 
 
 @dataclass(frozen=True)
+class Lane(Message):
+    """The first word on each connection for chunks of a worker of several processes, which it binds.
+
+    Attributes:
+        index: of the connection among them; 0 stands where `bulk` stands in a worker of one process.
+        shares: of each fragment, the frozen one included, a bitmap of the chunks that come and go here.
+        credit: chunks that can be taken here now.
+    """
+
+    session: bytes
+    index: int
+    shares: tuple[bytes, ...]
+    credit: int = 0
+
+
+@dataclass(frozen=True)
 class Take(Message):
     """Say which units of a data set this worker stands for, and ask for more; a `result` answers.
 
@@ -305,12 +324,13 @@ class Grant(Message):
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """These chunks are in; each gives one credit back, and `credit` are so many on top."""
+    """These chunks are in; each gives one credit back to its lane, `lane` gets `credit` on top."""
 
     push_id: int
     fragment: int
     chunks: tuple[int, ...]
     credit: int = 0
+    lane: int = 0
 
 
 @dataclass(frozen=True)

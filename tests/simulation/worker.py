@@ -272,9 +272,9 @@ class Worker:
         if not isinstance(message, Chunk) or message.push_id is None:
             return 1
         upload = self.session.uploads.by_id[message.push_id]
-        if self.world.dice.random() >= self.habits.repeats or upload.credit < 1:
+        if self.world.dice.random() >= self.habits.repeats or upload.credits[0] < 1:
             return 1
-        upload.credit -= 1  # it comes back with the second `ack`
+        upload.credits[0] -= 1  # it comes back with the second `ack`
         return 2
 
     @property

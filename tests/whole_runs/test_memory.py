@@ -209,7 +209,7 @@ def leaves_with_a_push_that_has_to_wait(town: Town, puppet: Puppet) -> None:
 
 
 def dies_without_taking_what_it_asked_for(town: Town, puppet: Puppet) -> None:
-    puppet.stage.state.versions.readers[puppet.bulk].credit = 1
+    puppet.stage.state.versions.readers[puppet.bulk].lanes[0].credit = 1
     puppet.pulls()
     puppet.dies()
 

@@ -35,7 +35,8 @@ from diloco_worker.core.connection import Phase
 from diloco_worker.core.events import Ask, BeatNow, Observe, RequestVersion
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import Arrival
-from diloco_worker.model.model_tensors import ModelTensors, encode
+from diloco_worker.model.encoding import encode
+from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
 from diloco_worker.training.pulled_model import GlobalParameters, PulledModel

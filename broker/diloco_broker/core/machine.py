@@ -136,7 +136,7 @@ class Core:
             return OF_ANYBODY[type(message)](state, route, message)
         if isinstance(message, messages.Pull | messages.Credit) and message.session is None:
             return pulls.observe(state, route, message)
-        on_bulk = isinstance(message, messages.Chunk | messages.Credit)
+        on_bulk = isinstance(message, messages.Chunk | messages.Credit | messages.Lane)
         if not on_bulk and type(message) not in OF_MEMBERS:
             text = f"A {message.kind} message goes from the broker to others."
             raise ProtocolError(Code.NOT_ALLOWED, text)
@@ -145,12 +145,16 @@ class Core:
         if member is None or not is_here or not permissions.is_own(received.peer, member):
             text = "This session is not known on this connection; join again."
             return iter([effects.Send(route, messages.Rejoin(state.epoch, text))])
-        member.liveness.hear(state.now)
+        if not (member.lane_of(route) and member.liveness.disconnected_at is not None):
+            # Other processes of a worker may go on for a while when the one that leads is gone.
+            member.liveness.hear(state.now)
         match message:
             case messages.Chunk():
-                return pushes.chunk(state, member, message, received.payload)
+                return pushes.chunk(state, member, route, message, received.payload)
             case messages.Credit():
                 return pulls.credit(state, member, route, message)
+            case messages.Lane():
+                return pulls.lane(state, member, route, message)
         return OF_MEMBERS[type(message)](state, member, message)
 
     def check_invariants(self) -> None:

@@ -68,21 +68,22 @@ class Acks:
     """
 
     def __init__(self) -> None:
-        self._acks: dict[tuple[Route, int, int], list[Ack]] = {}
+        self._acks: dict[tuple[Route, int, int, int], list[Ack]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._acks)
 
     def add(self, route: Route, ack: Ack) -> None:
-        self._acks.setdefault((route, ack.push_id, ack.fragment), []).append(ack)
+        self._acks.setdefault((route, ack.push_id, ack.fragment, ack.lane), []).append(ack)
 
     def take(self) -> list[Send]:
         """All of it, as messages."""
         gathered, self._acks = self._acks, {}
         sends = []
-        for (route, push_id, fragment), acks in gathered.items():
+        for (route, push_id, fragment, lane), acks in gathered.items():
             chunks = tuple(index for ack in acks for index in ack.chunks)
-            sends.append(Send(route, Ack(push_id, fragment, chunks, sum(a.credit for a in acks))))
+            credit = sum(ack.credit for ack in acks)
+            sends.append(Send(route, Ack(push_id, fragment, chunks, credit, lane)))
         return sends
 
 

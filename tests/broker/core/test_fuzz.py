@@ -88,6 +88,9 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
         st.sampled_from(["sync_every", "__class__", ""]), st.none() | numbers | st.floats()
     ),
     "tuple[int, ...]": st.lists(numbers, max_size=3).map(tuple),
+    "tuple[bytes, ...]": st.lists(
+        st.sampled_from([b"", b"\x00", b"\x03", b"\xff" * 3]), max_size=3
+    ).map(tuple),
     "tuple[Lot, ...]": st.lists(lots, max_size=2).map(tuple),
     "tuple[VersionId | None, ...]": st.lists(st.none() | versions, max_size=2).map(tuple),
 }

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_broker.core.effects import DropInitial, Fold, Send, Step, StoreInitial, TensorWork
-from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL, Upload
+from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL, Window
 from diloco_broker.shell.effects import Acks
 from diloco_broker.shell.work_queue import PASSED_BY, WorkQueue
-from diloco_protocol.messages import Ack, Push
+from diloco_protocol.messages import Ack
 
 
 def fold(index: int, worker: str = "a") -> Fold:
@@ -73,8 +73,7 @@ def test_fold_that_is_passed_by_has_its_turn_after_a_while() -> None:
 
 def test_credit_on_top_never_passes_what_all_pushes_may_have_together() -> None:
     """A worker may offer its push again and again, and each grant leaves what the one before gave."""
-    push = Push(b"", 1, 0, 100, "fp32")
-    upload = Upload(push, UPLOAD_WINDOW_TOTAL - 8, window=6, widest=16)
+    upload = Window(UPLOAD_WINDOW_TOTAL - 8, window=6, widest=16)
     given = [upload.acknowledged(is_calm=True) for _ in range(6)]
     assert given == [0, 0, 0, 0, 0, 2]
     assert upload.credit == UPLOAD_WINDOW_TOTAL

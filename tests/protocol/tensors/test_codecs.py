@@ -28,8 +28,8 @@ from diloco_protocol.tensors.codecs import (
     segment_dtype,
 )
 from diloco_worker import DiLoCoClient
+from diloco_worker.model.encoding import encode
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.model.model_tensors import encode
 from kit.whole_run import make_config
 
 

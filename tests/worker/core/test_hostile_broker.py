@@ -60,11 +60,11 @@ def test_worker_that_is_removed_in_the_middle_of_an_upload_keeps_no_credit() -> 
     made = uploading()
     made.hears(Notice("kicked", "An operator removed it."))
     assert made.session.phase is Phase.REFUSED
-    assert not any(upload.credit for upload in made.session.uploads)
+    assert not any(any(upload.credits) for upload in made.session.uploads)
 
 
 def test_answers_to_what_was_not_asked_on_this_connection_give_no_credit() -> None:
     made = uploading()
     made.happens(Disconnected("It broke."))
     made.hears(Grant(77, 0, Standing.NEW, None, 4), Ack(77, 0, (1,), 9))
-    assert not any(upload.credit for upload in made.session.uploads)
+    assert not any(any(upload.credits) for upload in made.session.uploads)

@@ -14,10 +14,11 @@ from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError, la
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.tensors.codecs import segment_dtype
-from diloco_worker.model import model_tensors
+from diloco_worker.model import encoding
+from diloco_worker.model.encoding import Delta
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
-from diloco_worker.model.model_tensors import Delta, ModelTensors
+from diloco_worker.model.model_tensors import ModelTensors
 
 # From one element a chunk to more than the model has; 7 divides nothing.
 CHUNK_SIZES = [1, 7, 64, 524_288]
@@ -206,7 +207,7 @@ def test_delta_is_the_same_in_one_piece_and_in_many(monkeypatch: pytest.MonkeyPa
     started = model()
     reached = moved(started)
     at_once = delta_of(started, reached, "fp32")
-    monkeypatch.setattr(model_tensors, "PIECE_ELEMENTS", 5)
+    monkeypatch.setattr(encoding, "PIECE_ELEMENTS", 5)
     in_pieces = delta_of(started, reached, "fp32")
     for segment, vector in at_once.wire.vectors.items():
         assert torch.equal(vector, in_pieces.wire.vectors[segment])
@@ -465,7 +466,7 @@ def test_norm_of_a_delta_is_right_also_where_squares_do_not_fit_in_fp32(size: fl
     values = size * torch.randn(1000, generator=torch.Generator().manual_seed(3))
     manifest = Manifest((TensorEntry("w", (1000,), "float32", Kind.TRAINABLE),))
     layout = lay_out(manifest).fragments[0]
-    delta = model_tensors.encode(layout, {"w": values}, "bf16")
+    delta = encoding.encode(layout, {"w": values}, "bf16")
     assert delta.bad is None
     assert delta.norm == pytest.approx(float(values.double().norm()), rel=1e-4)
 

@@ -22,8 +22,9 @@ from diloco_protocol import Segment, UsageError
 from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker import DiLoCoWorker
 from diloco_worker.core.compatibility import cut
+from diloco_worker.model.encoding import encode, encode_there
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.model.model_tensors import ModelTensors, encode, encode_there
+from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.shell.fragment_buffers import FragmentBuffers
 from kit.reference import Plan, streaming

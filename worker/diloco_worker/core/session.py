@@ -104,7 +104,7 @@ class Session:
         self.connection.bulk.look(self.connection.is_joined and waits, now)
         return wanted
 
-    def _handle(self, event: events.Event, now: float) -> Iterator[Effect]:  # noqa: C901, PLR0912  a case for each event
+    def _handle(self, event: events.Event, now: float) -> Iterator[Effect]:  # noqa: C901, PLR0912, PLR0915  a case for each event
         match event:
             case events.Start():
                 if self.phase is not Phase.NEW:
@@ -128,10 +128,8 @@ class Session:
                 self._set_terms(terms)
             case events.Resume():
                 self._resume(event)
-            case events.ShareOut(owners):
-                yield from self._share_out(owners)
-            case events.ArrivedElsewhere(chunk):
-                yield from self._arrived_elsewhere(chunk, now)
+            case events.ShareOut() | events.ArrivedElsewhere():
+                yield from self._of_several_processes(event, now)
             case events.Prepared(push_id):
                 yield from self.uploads.prepared(push_id)
             case events.FrozenNamed(tag):
@@ -440,6 +438,15 @@ class Session:
         yield effects.ForgetCheckpoint(FORGOTTEN.format(run=run, why=why))
 
     # Several processes.
+
+    def _of_several_processes(
+        self, event: events.ShareOut | events.ArrivedElsewhere, now: float
+    ) -> Iterator[Effect]:
+        match event:
+            case events.ShareOut(owners):
+                yield from self._share_out(owners)
+            case events.ArrivedElsewhere(chunk):
+                yield from self._arrived_elsewhere(chunk, now)
 
     def _share_out(self, owners: Owners) -> Iterator[Effect]:
         if self.lanes.count == 1 or self.lanes.owners is not None:

@@ -62,6 +62,8 @@ class FlatState:
 
     def of(self, place: Place) -> Tensor:
         """The values of one tensor, in its shape: a view."""
+        if place.segment not in self.vectors:  # nothing of this kind has elements
+            return torch.empty(place.entry.shape, dtype=segment_dtype(place.segment))
         return self.vectors[place.segment][place.start : place.stop].view(place.entry.shape)
 
     def held(self, place: Place) -> Tensor:

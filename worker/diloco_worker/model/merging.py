@@ -55,9 +55,14 @@ class Change:
             self._break_off(live)
             raise
 
+    @property
+    def reads(self) -> bool:
+        """Whether what becomes of local values depends on them."""
+        return self.alpha != 0 or self.origin is not None
+
     def _change(self, place: Place, tensor: Tensor) -> None:
         name, then = place.entry.name, self._left.get(place.entry.name)
-        value = self._merged(place, tensor.detach() if then is None else then)
+        value = self.merged(place, tensor.detach() if then is None else then)
         if then is not None:
             value = _with_steps(place, value, then, tensor.detach())
         self._next = (name, value)
@@ -65,7 +70,8 @@ class Change:
         self._done.add(name)
         self._next = None
 
-    def _merged(self, place: Place, local: Tensor) -> Tensor:
+    @torch.no_grad()
+    def merged(self, place: Place, local: Tensor) -> Tensor:
         """What becomes of a local value. Computed in fp32 (blending fp64 tensors, in fp64)."""
         fresh, origin = self.new.of(place), self.origin
         if place.segment is Segment.INTEGERS:

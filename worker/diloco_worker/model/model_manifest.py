@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.manifest import summarise
 from diloco_worker.model.model_parts import ModelParts
+from diloco_worker.model.spread.blocks import is_spread, local
 
 
 def unwrapped(model: object) -> nn.Module:
@@ -34,8 +35,12 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def manifest_of(model: nn.Module | Sequence[nn.Module]) -> Manifest:
+def manifest_of(model: nn.Module | Sequence[nn.Module], *, may_be_spread: bool = False) -> Manifest:
     """What a model consists of, as a run will know it: `FragmentPlan.of(manifest_of(model), 4)`.
+
+    Args:
+        may_be_spread: values may be spread over the processes of a worker (DTensor); shapes are those
+            of the whole tensors.
 
     Raises:
         UsageError: it cannot be exchanged.
@@ -44,7 +49,11 @@ def manifest_of(model: nn.Module | Sequence[nn.Module]) -> Manifest:
     live = live_tensors(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     entries = []
-    for name, aliases in _tied(module, live, parameters).items():
+    own = live
+    if may_be_spread:
+        parts = {id(tensor): local(tensor) for tensor in live.values() if is_spread(tensor)}
+        own = {name: parts.get(id(tensor), tensor) for name, tensor in live.items()}
+    for name, aliases in _tied(module, own, parameters).items():
         tensor = live[name]
         tied = [parameters[each] for each in (name, *aliases) if each in parameters]
         if any(parameter.requires_grad for parameter in tied):
@@ -52,7 +61,7 @@ def manifest_of(model: nn.Module | Sequence[nn.Module]) -> Manifest:
         else:
             kind = Kind.FROZEN if tied else Kind.BUFFER
         entry = TensorEntry(name, tuple(tensor.shape), dtype_name(tensor), kind, tuple(aliases))
-        if kind is Kind.BUFFER and entry.is_floating_point and bool(torch.isinf(tensor).any()):
+        if kind is Kind.BUFFER and entry.is_floating_point and bool(torch.isinf(own[name]).any()):
             entry = replace(entry, kind=Kind.FROZEN)  # a constant; see `values`
         entries.append(entry)
     manifest = Manifest(tuple(entries))
@@ -99,8 +108,8 @@ def _require_values_of_its_own(name: str, tensor: Tensor) -> None:
         )
     if any("torch.distributed" in base.__module__ for base in type(tensor).__mro__):
         raise UsageError(
-            f"{name} is a {type(tensor).__name__}: its values are spread over processes, and this "
-            "release has no workers of several processes; train with whole tensors in each."
+            f"{name} is a {type(tensor).__name__}: its values are spread over processes; give the "
+            'DiLoCoWorker of each of them process_group="world", or the group that they are.'
         )
     if tensor.is_meta:
         raise UsageError(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from diloco_protocol import Manifest, Segment, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.tensors.codecs import is_finite, segment_dtype
-from diloco_protocol.tensors.tensor_pool import TensorPool, mapped
-from diloco_worker.model.flat_state import FlatState, held
+from diloco_protocol.tensors.tensor_pool import TensorPool
+from diloco_worker.model.encoding import Delta, encode, encode_there
+from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change, wait_for_copies
 from diloco_worker.model.model_manifest import (
     dtype_name,
@@ -28,20 +28,6 @@ from diloco_worker.model.model_manifest import (
     unwrapped,
 )
 from diloco_worker.model.model_watch import ModelWatch
-
-# Elements handled at a time: two fp32 pieces of this size stay in a core's second-level cache.
-PIECE_ELEMENTS = 1 << 17
-# Wire dtypes that reach as far as fp32.
-_WIDE = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A frozen pseudo-gradient in wire form."""
-
-    wire: FlatState  # global minus local; of buffers and integers the local values
-    norm: float  # Euclidean length of the parameters' part, before rounding to the wire dtype
-    bad: str | None  # a tensor that has NaN or infinity after encoding
 
 
 @dataclass(eq=False, repr=False)
@@ -153,84 +139,6 @@ class ModelTensors:
                 )
             found[entry.name] = tensor
         return found
-
-
-@torch.no_grad()
-def encode(
-    layout: FragmentLayout,
-    tensors: Mapping[str, Tensor],
-    dtype: str,
-    base: FlatState | None = None,
-    room: Callable[[int, torch.dtype], Tensor] = mapped,
-) -> Delta:
-    """Lay tensors out in wire form: what a model holds of `base` minus them, or they themselves.
-
-    Buffers and integers are always taken as they are. `room` returns an uninitialised vector.
-    """
-    wire = {
-        segment: room(length, segment_dtype(segment, dtype))
-        for segment, length in layout.lengths.items()
-        if length
-    }
-    squares = 0.0
-    bad = None
-    piece = torch.empty(PIECE_ELEMENTS, dtype=torch.float32)
-    for place in layout.places:
-        given = tensors[place.entry.name].detach().reshape(-1)
-        if place.segment is not Segment.PARAMETERS:
-            values = wire[place.segment][place.start : place.stop].copy_(given)
-            if not is_finite(values):
-                bad = bad or place.entry.name
-            continue
-        for start in range(place.start, place.stop, PIECE_ELEMENTS):
-            stop = min(start + PIECE_ELEMENTS, place.stop)
-            values, local = piece[: stop - start], given[start - place.start : stop - place.start]
-            if local.dtype is not torch.float32 or base is None:
-                local = values.copy_(local)
-            if base is not None:
-                begun = held(base.vectors[place.segment][start:stop], place.entry)
-                torch.sub(begun, local, out=values)
-            encoded = wire[place.segment][start:stop]
-            encoded.copy_(values)
-            # Finite squares have finite roots, far below what bf16 can hold: no second look at them.
-            square = float(torch.dot(values, values))
-            is_fine = math.isfinite(square) and encoded.dtype in _WIDE
-            if not is_fine and not is_finite(encoded):
-                bad = bad or place.entry.name
-                continue
-            if not math.isfinite(square):  # large elements: fp64 has room for their squares
-                square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-            squares += square
-    return Delta(FlatState(layout, wire, dtype), math.sqrt(squares), bad)
-
-
-@torch.no_grad()
-def encode_there(
-    base: FlatState,
-    tensors: Mapping[str, Tensor],
-    dtype: str,
-    room: Callable[[int, torch.dtype], Tensor],
-) -> Delta:
-    """The same as `encode` where the base is: only what travels comes to the host."""
-    layout = base.layout
-    wire = {
-        segment: room(length, segment_dtype(segment, dtype))
-        for segment, length in layout.lengths.items()
-        if length
-    }
-    squares, bad = 0.0, None
-    for place in layout.places:
-        target = wire[place.segment][place.start : place.stop].view(place.entry.shape)
-        values = tensors[place.entry.name].detach()
-        if place.segment is Segment.PARAMETERS:
-            begun = base.held(place)
-            values = begun - values.to(begun.device, torch.float32)
-            squares += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-        values = values.to(target.dtype)
-        target.copy_(values)
-        if not is_finite(values):
-            bad = bad or place.entry.name
-    return Delta(FlatState(layout, wire, dtype), math.sqrt(squares), bad)
 
 
 def _on_cuda(tensors: Iterable[Tensor]) -> bool:

@@ -80,7 +80,7 @@ class Link(Inbox):
     itself where the broker asks for it. `hub` leads to the other processes of the worker.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what it stands between
         self,
         address: str,
         session: Session,

@@ -9,7 +9,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.uploads import Upload, first_window, upload_window
+from diloco_broker.core.state.uploads import Upload, Window, first_window, upload_window
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
@@ -46,8 +46,8 @@ def begin(state: RunState, member: Member, push: messages.Push) -> effects.Effec
         model.donation.intakes[push.fragment] = intake
     model.donation.progress_at = state.now
     window = first_window(1)
-    upload = Upload(push, window, window, upload_window(1), is_void=intake.is_whole)
-    member.uploads.begin(upload)
+    windows = tuple(Window(window, window, upload_window(1)) for _ in range(member.processes))
+    member.uploads.begin(Upload(push, windows, is_void=intake.is_whole))
     held = intake.arrived.to_bytes() if intake.arrived else None
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
     yield member.tell(messages.Grant(push.push_id, push.fragment, standing, held, window))
@@ -102,8 +102,9 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     donor = state.members.named(work.worker_id)
     upload = donor.uploads.of(work.fragment) if donor is not None else None
     if donor is not None and upload is not None:
-        more = upload.acknowledged(is_calm=intake.stored == len(intake.arrived))
-        yield donor.tell(messages.Ack(work.push_id, work.fragment, (work.index,), more))
+        is_calm = intake.stored == len(intake.arrived)
+        lane, more = upload.acknowledged(work.index, is_calm=is_calm)
+        yield donor.tell(messages.Ack(work.push_id, work.fragment, (work.index,), more, lane))
         if intake.is_whole:
             upload.void()
 

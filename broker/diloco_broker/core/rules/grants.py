@@ -21,7 +21,7 @@ def grant(
     push, held = found.push, found.held
     # Chunks that have come and are not acknowledged are still in our memory.
     waiting = len(found.arrived) - len(found.taken)
-    credit = member.uploads.grant(push, waiting=waiting, sharing=sharing)
+    credit = member.uploads.grant(push, waiting=waiting, sharing=sharing, lanes=member.processes)
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
     have = held.to_bytes() if held else None
     yield member.tell(
@@ -43,8 +43,8 @@ def wait(member: Member, push: messages.Push, text: str, number: int | None) -> 
 
 def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> effects.Effects:
     """A chunk is in: its credit goes back to the sender."""
-    more = member.uploads.acknowledged(upload, is_calm=not state.chunks_waiting)
-    yield member.tell(messages.Ack(upload.push.push_id, upload.push.fragment, (index,), more))
+    lane, more = member.uploads.acknowledged(upload, index, is_calm=not state.chunks_waiting)
+    yield member.tell(messages.Ack(upload.push.push_id, upload.push.fragment, (index,), more, lane))
 
 
 def acknowledge_work(state: RunState, work: effects.Fold | effects.Inspect) -> effects.Effects:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diloco_broker.core import effects
-from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.members import Binding, Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.versions import MAX_OBSERVERS, Reader
+from diloco_broker.core.state.versions import MAX_OBSERVERS, Reader, lane_credit
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
@@ -24,6 +26,9 @@ def credit(
     state: RunState, member: Member, route: effects.Route, credit: messages.Credit
 ) -> effects.Effects:
     """A worker can take more chunks, on the connection that this comes on."""
+    if member.processes > 1:
+        yield from _credit_of_lane(state, member, route, credit)
+        return
     if route not in (member.control, member.bulk):
         state.versions.forget(member.bulk)
         member.bulk = route
@@ -32,6 +37,78 @@ def credit(
         yield from state.versions.add_credit(reader, credit.chunks, state.now)
         while member.early_pulls:
             yield from _read(state, reader, member.early_pulls.popitem()[1])
+
+
+def _credit_of_lane(
+    state: RunState, member: Member, route: effects.Route, credit: messages.Credit
+) -> effects.Effects:
+    index = member.lane_of(route)
+    if member.bulk is None:
+        if index:  # what it was bound with grows until lane 0 is
+            binding = member.lanes[index]
+            most = lane_credit(member.processes)
+            given = min(binding.credit + max(0, credit.chunks), most)
+            member.lanes[index] = replace(binding, credit=given)
+        return
+    if not index and route not in (member.control, member.bulk):
+        text = "This connection is no lane of its worker; begin with `lane`."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    reader = _reader_of(state, member, member.bulk)
+    yield from state.versions.add_credit(reader, credit.chunks, state.now, index, member.processes)
+
+
+def lane(
+    state: RunState, member: Member, route: effects.Route, lane: messages.Lane
+) -> effects.Effects:
+    """The first word on a connection for chunks of a worker of several processes."""
+    shares = _check_lane(state, member, route, lane)
+    credit = min(max(0, lane.credit), lane_credit(member.processes))
+    if lane.index == 0:
+        state.versions.forget(member.bulk)
+        member.bulk = route
+        bound = {0: Binding(route, shares, credit), **member.lanes}
+    else:
+        former = member.lanes.get(lane.index)
+        member.lanes[lane.index] = Binding(route, shares, credit)
+        if former is not None and member.bulk is not None:
+            # What was sent on the former is lost: its worker opens all of them anew.
+            state.versions.forget(member.bulk)
+            yield member.tell(messages.Rejoin(state.epoch, "A lane was opened twice; join again."))
+            return
+        bound = {lane.index: member.lanes[lane.index]}
+    if member.bulk is None:
+        return
+    reader = _reader_of(state, member, member.bulk)
+    for index, binding in bound.items():
+        state.versions.bind(reader, index, binding.route, binding.shares)
+        yield from state.versions.add_credit(
+            reader, binding.credit, state.now, index, member.processes
+        )
+    while member.early_pulls:
+        yield from _read(state, reader, member.early_pulls.popitem()[1])
+
+
+def _check_lane(
+    state: RunState, member: Member, route: effects.Route, lane: messages.Lane
+) -> tuple[Bitmap, ...]:
+    """The share of each fragment; raises ProtocolError for a lane that cannot be."""
+    if not (member.processes > 1 and 0 <= lane.index < member.processes):
+        text = f"There is no lane {lane.index} of a worker of {member.processes} processes."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    others = {each.route for index, each in member.lanes.items() if index != lane.index}
+    if lane.index:
+        others.add(member.bulk or b"")
+    if route in {member.control, *others}:
+        text = "Each lane is a connection of its own; open another one for this."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    fragments = state.versions.fragments
+    if len(lane.shares) != len(fragments):
+        text = f"The lane names {len(lane.shares)} fragments, the run has {len(fragments)}."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    return tuple(
+        Bitmap.from_bytes(share, each.layout.chunks)
+        for share, each in zip(lane.shares, fragments, strict=True)
+    )
 
 
 def observe(

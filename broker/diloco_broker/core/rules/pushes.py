@@ -52,7 +52,9 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     yield from rounds.close_if_due(state)
 
 
-def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) -> effects.Effects:
+def chunk(
+    state: RunState, member: Member, route: effects.Route, chunk: messages.Chunk, payload: Any
+) -> effects.Effects:
     """One chunk of a push: hand it to the reducer unless it is there already."""
     upload = member.uploads.of(chunk.fragment)
     if upload is None or upload.push.push_id != chunk.push_id:
@@ -67,7 +69,8 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
     is_donation = push.purpose is messages.Purpose.DONATION
     layout = state.versions[push.fragment].layout
     size = _check_chunk(chunk, payload, layout, push.wire_dtype)
-    if upload.credit <= 0:
+    lane = member.lane_of(route)
+    if not upload.may_come(lane):
         text = f"Chunk {chunk.index} came without credit; wait for an ack."
         raise ProtocolError(Code.BAD_CHUNK, text)
     found = None if is_donation else rules_of(state).find(state, member.worker_id, push)
@@ -78,7 +81,7 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
         return  # it was under way when its push was over
     member.account.bytes_up += size
     state.totals.bytes_up += size
-    upload.credit -= 1
+    upload.comes(chunk.index, lane)
     if chunk.index in arrived:
         yield from grants.acknowledge(state, member, upload, chunk.index)
         return

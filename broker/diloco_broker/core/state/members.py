@@ -15,6 +15,7 @@ from diloco_broker.core import effects
 from diloco_broker.core.state.dylu import average_speed
 from diloco_broker.core.state.uploads import Account, Uploads
 from diloco_protocol import messages
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.version import VersionId
 
 MAX_HOST_LENGTH = 255
@@ -135,6 +136,15 @@ class Figures:
         self.norms[fragment] = norm
 
 
+@dataclass(frozen=True)
+class Binding:
+    """A connection for chunks of a worker of several processes."""
+
+    route: effects.Route
+    shares: tuple[Bitmap, ...]  # by fragment, the chunks that come and go on it
+    credit: int  # that it was bound with
+
+
 @dataclass
 class Member:
     """A worker that has joined."""
@@ -145,6 +155,9 @@ class Member:
     joined_at: float
     liveness: Liveness
     bulk: effects.Route | None = None  # None until a credit has come on it
+    processes: int = 1
+    # Of several processes: the other connections for chunks that are bound, by index from 1 on.
+    lanes: dict[int, Binding] = field(default_factory=dict)
     sync_every: int | None = None  # H of its own; None where it takes the run's
     versions: tuple[VersionId | None, ...] = ()  # by fragment, what it held when it joined
     # By fragment, a push whose round is not open yet.
@@ -157,6 +170,16 @@ class Member:
 
     def tell(self, message: messages.Message) -> effects.Send:
         return effects.Send(self.control, message)
+
+    @property
+    def routes(self) -> list[effects.Route]:
+        """Its connections, as far as they are known."""
+        found = [self.control, *(each.route for each in self.lanes.values())]
+        return found if self.bulk is None else [*found, self.bulk]
+
+    def lane_of(self, route: effects.Route) -> int:
+        """The lane that a connection is; 0 for one that is not bound."""
+        return next((i for i, each in self.lanes.items() if each.route == route), 0)
 
     def defer(self, push: messages.Push) -> None:
         """This push waits for its turn; it takes the place of an earlier one of its fragment."""
@@ -222,10 +245,10 @@ class Membership:
 
     def routes(self) -> set[effects.Route]:
         """The connections of all members."""
-        return {route for m in self._by_id.values() for route in (m.control, m.bulk) if route}
+        return {route for m in self._by_id.values() for route in m.routes}
 
     def on_route(self, route: effects.Route) -> Member | None:
-        return next((m for m in self._by_id.values() if route in (m.control, m.bulk)), None)
+        return next((m for m in self._by_id.values() if route in m.routes), None)
 
     def admit(
         self, join: messages.Join, session: bytes, route: effects.Route, now: float
@@ -238,6 +261,7 @@ class Membership:
             liveness=Liveness(now, now, now, now),
             sync_every=own_sync_every(join.wants),
             versions=join.versions,
+            processes=join.processes,
             figures=Figures(join.host[:MAX_HOST_LENGTH], join.pid, join.extra),
         )
         self._by_session[session] = member
@@ -253,6 +277,8 @@ class Membership:
         member.session = session
         member.control = route
         member.bulk = None
+        member.processes = join.processes
+        member.lanes.clear()
         member.liveness.hear(now)
         member.liveness.probed_at = now
         member.sync_every = own_sync_every(join.wants)

@@ -41,23 +41,18 @@ class Account:
 
 
 @dataclass
-class Upload:
-    """One push of one connection: how many chunks it may still send.
+class Window:
+    """How many chunks of a push may still be sent on one connection.
 
-    Its window is as wide as bandwidth times delay need. Chunks that wait to be added, whoever sent them,
+    It is as wide as bandwidth times delay need. Chunks that wait to be added, whoever sent them,
     show that the broker is busy: more under way would only wait in its memory. Where a whole window has
     come without that, the way is what takes long, and the window is doubled.
     """
 
-    push: Push  # the offer
     credit: int = 0  # chunks that may still come
     window: int = 0  # chunks under way at most, at present
     widest: int = 0  # what `window` may grow to
-    is_void: bool = False  # what still comes of it is ignored: its sender has been told
     calm: int = 0  # chunks since one was acknowledged while others waited
-
-    def void(self) -> None:
-        self.is_void = True
 
     def acknowledged(self, *, is_calm: bool) -> int:
         """A chunk is in, and its credit goes back. Returns how many there are on top.
@@ -77,8 +72,37 @@ class Upload:
 
 
 @dataclass
+class Upload:
+    """One push on the present connections of a worker: what each of its lanes may still send."""
+
+    push: Push  # the offer
+    windows: tuple[Window, ...] = (Window(),)  # by lane
+    is_void: bool = False  # what still comes of it is ignored: its sender has been told
+    # Chunks that are not acknowledged, of other lanes than the first, with their lane.
+    _came_on: dict[int, int] = field(default_factory=dict)
+
+    def void(self) -> None:
+        self.is_void = True
+
+    def may_come(self, lane: int) -> bool:
+        """Has this lane credit for another chunk?"""
+        return self.windows[lane].credit > 0
+
+    def comes(self, index: int, lane: int) -> None:
+        """A chunk has come: a credit of its lane is used."""
+        self.windows[lane].credit -= 1
+        if lane:
+            self._came_on[index] = lane
+
+    def acknowledged(self, index: int, *, is_calm: bool) -> tuple[int, int]:
+        """A chunk is in. Returns its lane, and the credit on top that this has now."""
+        lane = self._came_on.pop(index, 0)
+        return lane, self.windows[lane].acknowledged(is_calm=is_calm)
+
+
+@dataclass
 class Uploads:
-    """The pushes of one worker on its present connection: one of each fragment."""
+    """The pushes of one worker on its present connections: one of each fragment."""
 
     window: int = 0  # chunks that its last push could have under way
     newest_push: int | None = None  # the push id that came last
@@ -100,27 +124,29 @@ class Uploads:
     def begin(self, upload: Upload) -> None:
         self._by_fragment[upload.push.fragment] = upload
 
-    def grant(self, push: Push, *, waiting: int, sharing: int) -> int:
-        """Begin a push, or go on with it. Returns the chunks that may come on top of those allowed.
+    def grant(self, push: Push, *, waiting: int, sharing: int, lanes: int = 1) -> int:
+        """Begin a push, or go on with it. Returns the chunks that each lane may send on top.
 
         Its chunks that are not acknowledged (`waiting`) are still in our memory, so they count against
-        the window, which depends on how many pushes may be under way at a time (`sharing`).
+        the windows, which depend on how many pushes may be under way at a time (`sharing`).
         """
-        widest = upload_window(sharing)
-        window = min(widest, max(first_window(sharing), self.window))
-        credit = max(0, window - waiting)
+        widest = upload_window(sharing * lanes)
+        window = min(widest, max(first_window(sharing * lanes), self.window))
+        credit = max(0, window - -(-waiting // lanes))
         earlier = self.under_way(push.fragment, push.push_id)
         # Chunks that an earlier grant allowed on this connection may still be under way.
-        allowed = min(credit + earlier.credit, UPLOAD_WINDOW_TOTAL) if earlier else credit
-        self.begin(Upload(push, allowed, window, widest))
+        former = [each.credit for each in earlier.windows] if earlier else [0] * lanes
+        allowed = [min(credit + each, UPLOAD_WINDOW_TOTAL) for each in former]
+        self.begin(Upload(push, tuple(Window(each, window, widest) for each in allowed)))
         return credit
 
-    def acknowledged(self, upload: Upload, *, is_calm: bool) -> int:
-        """A chunk is in. Returns the credit on top; the next push begins with what has grown."""
-        more = upload.acknowledged(is_calm=is_calm)
+    def acknowledged(self, upload: Upload, index: int, *, is_calm: bool) -> tuple[int, int]:
+        """A chunk is in. Returns its lane and the credit on top; the next push begins with what has
+        grown."""
+        lane, more = upload.acknowledged(index, is_calm=is_calm)
         if more:
-            self.window = upload.window
-        return more
+            self.window = upload.windows[lane].window
+        return lane, more
 
     def void(self, fragment: int, push_id: int) -> bool:
         upload = self.under_way(fragment, push_id)

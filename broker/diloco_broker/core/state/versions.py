@@ -13,6 +13,7 @@ no more than `OLD_VERSIONS_KEPT` old versions, others that are behind are moved 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,25 +45,54 @@ TAGS_SAVED = 128
 MAX_OBSERVERS = 256
 
 
+# The lane of chunks that belong to none which is bound.
+NO_LANE = -1
+
+
+def lane_credit(lanes: int) -> int:
+    """Chunks that a worker may have on their way on each of so many connections."""
+    return max(4, MAX_READER_CREDIT // lanes)
+
+
 @dataclass
 class Download:
-    """One reader at one version of one fragment. `ready` are the chunks that can be sent now."""
+    """One reader at one version of one fragment."""
 
     version: VersionId
-    ready: deque[int]
     left: int  # chunks not sent yet, ready or not
+    # By lane, the chunks that can be sent now.
+    ready: dict[int, deque[int]] = field(default_factory=dict)
+
+    def is_ready(self, lane: int, index: int) -> None:
+        """This chunk can be sent on this lane."""
+        self.ready.setdefault(lane, deque()).append(index)
+
+
+@dataclass
+class Outlet:
+    """One connection of a reader: how many chunks it takes now."""
+
+    route: effects.Route
+    credit: int = 0
 
 
 @dataclass
 class Reader:
-    """One connection that takes chunks. `announce` is where its `released` goes."""
+    """Somebody who takes chunks. `announce` is where its `released` goes.
 
-    route: effects.Route
+    A worker of several processes takes them on several connections, its *lanes*, each of which has a
+    share of the chunks. All others have lane 0 alone, which has all of them.
+    """
+
+    route: effects.Route  # of lane 0
     announce: effects.Route
     account: Account
     joined: bool
     heard_at: float  # when it last asked for something
-    credit: int = 0
+    lanes: dict[int, Outlet] = field(default_factory=dict)
+    lane_map: list[list[int]] | None = (
+        None  # by fragment, the lane of each chunk; None: it is lane 0
+    )
     probed_at: float = 0.0
     downloads: dict[int, Download] = field(default_factory=dict)  # by fragment
     waiting: dict[int, int] = field(default_factory=dict)  # fragment -> counter that it has
@@ -70,8 +100,35 @@ class Reader:
     def has_stopped(self, now: float) -> bool:
         """It does not go on with a version that it has begun."""
         within = WORKER_GOES_ON_WITHIN_S if self.joined else OBSERVER_GOES_ON_WITHIN_S
-        lacks_credit = not self.credit and any(each.ready for each in self.downloads.values())
+        lacks_credit = any(
+            each.ready.get(lane)
+            for lane, outlet in self.lanes.items()
+            if not outlet.credit
+            for each in self.downloads.values()
+        )
         return lacks_credit and now - self.heard_at > within
+
+    @property
+    def credit(self) -> int:
+        """Chunks that it takes now, on all its connections."""
+        return sum(outlet.credit for outlet in self.lanes.values())
+
+    def lane_of(self, fragment: int, index: int) -> int:
+        """The lane of a chunk; `NO_LANE` while it is not bound."""
+        return 0 if self.lane_map is None else self.lane_map[fragment][index]
+
+    def give(self, fragment: int, lane: int, share: Bitmap) -> None:
+        """These chunks come on this lane, but for those that another has already."""
+        assert self.lane_map is not None
+        owners = self.lane_map[fragment]
+        for index in share:
+            if owners[index] == NO_LANE:
+                owners[index] = lane
+        download = self.downloads.get(fragment)
+        waiting = download.ready.pop(NO_LANE, ()) if download is not None else ()
+        for index in waiting:
+            assert download is not None
+            download.is_ready(owners[index], index)
 
 
 @dataclass(frozen=True)
@@ -191,7 +248,7 @@ class VersionStore:
         for reader in self.readers.values():
             after = reader.waiting.get(fragment)
             if after is not None and after < version.counter:
-                reader.downloads[fragment] = Download(version, deque(), chunks)
+                reader.downloads[fragment] = Download(version, chunks)
 
     def install(self, fragment: int, whole: WholeVersion) -> None:
         """This version is the first one of its fragment."""
@@ -216,7 +273,7 @@ class VersionStore:
         for reader in self.readers.values():
             download = reader.downloads.get(fragment)
             if download is not None and download.version == in_progress.version:
-                download.ready.append(index)
+                download.is_ready(reader.lane_of(fragment, index), index)
                 yield from self.pump(reader)
 
     def release(self, fragment: int, record: FragmentRecord) -> effects.Effects:
@@ -250,21 +307,45 @@ class VersionStore:
         """The reader on a connection, made if it is new; the account is that of one that has joined."""
         if route not in self.readers:
             joined = account is not None
-            self.readers[route] = Reader(route, announce, account or Account(), joined, now)
+            made = Reader(route, announce, account or Account(), joined, now)
+            made.lanes[0] = Outlet(route)
+            self.readers[route] = made
         return self.readers[route]
 
-    def add_credit(self, reader: Reader, chunks: int, now: float) -> effects.Effects:
-        most = MAX_READER_CREDIT if reader.joined else MAX_OBSERVER_CREDIT
-        reader.credit = min(reader.credit + max(0, chunks), most)
+    def add_credit(
+        self, reader: Reader, chunks: int, now: float, lane: int = 0, lanes: int = 1
+    ) -> effects.Effects:
+        """A reader can take more on one of its `lanes`."""
+        most = lane_credit(lanes) if reader.joined else MAX_OBSERVER_CREDIT
+        outlet = reader.lanes[lane]
+        outlet.credit = min(outlet.credit + max(0, chunks), most)
         reader.heard_at = now
         yield from self.pump(reader)
+
+    def bind(
+        self, reader: Reader, lane: int, route: effects.Route, shares: Sequence[Bitmap]
+    ) -> None:
+        """A lane of a worker of several processes: what it takes comes on this connection."""
+        if reader.lane_map is None:
+            reader.lane_map = [[NO_LANE] * each.layout.chunks for each in self.fragments]
+        reader.lanes[lane] = Outlet(route)
+        for fragment, share in enumerate(shares):
+            reader.give(fragment, lane, share)
 
     def given_up(self, now: float) -> list[Reader]:
         """Those that have begun with a version, have had what they had credit for, and ask no more."""
         return [reader for reader in self.readers.values() if reader.has_stopped(now)]
 
     def forget(self, route: effects.Route | None) -> None:
-        if route is not None and self.readers.pop(route, None) is not None:
+        """Whoever reads on this connection does so no more, nor on any other of its own."""
+        found = [
+            each.route
+            for each in self.readers.values()
+            if route is not None and any(outlet.route == route for outlet in each.lanes.values())
+        ]
+        for each in found:
+            del self.readers[each]
+        if found:
             self._sweep()
 
     @property
@@ -292,24 +373,27 @@ class VersionStore:
         in_progress = versions.in_progress
         if in_progress is not None and in_progress.version.counter > after:
             have = have_of(in_progress.version)
-            ready = deque(
-                i for i, wire in enumerate(in_progress.wires) if wire is not None and i not in have
-            )
-            reader.downloads[fragment] = Download(in_progress.version, ready, chunks - len(have))
+            download = Download(in_progress.version, chunks - len(have))
+            reader.downloads[fragment] = download
+            for index, wire in enumerate(in_progress.wires):
+                if wire is not None and index not in have:
+                    download.is_ready(reader.lane_of(fragment, index), index)
             yield from self.pump(reader)
 
     def pump(self, reader: Reader) -> effects.Effects:
         """Send what is ready while there is credit."""
         for fragment, download in list(reader.downloads.items()):
             wires = self._wires(fragment, download.version)
-            while reader.credit > 0 and download.ready:
-                index = download.ready.popleft()
-                reader.credit -= 1
-                download.left -= 1
-                reader.account.bytes_down += wires[index].nbytes
-                self.bytes_down += wires[index].nbytes
-                message = Chunk(fragment, index, version=download.version)
-                yield effects.Send(reader.route, message, wires[index])
+            for lane, outlet in reader.lanes.items():
+                ready = download.ready.get(lane)
+                while ready and outlet.credit > 0:
+                    index = ready.popleft()
+                    outlet.credit -= 1
+                    download.left -= 1
+                    reader.account.bytes_down += wires[index].nbytes
+                    self.bytes_down += wires[index].nbytes
+                    message = Chunk(fragment, index, version=download.version)
+                    yield effects.Send(outlet.route, message, wires[index])
             if not download.left:
                 del reader.downloads[fragment]
                 self._sweep()
@@ -318,8 +402,10 @@ class VersionStore:
         versions = self[fragment]
         assert versions.version is not None
         reader.waiting.pop(fragment, None)
-        missing = deque(have.missing())
-        reader.downloads[fragment] = Download(versions.version, missing, len(missing))
+        missing = list(have.missing())
+        download = reader.downloads[fragment] = Download(versions.version, len(missing))
+        for index in missing:
+            download.is_ready(reader.lane_of(fragment, index), index)
         yield effects.Send(reader.announce, self._released(fragment, reader))
         yield from self.pump(reader)
 
@@ -368,9 +454,12 @@ class VersionStore:
     def check_invariants(self) -> None:
         """Raise AssertionError when a reader is at a version that does not exist; for tests."""
         for reader in self.readers.values():
-            assert reader.credit >= 0
+            assert all(outlet.credit >= 0 for outlet in reader.lanes.values())
             assert all(len(each.old) <= OLD_VERSIONS_KEPT for each in self.fragments)
             for fragment, download in reader.downloads.items():
                 wires = self._wires(fragment, download.version)
-                assert all(wires[index] is not None for index in download.ready)
-                assert len(download.ready) <= download.left
+                ready = [index for each in download.ready.values() for index in each]
+                assert all(wires[index] is not None for index in ready)
+                assert len(ready) <= download.left
+                for lane, queue in download.ready.items():
+                    assert all(reader.lane_of(fragment, index) == lane for index in queue)

@@ -1,8 +1,8 @@
 """The processes of one worker, and what they say to each other.
 
-All of it goes over a gloo group of their own, on the CPU: it neither waits for nor holds up what training
-sends. Every method is a collective: all processes call the same ones in the same order. What breaks
-is told as `GroupBroken` at each of those that are left.
+All of it goes over a gloo group of their own, on the CPU: it neither waits for nor holds up what
+training sends. Every method is a collective: all processes call the same ones in the same order. What
+breaks is told as `GroupBroken` at each of those that are left.
 """
 
 from __future__ import annotations

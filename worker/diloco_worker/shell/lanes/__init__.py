@@ -1,1 +1,1 @@
-"""The connections between the processes of one worker, and those of its other processes to the broker."""
+"""Connections between the processes of one worker, and of those that do not lead to the broker."""

@@ -122,7 +122,8 @@ class LeadingDriver(Driver):
         try:
             match effect:
                 case effects.CheckModel():
-                    return self._check_model()
+                    self._check_model()
+                    return None
                 case effects.Freeze(push):
                     self.ranks.broadcast([orders.FREEZE, push.fragment, push.wire_dtype])
                 case effects.KeepAnchor(fragment):

@@ -131,6 +131,9 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
             f"{MAX_EXTRA_LENGTH}; send less.",
         )
     room.check_number(state, join)
+    if not 1 <= join.processes <= messages.MOST_PROCESSES:
+        text = f"A worker has 1 to {messages.MOST_PROCESSES} processes, this one {join.processes}."
+        raise ProtocolError(Code.BAD_HEADER, text)
     unsound = [version for version in join.versions if version and not donation.is_sound(version)]
     if unsound:
         text = f"The worker says that it holds {unsound[0]!r:.200}, which cannot name a version."

@@ -20,7 +20,7 @@ from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_updates import AsyncUpdate
 from diloco_broker.core.state.update import Phase
-from diloco_broker.core.state.uploads import Upload
+from diloco_broker.core.state.uploads import Upload, Window
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Push
 
@@ -85,7 +85,7 @@ def _hand_out_slots(state: RunState) -> Effects:
             member.take_deferred(fragment)
             text = _too_old(state, worker_id, push)
             if text is not None:
-                member.uploads.begin(Upload(push))
+                member.uploads.begin(Upload(push, (Window(),) * member.processes))
                 key = (worker_id, push.push_id)
                 yield from grants.refuse(state, fragment, key, Code.STALE, text)
             elif state.standing(member, push).is_full:

@@ -1,0 +1,181 @@
+"""What the model of a worker of several processes consists of: all of them say what they have.
+
+The manifest is that of the whole model, as one process would have it, so that workers of any kind can be
+in the same run. All processes come to the same one, or raise the same UsageError.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
+from diloco_protocol.manifest import summarise
+from diloco_protocol.tensors.codecs import as_bytes
+from diloco_worker.model.model_manifest import require_sound
+from diloco_worker.model.spread.blocks import Block, block_of, local
+from diloco_worker.model.spread.ranks import Ranks
+
+# Elements of a tensor that are looked at in one go.
+PIECE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all processes know alike."""
+
+    manifest: Manifest  # of the whole model
+    blocks: Mapping[str, tuple[Block | None, ...]]  # by name, what each process has of it
+    # By name, under which names this process has the tensor: of tied ones several may be.
+    names: Mapping[str, tuple[str, ...]]
+
+
+def agree(
+    ranks: Ranks,
+    mine: Manifest,
+    live: Mapping[str, Tensor],
+    tied: Sequence[Sequence[str]] = (),
+) -> Agreement:
+    """Tell what this process has, and hear what the others have.
+
+    Args:
+        mine: of this process's modules, with the shapes of whole tensors.
+        tied: groups of names that stand for one tensor, though they may be on several processes.
+
+    Raises:
+        UsageError: parts are missing, or differ; at all of them.
+    """
+    said = ranks.agreed(lambda: [_said(entry, live[entry.name]) for entry in mine.entries])
+    told = ranks.gather(said)
+    first = {name: group[0] for group in tied for name in group}
+    problems: list[str] = _unknown_ties(tied, told)
+    entries: dict[str, TensorEntry] = {}
+    blocks: dict[str, list[Block | None]] = {}
+    sums: dict[str, dict[Block, set[int]]] = {}
+    names: dict[str, list[str]] = {}
+    for rank, each in enumerate(told):
+        for own, shape, dtype, kind, aliases, offset, size, checksum in each:
+            name = first.get(own, own)
+            block = Block(shape, offset, size)
+            entry = TensorEntry(name, shape, dtype, Kind(kind), ())
+            known = entries.setdefault(name, entry)
+            if (known.shape, known.dtype) != (shape, dtype):
+                problems.append(f"{name} is {known} in one process and {entry} in process {rank}")
+                continue
+            entries[name] = _merged(known, entry, name, (own, *aliases))
+            found = blocks.setdefault(name, [None] * ranks.count)
+            if found[rank] is None or found[rank] == block:
+                found[rank] = block
+            else:
+                problems.append(f"{name} has two parts in process {rank}")
+            if checksum is not None:
+                sums.setdefault(name, {}).setdefault(block, set()).add(checksum)
+            if rank == ranks.rank:
+                names.setdefault(name, []).append(own)
+    problems += _gaps(entries, blocks)
+    problems += [
+        f"{name} has other values in some processes than in others"
+        for name, of in sums.items()
+        if any(len(each) > 1 for each in of.values())
+    ]
+    if problems:
+        raise UsageError(
+            f"The processes of this worker do not have one model together: {summarise(problems)}. "
+            "Give each part its name in the whole model, begin with the same values (the same seed "
+            "or checkpoint), and name tensors that several parts share in tied=."
+        )
+    manifest = Manifest(tuple(entries[name] for name in _in_order(told, first)))
+    require_sound(manifest)
+    return Agreement(
+        manifest,
+        {name: tuple(found) for name, found in blocks.items()},
+        {name: tuple(found) for name, found in names.items()},
+    )
+
+
+def _said(entry: TensorEntry, tensor: Tensor) -> list[Any]:
+    block, values = block_of(entry.name, tensor), local(tensor)
+    # What is trained must begin alike; buffers are those of the first process.
+    checksum = _checksum(values) if entry.kind is Kind.TRAINABLE and block.elements else None
+    kind, shape = entry.kind.value, list(entry.shape)
+    aliases = list(entry.aliases)
+    return [entry.name, shape, entry.dtype, kind, aliases, block.offset, block.size, checksum]
+
+
+def _checksum(values: Tensor) -> int:
+    flat, total = values.reshape(-1), 0
+    for at in range(0, flat.numel(), PIECE_ELEMENTS):
+        total = zlib.crc32(as_bytes(flat[at : at + PIECE_ELEMENTS].cpu().contiguous()), total)
+    return total
+
+
+def _merged(
+    known: TensorEntry, entry: TensorEntry, name: str, others: Sequence[str]
+) -> TensorEntry:
+    """An entry of which two processes tell."""
+    aliases = [*known.aliases, *(each for each in others if each != name)]
+    kinds = {known.kind, entry.kind}
+    if Kind.TRAINABLE in kinds:
+        kind = Kind.TRAINABLE  # of tied parameters one may be frozen
+    else:
+        kind = Kind.FROZEN if Kind.FROZEN in kinds else Kind.BUFFER
+    return TensorEntry(name, known.shape, known.dtype, kind, tuple(dict.fromkeys(aliases)))
+
+
+def _unknown_ties(tied: Sequence[Sequence[str]], told: Sequence[Any]) -> list[str]:
+    known = {
+        name for each in told for own, *_, aliases, _, _, _ in each for name in (own, *aliases)
+    }
+    return [
+        f"{name}, named in tied=, is in no process" for g in tied for name in g if name not in known
+    ]
+
+
+def _gaps(
+    entries: Mapping[str, TensorEntry], blocks: Mapping[str, Sequence[Block | None]]
+) -> list[str]:
+    """Tensors that the processes have not whole together, or of which parts overlap."""
+    problems = []
+    for name, found in blocks.items():
+        parts = [b for b in dict.fromkeys(found) if b is not None and b.elements]
+        if any(a.meets(b) for i, a in enumerate(parts) for b in parts[:i]):
+            problems.append(f"{name} has parts that overlap")
+        elif sum(part.elements for part in parts) != entries[name].elements:
+            problems.append(f"{name} lacks a part")
+    return problems
+
+
+def _in_order(told: Sequence[Any], first: Mapping[str, str]) -> list[str]:
+    """All names in the order of the whole model.
+
+    Each process has its own in order, and the stages of a pipeline follow each other. Where stages take
+    turns, the blocks of a list (layers.0, layers.2 | layers.1, layers.3) are put in order by number.
+    """
+    each = [tuple(dict.fromkeys(first.get(own, own) for own, *_ in said)) for said in told]
+    names = list(dict.fromkeys(name for own in each for name in own))
+    if len(set(each)) == 1:
+        return names
+    places: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        if (found := _NUMBERED.match(name)) is not None:
+            places.setdefault(found.group(1), []).append(at)
+    ordered = list(names)
+    for of_a_list in places.values():
+        by_number = sorted((names[at] for at in of_a_list), key=_number)
+        for at, name in zip(of_a_list, by_number, strict=True):
+            ordered[at] = name
+    return ordered
+
+
+_NUMBERED = re.compile(r"((?:[^.]*\D[^.]*\.)*?)(\d+)(?:\.|$)")
+
+
+def _number(name: str) -> int:
+    found = _NUMBERED.match(name)
+    assert found is not None
+    return int(found.group(2))

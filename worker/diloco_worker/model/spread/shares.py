@@ -1,0 +1,126 @@
+"""Which process of a worker owns which chunks, and its chunks as a layout of their own. Pure.
+
+A process sends and takes the chunks that it owns, and keeps vectors of nothing else. It owns those of
+which it has most, so that little is exchanged within the worker; and no more than its part of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from diloco_protocol import Segment
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place
+from diloco_worker.model.spread.blocks import Block
+
+Blocks = Mapping[str, Sequence[Block | None]]  # by name, what each process has of a tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a chunk has of a tensor: its flat elements [start, stop)."""
+
+    name: str
+    start: int
+    stop: int
+    chunk: int
+    place: Place = field(compare=False)  # in the share of the chunk's owner
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's tensor."""
+        found = getattr(torch, self.place.entry.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+
+def owners_of(layout: FragmentLayout, blocks: Blocks, count: int) -> tuple[int, ...]:
+    """The process that owns each chunk of a fragment."""
+    held = _held(layout, blocks, count)
+    chunks = [span.index for span in layout.spans if span.segment is Segment.PARAMETERS]
+    owners = [0] * layout.chunks
+    room = [-(-len(chunks) // count)] * count
+    # Those of which one process has much more than others come first; of equals in order.
+    for position, index in sorted(
+        enumerate(chunks), key=lambda each: (-_lead(held[each[1]]), each[1])
+    ):
+        even = position * count // len(chunks)
+        best = max(
+            (rank for rank in range(count) if room[rank]),
+            key=lambda rank: (held[index][rank], rank == even, room[rank], -rank),
+        )
+        owners[index] = best
+        room[best] -= 1
+    for span in layout.spans:
+        if span.segment is not Segment.PARAMETERS:
+            # Small, and where each process has values of its own those of the first are the worker's.
+            most = max(held[span.index])
+            owners[span.index] = held[span.index].index(most)
+    return tuple(owners)
+
+
+def _lead(held: Sequence[int]) -> int:
+    """How much more the first has than the next; 0 where several have the same."""
+    ordered = sorted(held, reverse=True)
+    return ordered[0] - ordered[1] if len(ordered) > 1 else 0
+
+
+def _held(layout: FragmentLayout, blocks: Blocks, count: int) -> list[list[int]]:
+    """Of each chunk, how many elements each process has."""
+    held = [[0] * count for _ in layout.spans]
+    for span, place, low, high in overlaps(layout):
+        for rank, block in enumerate(blocks[place.entry.name]):
+            if block is not None:
+                held[span.index][rank] += block.before(high) - block.before(low)
+    return held
+
+
+def overlaps(layout: FragmentLayout) -> Iterator[tuple[ChunkSpan, Place, int, int]]:
+    """Of each chunk, in order, the tensors that it has elements of: [low, high) of the tensor's own."""
+    for segment in Segment:
+        places = deque(p for p in layout.places if p.segment is segment and p.start < p.stop)
+        for span in layout.spans:
+            if span.segment is not segment:
+                continue
+            while places and places[0].stop <= span.start:
+                places.popleft()
+            for place in places:
+                if place.start >= span.stop:
+                    break
+                start, stop = max(place.start, span.start), min(place.stop, span.stop)
+                yield span, place, start - place.start, stop - place.start
+
+
+def share_of(
+    layout: FragmentLayout, owners: Sequence[int], rank: int
+) -> tuple[FragmentLayout, tuple[Piece, ...]]:
+    """The chunks of one process as a layout of their own, and what tensors they have pieces of.
+
+    Spans are numbered from 0 on. A place is a piece of a tensor, of one dimension and named
+    NAME[start:stop].
+    """
+    lengths = dict.fromkeys(Segment, 0)
+    spans: list[ChunkSpan] = []
+    pieces: list[Piece] = []
+    bases: dict[int, int] = {}
+    for span in layout.spans:
+        if owners[span.index] == rank:
+            base = bases[span.index] = lengths[span.segment]
+            spans.append(ChunkSpan(len(spans), span.segment, base, base + span.elements))
+            lengths[span.segment] = base + span.elements
+    for span, place, low, high in overlaps(layout):
+        if owners[span.index] == rank:
+            entry = replace(
+                place.entry,
+                name=f"{place.entry.name}[{low}:{high}]",
+                shape=(high - low,),
+                aliases=(),
+            )
+            at = bases[span.index] + place.start + low - span.start
+            made = Place(entry, span.segment, at, at + high - low)
+            pieces.append(Piece(place.entry.name, low, high, span.index, made))
+    places = tuple(piece.place for piece in pieces)
+    return FragmentLayout(layout.fragment, places, tuple(spans), lengths), tuple(pieces)

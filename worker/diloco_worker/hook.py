@@ -19,42 +19,43 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.messages import Heartbeat, Progress
-from diloco_worker.core.events import BeatNow, Resume
+from diloco_worker.core.events import BeatNow
 from diloco_worker.core.sync import boundary
 from diloco_worker.core.sync.effects import Steps
 from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.patience import Patience
 from diloco_worker.core.sync.state import SyncState
-from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
+from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
+from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
-from diloco_worker.training.driver import DRIVERS, Driver
+from diloco_worker.training.driver import Driver
 from diloco_worker.training.global_view import in_the_model
+from diloco_worker.training.group.beginning import begin_together, same_settings
+from diloco_worker.training.group.following import Follower
+from diloco_worker.training.group.leading import LeadingDriver
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.saved_state import Saved
 from diloco_worker.training.shard import shard
+from diloco_worker.training.stay import Stay
 from diloco_worker.training.unit_line import UnitLine
 
 logger = logging.getLogger("diloco.worker")
 
-# Seconds of waiting before the first word about it at joining.
-FIRST_WORD_S = 2.0
 # Seconds that the last message to the broker may take.
 LINK_PATIENCE_S = 5.0
 # Of a warning in a heartbeat; whole, it is in the worker's log.
@@ -89,16 +90,19 @@ class DiLoCoWorker:
             longer. Default 600.
         keys: the key file that `diloco-broker keygen` made for this worker. Its name is the default of
             worker_id, and the only one that a broker with keys takes.
-        process_group: not in this release.
+        process_group: the processes that are one worker together: "world", a
+            `torch.distributed.ProcessGroup` or a DeviceMesh. All of them make it, and call the same
+            methods at the same steps; see worker/GROUPS.md.
+        tied: with a process_group, groups of names of one tensor that several parts of a pipeline have.
         extra: a small dict, shown in displays.
         pin_memory: False leaves memory of the host unpinned that a CUDA device is copied to or from.
         keep_global_on: "cuda" keeps the global parameters, fp32, on the model's device instead of "cpu".
         handle_signals: False leaves SIGTERM alone; see `signals` for what becomes of it otherwise.
         audit: a file that gets a JSON line for each push; see `audit`.
 
-    Each keyword except `process_group` has a variable DILOCO_<KEYWORD> behind it. None means: what the
-    variable says, else what the broker says. A value that differs from the broker's is refused, except
-    where the list says otherwise.
+    Each keyword but `process_group` and `tied` has a variable DILOCO_<KEYWORD> behind it. None means:
+    what the variable says, else what the broker says. A value that differs from the broker's is
+    refused, except where the list says otherwise.
 
     Raises:
         UsageError: a value that cannot work, or a model that cannot be exchanged.
@@ -122,35 +126,41 @@ class DiLoCoWorker:
         timeout: float | None = None,
         keys: str | Path | None = None,
         process_group: object | None = None,
+        tied: Sequence[Sequence[str]] = (),
         extra: Mapping[str, Any] | None = None,
         pin_memory: bool | None = None,
         keep_global_on: str | None = None,
         handle_signals: bool | None = None,
         audit: str | Path | None = None,
     ) -> None:
-        if process_group is not None:
-            raise UsageError(
-                "process_group is set, but this release has no workers of several processes; "
-                "leave it out and give each process a DiLoCoWorker of its own."
-            )
         self._settings: settings.Settings = settings.resolve(
             locals()
         )  # its fields have the names of arguments
         self._keys, chosen_id = None, self._settings.worker_id
         if self._settings.server is not None:
             self._keys, chosen_id = settings.worker_keys(self._settings.keys, chosen_id)
+        ranks = self._ranks = None if process_group is None else Ranks(group_of(process_group))
+        if ranks is not None:
+            chosen_id = same_settings(ranks, self._settings, chosen_id)
         self._chosen_id = chosen_id
         self.worker_id: str = chosen_id or settings.default_worker_id()
+        if ranks is not None:
+            self.worker_id = ranks.broadcast(self.worker_id)
         model, counted = start.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
+        # In a process that does not lead these are what stands in their place: see `training.group`.
         self._link: Link | None = None
         self._model = model
         if self._settings.server is not None:
             start.check_free(model)
-            self._tensors = ModelTensors.of_module(model)
+            if ranks is None:
+                self._tensors = ModelTensors.of_module(model)
+            else:
+                self._tensors = SpreadTensors.of_group(model, ranks, tied)
             self._tensors.may_pin = self._settings.pin_memory is not False
         self._driver: Driver | None = None
+        self._group: LeadingDriver | Follower | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
         self._audit: PushLog | None = None
@@ -208,58 +218,43 @@ class DiLoCoWorker:
 
     def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
         start.occupy(self._model, self, self.worker_id)
-        own, resumption = self._settings, self._resumption
+        own, ranks = self._settings, self._ranks
         check_values(tensors)
-        placement = Placement.of(tensors.devices, own.pin_memory, own.keep_global_on)
-        if resumption is not None:
-            resumption.check_model(tensors)
-        audit = self._audit = PushLog(own.audit, self.worker_id)
-        session = start.new_session(
-            self.worker_id,
-            tensors.manifest,
-            wants=own.wants,
-            heartbeat_interval=own.heartbeat_interval,
-            extra=own.extra,
-            has_frozen=True,
-        )
-        if resumption is not None:
-            session.handle(Resume(resumption.terms, resumption.held), self._clock())
-        self._link = link = Link(
-            server,
-            session,
-            capture=tensors.capture,
-            tag_of=partial(frozen_tag, tensors),
-            pinned=placement.is_pinned,
-            states=resumption.states if resumption is not None else None,
-            welcomed=audit.joined,
-            keys=self._keys,
-        )
-        self.units.link = link
-        self._publish(waiting=True)
-        link.start()
-        if own.handle_signals is not False:
-            self._termination.install()
-        start.await_model(link, Patience(self._clock, first=FIRST_WORD_S))
-        self._driver = DRIVERS.get(server, Driver)(
+        if self._resumption is not None:
+            self._resumption.check_model(tensors)
+        leads = ranks is None or ranks.leads
+        self._audit = PushLog(own.audit if leads else None, self.worker_id)
+        stay = Stay(
+            server=server,
             worker_id=self.worker_id,
             tensors=tensors,
-            link=link,
             settings=own,
+            resumption=self._resumption,
+            keys=self._keys,
+            placement=Placement.of(tensors.devices, own.pin_memory, own.keep_global_on),
+            audit=self._audit,
+            termination=self._termination,
             reports=self._reports,
             metrics=self._counters,
             publish=self._publish,
-            audit=audit,
-            termination=self._termination,
             clock=self._clock,
-            placement=placement,
             step=self._step,
             cycle_start=self._cycle_start,
-            resumption=None if link.has_forgotten else resumption,
+            opened=self._opened,
         )
+        if ranks is None:
+            self._driver = stay.begin()
+        else:
+            self._group = begin_together(stay, ranks)
+            self._driver = cast(Driver, self._group)
         self._resumption = self._carried = None
         self._steps.start()
         self._pace.resume(self._clock())
         return self
+
+    def _opened(self, link: object) -> None:
+        self._link = self.units.link = cast(Link, link)
+        self._publish(waiting=True)
 
     def _release(
         self, reason: str, patience: float = LINK_PATIENCE_S, *, trained: bool = False
@@ -335,7 +330,11 @@ class DiLoCoWorker:
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
         others reach theirs when they do, so this may wait up to a whole round (with fragments P).
         """
-        if self._driver is None or self._link is None or self._link.has_ended:
+        if (
+            self._driver is None
+            or self._link is None
+            or (self._ranks is None and self._link.has_ended)
+        ):
             return False
         return self._between_steps(boundary.force)
 
@@ -348,7 +347,7 @@ class DiLoCoWorker:
         """
         if self._driver is None or self._link is None:
             return False
-        if self._link.has_ended:
+        if self._ranks is None and self._link.has_ended:
             logger.warning("load_global() came after the worker has left; the model is as it was.")
             return False
         return self._between_steps(boundary.load)
@@ -383,6 +382,8 @@ class DiLoCoWorker:
         """
         self._termination.is_watched = True
         self._termination.tell()
+        if self._group is not None:
+            return self._group.agreed.stop_reason  # the same at all processes
         return self._termination.reason or (self._link.stopping if self._link else None)
 
     @property
@@ -557,6 +558,8 @@ class DiLoCoWorker:
         try:
             with self._termination.held():
                 return action()
+        except GroupBroken:
+            raise
         except Exception as error:
             logger.exception("Synchronising failed; training goes on, next attempt in a round.")
             if self._driver is not None:

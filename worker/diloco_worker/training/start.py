@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -142,6 +142,7 @@ def new_session(
     heartbeat_interval: float | None = None,
     extra: Mapping[str, Any] | None = None,
     has_frozen: bool = False,
+    processes: int = 1,
 ) -> Session:
     """A session of a worker in this process; the arguments are those of `Join` and `Session`."""
     join = Join(
@@ -151,24 +152,37 @@ def new_session(
         host=socket.gethostname(),
         pid=os.getpid(),
         extra=dict(extra or {}),
+        processes=processes,
     )
     return Session(join, lambda: secrets.randbits(64), heartbeat_interval, has_frozen=has_frozen)
 
 
-def await_model(link: Link, patience: Patience) -> None:
+def await_model(
+    link: Link,
+    patience: Patience,
+    *,
+    only_terms: bool = False,
+    tick: Callable[[], object] = lambda: None,
+) -> None:
     """Wait until every fragment has arrived at the link, for as long as it takes, and say so.
+
+    Args:
+        only_terms: the terms of the run are enough.
+        tick: called again and again while nothing has come.
 
     Raises Refused where the broker does not take this worker, Unreachable where the link has ended.
     """
 
     def settled() -> bool:
-        if link.layout is None or link.refused_for_good:
-            return link.refused_for_good
+        if link.layout is None or link.refused_for_good or only_terms:
+            has_terms = link.layout is not None and link.phase is Phase.JOINED
+            return link.refused_for_good or (only_terms and has_terms)
         arrivals = [link.arrivals.get(p.fragment) for p in link.layout.all if p.chunks]
         # What came before the connection broke may be of a run that the broker has lost since.
         return all(arrivals) and len({each.version.run for each in arrivals if each}) == 1
 
     while not link.wait_for(settled, patience.pause()):
+        tick()
         if link.has_ended:
             raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
         if not patience.is_due():

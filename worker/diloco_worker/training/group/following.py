@@ -16,6 +16,7 @@ from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
 from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker.core import events
 from diloco_worker.core.compatibility import Terms
+from diloco_worker.core.sync.patience import HASTY_S
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
@@ -27,15 +28,21 @@ from diloco_worker.training.group.leading import others_of
 from diloco_worker.training.group.orders import Agreed
 from diloco_worker.training.reports import Reports
 from diloco_worker.training.resumption import Resumption
+from diloco_worker.training.settings import Settings
 
 logger = logging.getLogger("diloco.worker")
+
+# Seconds that the leader may take to leave, besides those that it waits for what is in flight.
+LEADER_LEAVES_WITHIN_S = 10.0
 
 
 class LaneLink:
     """What the link of the leader knows, as far as it was told here at the last step."""
 
-    def __init__(self, lane: LaneThread, terms: Terms, shard: tuple[int, int] | None) -> None:
-        self.lane, self.terms, self.shard = lane, terms, shard
+    def __init__(self, lane: LaneThread) -> None:
+        self.lane = lane
+        self.terms: Terms | None = None  # until the leader tells
+        self.shard: tuple[int, int] | None = None
         self.agreed = Agreed()
         self.progress: Heartbeat | None = None  # nobody asks
         self.bytes_up = self.bytes_down = self.retries = self.reconnections = 0
@@ -44,12 +51,12 @@ class LaneLink:
         self.results: dict[int, Any] = {}
 
     @property
-    def config(self) -> RunConfig:
-        return self.terms.config
+    def config(self) -> RunConfig | None:
+        return self.terms.config if self.terms else None
 
     @property
-    def layout(self) -> ModelLayout:
-        return self.terms.layout
+    def layout(self) -> ModelLayout | None:
+        return self.terms.layout if self.terms else None
 
     @property
     def stopping(self) -> str | None:
@@ -124,6 +131,7 @@ class Follower:
     ranks: Ranks
     tensors: SpreadTensors
     link: LaneLink
+    settings: Settings
     reports: Reports
     metrics: Any  # SyncMetrics, set as the leader tells
     termination: Termination
@@ -161,6 +169,8 @@ class Follower:
 
     def leave(self, *, hasty: bool) -> None:
         """The leader waits for what is in flight; some of it goes over the connection of this one."""
+        patience = HASTY_S if hasty else self.settings.timeout
+        self.link.lane.wait_for_the_end(patience + LEADER_LEAVES_WITHIN_S)
 
     def saved(self) -> Any:
         raise NotImplementedError
@@ -200,7 +210,7 @@ class Follower:
                 raise GroupBroken(rest[0])
             case orders.FROZEN:
                 if rest[0] is not None:
-                    frozen = self.link.layout.frozen.fragment
+                    frozen = self._terms.layout.frozen.fragment
                     self.tensors.put(self._values(frozen, rest[0]))
             case orders.PUT:
                 values = [self._values(number, each) for number, each in enumerate(rest[0])]
@@ -233,6 +243,11 @@ class Follower:
             case _:
                 raise GroupBroken(f"The leader asks for {name!r}, which is unknown here.")
 
+    @property
+    def _terms(self) -> Terms:
+        assert self.link.terms is not None
+        return self.link.terms
+
     def _values(self, fragment: int, version: Any) -> FlatState:
         return self.link.lane.take(fragment, VersionId.from_plain(version))
 
@@ -252,11 +267,11 @@ class Follower:
             FragmentSync(
                 self.tensors.share_of(part),
                 self.tensors,
-                self.link.config,
+                self._terms.config,
                 base=each,
                 delta=None,
                 set_base=self.link.lane.buffers.set_base,
                 kept_on=torch.device("cpu"),
             )
-            for part, each in zip(self.link.layout.fragments, values, strict=True)
+            for part, each in zip(self._terms.layout.fragments, values, strict=True)
         ]

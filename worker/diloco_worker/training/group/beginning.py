@@ -1,0 +1,196 @@
+"""How a worker of several processes begins: they meet, agree on the model, and join as one.
+
+Every process does the same steps in the same order; what only the leader knows, it tells. One that fails
+fails for all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from diloco_protocol import RunConfig, UsageError
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.version import digest_of, tag_of
+from diloco_worker.core.compatibility import Terms, cut
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.spread.ranks import GroupBroken, Ranks
+from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from diloco_worker.shell.lanes.hub import Hub
+from diloco_worker.shell.lanes.lane import LaneThread
+from diloco_worker.shell.lanes.lane_buffers import LaneBuffers, numbers_of
+from diloco_worker.shell.lanes.words import Meeting
+from diloco_worker.training import start
+from diloco_worker.training.group import orders
+from diloco_worker.training.group.following import Follower, LaneLink
+from diloco_worker.training.group.leading import LeadingDriver
+from diloco_worker.training.settings import Settings
+from diloco_worker.training.stay import Stay
+
+
+def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> str | None:
+    """See that all processes ask for the same. Returns the id that the leader has chosen.
+
+    Raises:
+        UsageError: they do not; at all of them.
+    """
+    asked = {"server": settings.server, "dylu": settings.dylu, **settings.wants}
+    told = ranks.gather([asked, chosen_id])
+    for rank, (theirs, _) in enumerate(told):
+        for name in sorted({*theirs, *told[0][0]}):
+            ours, other = told[0][0].get(name), theirs.get(name)
+            if ours != other:
+                raise UsageError(
+                    f"{name} is {ours!r} in process 0 of this worker and {other!r} in process {rank}; "
+                    "give all processes of a worker the same arguments and variables."
+                )
+    found: str | None = told[0][1]
+    return found
+
+
+def begin_together(stay: Stay, ranks: Ranks) -> LeadingDriver | Follower:
+    """Join as one worker; raises as `DiLoCoWorker.start` does, at all processes."""
+    tensors = stay.tensors
+    assert isinstance(tensors, SpreadTensors)
+    return _lead(stay, ranks, tensors) if ranks.leads else _follow(stay, ranks, tensors)
+
+
+class Initial:
+    """The model's own values before the run's, which a broker without parameters may ask for.
+
+    What another thread asks for before it is there, it waits for.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, FlatState] = {}
+        self._tag: int | None = None
+        self._is_here = threading.Event()
+
+    def put(self, states: dict[int, FlatState], tag: int | None) -> None:
+        self._states, self._tag = states, tag
+        self._is_here.set()
+
+    def capture(self, layout: FragmentLayout) -> FlatState:
+        """This process's share of a fragment."""
+        self._is_here.wait()
+        return self._states[layout.fragment]
+
+    def tag(self, layout: FragmentLayout) -> int:
+        """The tag that the frozen parameters of the worker have."""
+        self._is_here.wait()
+        assert self._tag is not None, "there are no frozen parameters"
+        return self._tag
+
+    def let_go(self, fragments: Sequence[int]) -> None:
+        """Training stands on versions of these now."""
+        for fragment in fragments:
+            self._states.pop(fragment, None)
+
+
+def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
+    hub = Hub(ranks.count, os.environ.get("MASTER_ADDR"))
+    ranks.broadcast(hub.meeting.plain())
+    initial = Initial()
+    session = stay.session(processes=ranks.count)
+
+    def tick() -> None:
+        ranks.broadcast([orders.WAIT])
+        if link.lost_process is not None:
+            raise GroupBroken(f"{link.lost_process}; this worker has not begun.")
+
+    try:
+        link = stay.link(session, capture=initial.capture, tag_of=initial.tag, hub=hub)
+        start.await_model(link, stay.patience(), only_terms=True, tick=tick)
+        terms = link.terms
+        assert terms is not None
+        told = [asdict(terms.config), list(terms.plan), link.shard, link.has_forgotten]
+        ranks.broadcast([orders.TERMS, *told])
+    except GroupBroken:
+        raise
+    except Exception as error:
+        ranks.broadcast([orders.FAIL, str(error)])
+        raise
+    if link.has_forgotten:
+        stay.resumption = None
+    tensors.set_layout(terms.layout)
+    ranks.gather(None)  # all of them have room for what comes
+    numbers = tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners)
+    link.share_out(tensors.owners, tensors.shares, numbers)
+    initial.put(*_own_values(stay, ranks, tensors, terms))
+    try:
+        start.await_model(link, stay.patience(), tick=tick)
+        driver = LeadingDriver(**stay.of_driver(link), ranks=ranks)
+    except GroupBroken:
+        raise
+    except Exception as error:
+        ranks.broadcast([orders.FAIL, str(error)])
+        raise
+    initial.let_go([part.fragment for part in terms.layout.fragments])
+    return driver
+
+
+def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Follower:
+    meeting = Meeting.from_plain(ranks.broadcast())
+    lane = LaneThread(meeting, ranks.rank, stay.keys)
+    link = LaneLink(lane)
+    stay.opened(link)
+    lane.start()
+    stay.take_signals()
+    terms = _heard_terms(stay, ranks, tensors, link)
+    tensors.set_layout(terms.layout)
+    lane.buffers = LaneBuffers(
+        tensors.shares,
+        tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners),
+        terms.config.reply_dtype,
+        stay.placement.is_pinned,
+    )
+    ranks.gather(None)
+    lane.buffers.initial, _ = _own_values(stay, ranks, tensors, terms)
+    return Follower(
+        ranks=ranks,
+        tensors=tensors,
+        link=link,
+        settings=stay.settings,
+        reports=stay.reports,
+        metrics=stay.metrics,
+        termination=stay.termination,
+        clock=stay.clock,
+        step=stay.step,
+        resumption=stay.resumption,
+    )
+
+
+def _heard_terms(stay: Stay, ranks: Ranks, tensors: SpreadTensors, link: LaneLink) -> Terms:
+    while True:
+        name, *told = ranks.broadcast()
+        if name == orders.FAIL:
+            raise UsageError(told[0])
+        if name == orders.TERMS:
+            config, plan, shard, has_forgotten = told
+            if has_forgotten:
+                stay.resumption = None
+            made = RunConfig(**config)
+            layout = cut(tensors.manifest, made, plan)
+            link.terms, link.shard = Terms(made, plan, layout), shard
+            return link.terms
+
+
+def _own_values(
+    stay: Stay, ranks: Ranks, tensors: SpreadTensors, terms: Terms
+) -> tuple[dict[int, FlatState], int | None]:
+    """What this process owns of the model's own values, and the tag of the frozen ones of all."""
+    layout = terms.layout
+    parts = layout.all if stay.resumption is None else (layout.frozen,)
+    states = {
+        part.fragment: tensors.capture(tensors.share_of(part)) for part in parts if part.chunks
+    }
+    frozen = layout.frozen
+    if not frozen.chunks:
+        return states, None
+    mine = states[frozen.fragment]
+    digests = [digest_of([mine.chunk(index)]) for index in range(mine.layout.chunks)]
+    told: list[Any] = [iter(each) for each in ranks.gather(digests)]
+    return states, tag_of(next(told[owner]) for owner in tensors.owners[frozen.fragment])

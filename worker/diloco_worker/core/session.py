@@ -66,6 +66,8 @@ class Session:
         self.requests = ControlRequests()
         self.units = Units(self.connection)  # of data sets, that it stands for
         self.previous_life = PreviousLife()  # what it may have left behind
+        # Fragments that are to be donated once it is known which process has what.
+        self._asked_for: list[int] = []
         self._over: messages.Notice | None = None  # the run is, and training is not told yet
         self._draw = draw
         self._asked_interval = heartbeat_interval
@@ -199,6 +201,7 @@ class Session:
     def _void(self) -> Iterator[Effect]:
         """What was under way on the connection at hand is void."""
         self.downloads.disconnected()
+        self._asked_for.clear()
         self.units.disconnected()
         yield from self.uploads.disconnected()
         yield from self.requests.disconnected()
@@ -382,8 +385,10 @@ class Session:
                 self.connection.describes(len(description.packed), now)
                 for piece in description.pieces():
                     yield effects.Send(messages.Describe(piece))
-            case "donate":
+            case "donate" if self.lanes.are_known:
                 yield from self._donate(notice.fragment)
+            case "donate":
+                self._asked_for.append(notice.fragment)
             case "shutdown" | "restarting" | "carried":
                 yield effects.Told(notice)
             case "kicked":
@@ -454,6 +459,8 @@ class Session:
         self.lanes.owners = owners
         if (token := self.connection.live_token) is not None:
             yield from self.downloads.open_window(token)
+            for fragment in self._asked_for:
+                yield from self._donate(fragment)
 
     def _arrived_elsewhere(self, chunk: messages.Chunk, now: float) -> Iterator[Effect]:
         self.connection.last_heard = now

@@ -58,6 +58,7 @@ class LaneThread:
         self._generation = b""
         self._session = b""
         self._owed = 0
+        self._donations: dict[int, Push] = {}  # asked for, and not laid out yet
         self._waiting: list[Chunk] = []  # to be sent, of pushes that are not laid out yet
         self._descriptors: dict[int, int | None] = {}
         self._ended = threading.Condition()
@@ -74,6 +75,10 @@ class LaneThread:
         assert self.buffers is not None
         self.buffers.outgoing[push_id] = wire
         self._call(self._send_waiting)
+
+    def has_own_values(self) -> None:
+        """What a broker without parameters may ask for is here."""
+        self._call(self._donate)
 
     def take(self, fragment: int, version: VersionId) -> FlatState:
         """This process's share of a version that the leader has whole."""
@@ -174,11 +179,12 @@ class LaneThread:
                 self._send(message)
             elif what == words.DONATE:
                 offer = decode(frames[0])
-                assert isinstance(offer, Push) and self.buffers is not None
-                self.buffers.donate(offer.push_id, offer.fragment, offer.base)
-                self._send_waiting()
+                assert isinstance(offer, Push)
+                self._donations[offer.push_id] = offer
+                self._donate()
             elif what == words.OVER and self.buffers is not None:
                 push_id = int.from_bytes(frames[0], "big")
+                self._donations.pop(push_id, None)
                 self.buffers.outgoing.pop(push_id, None)
                 self._waiting = [each for each in self._waiting if each.push_id != push_id]
             elif what == words.FORGET and self.buffers is not None:
@@ -237,6 +243,14 @@ class LaneThread:
             self._broken("The connection takes no more data.")
             return
         self._leader.send_multipart([words.SENT, (len(header) + payload.nbytes).to_bytes(8, "big")])
+
+    def _donate(self) -> None:
+        if self.buffers is None:
+            return  # it is asked again when the model's own values are here
+        for push_id, offer in list(self._donations.items()):
+            if self.buffers.donate(push_id, offer.fragment, offer.base):
+                del self._donations[push_id]
+        self._send_waiting()
 
     def _send_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -149,6 +149,7 @@ def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Follower:
     )
     ranks.gather(None)
     lane.buffers.initial, _ = _own_values(stay, ranks, tensors, terms)
+    lane.has_own_values()
     return Follower(
         ranks=ranks,
         tensors=tensors,

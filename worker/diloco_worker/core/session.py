@@ -385,10 +385,8 @@ class Session:
                 self.connection.describes(len(description.packed), now)
                 for piece in description.pieces():
                     yield effects.Send(messages.Describe(piece))
-            case "donate" if self.lanes.are_known:
-                yield from self._donate(notice.fragment)
             case "donate":
-                self._asked_for.append(notice.fragment)
+                yield from self._donate(notice.fragment)
             case "shutdown" | "restarting" | "carried":
                 yield effects.Told(notice)
             case "kicked":
@@ -491,6 +489,9 @@ class Session:
         yield from self._pull(push.fragment)
 
     def _donate(self, fragment: int) -> Iterator[Effect]:
+        if not self.lanes.are_known:
+            self._asked_for.append(fragment)
+            return
         if (
             not self.connection.is_joined
             or self.layout is None

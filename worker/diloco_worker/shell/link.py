@@ -156,6 +156,11 @@ class Link(Inbox):
         self._call(self._buffers.share_out, shares, numbers)
         self.tell(events.ShareOut(owners))
 
+    def say_at_the_end(self, word: bytes) -> None:
+        """What the other processes of this worker are to know when it has left."""
+        if self._hub is not None:
+            self._hub.last_word = word
+
     @property
     def lost_process(self) -> str | None:
         """Which process of this worker is gone, a sentence; None while all are there."""

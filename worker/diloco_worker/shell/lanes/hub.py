@@ -53,6 +53,7 @@ class Hub:
         self._here: set[int] = set()
         self._unsaid: list[tuple[int, list[bytes]]] = []
         self._generation = 0
+        self.last_word = b""  # what the others are to know at the end
         self.lost: str | None = None  # one of them has gone that was there
         self.bytes_up = self.bytes_down = 0  # of chunks, by the others
         self._descriptors: dict[int, int | None] = {}
@@ -84,7 +85,7 @@ class Hub:
         self._tell_all(words.FORGET)
 
     def end(self) -> None:
-        self._tell_all(words.END)
+        self._tell_all(words.END, self.last_word)
 
     def _tell_all(self, *frames: bytes) -> None:
         for lane in range(1, self._processes):

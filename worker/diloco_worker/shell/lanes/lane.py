@@ -46,6 +46,7 @@ class LaneThread:
         self.buffers: LaneBuffers | None = None  # once the layout is known
         self.has_ended = False  # the leader has left, or is gone
         self.leader_is_gone = False
+        self.last_word = b""  # the leader's
         self.last_error: str | None = None
         self._calls: deque[Callable[[], object]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -190,6 +191,7 @@ class LaneThread:
             elif what == words.FORGET and self.buffers is not None:
                 self.buffers.forget()
             elif what == words.END:
+                self.last_word = frames[0]
                 self._end()
 
     def _see_leader(self) -> None:

@@ -17,7 +17,8 @@ from diloco_protocol.frames import KEEPALIVE_IDLE_S
 from diloco_worker.shell.connections import RECONNECT_MAX_MS, RECONNECT_MS
 
 # From the leader: open a connection to the broker (generation, address, the first word on it); close it;
-# send this chunk; lay out a donation (the offer); this push is over; forget all versions; the end.
+# send this chunk; lay out a donation (the offer); this push is over; forget all versions; the end (with
+# what came of it).
 OPEN, CLOSE, SEND, DONATE, OVER, FORGET, END = (
     b"open",
     b"close",

@@ -6,10 +6,11 @@ It stands where the driver stands in the process that leads, and its link where 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 import torch
 
 from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
@@ -170,7 +171,10 @@ class Follower:
     def leave(self, *, hasty: bool) -> None:
         """The leader waits for what is in flight; some of it goes over the connection of this one."""
         patience = HASTY_S if hasty else self.settings.timeout
-        self.link.lane.wait_for_the_end(patience + LEADER_LEAVES_WITHIN_S)
+        lane = self.link.lane
+        lane.wait_for_the_end(patience + LEADER_LEAVES_WITHIN_S)
+        if lane.last_word:
+            self._count(msgpack.unpackb(lane.last_word))
 
     def saved(self) -> Any:
         raise NotImplementedError
@@ -195,11 +199,14 @@ class Follower:
 
     def _take(self, agreed: Agreed) -> None:
         self.link.agreed = agreed
-        for name, value in agreed.metrics.items():
-            setattr(self.metrics, name, value)
+        self._count(agreed.metrics)
         self.state.unsynced_steps = agreed.unsynced_steps
         self.state.schedule.sync_every = agreed.sync_every
         self.state.schedule.cycle_start = agreed.cycle_start
+
+    def _count(self, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            setattr(self.metrics, name, value)
 
     def _carry_out(self, order: Any) -> None:  # noqa: C901, PLR0912  a case for each order
         name, *rest = order

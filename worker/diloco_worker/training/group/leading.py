@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import msgpack
+
 from diloco_worker.core import events
 from diloco_worker.core.sync import effects
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
@@ -98,6 +100,10 @@ class LeadingDriver(Driver):
             result=result,
         )
         self.ranks.broadcast([orders.GO, self.agreed.plain()])
+
+    def leave(self, *, hasty: bool) -> None:
+        super().leave(hasty=hasty)
+        self.link.say_at_the_end(msgpack.packb(asdict(self.metrics)))
 
     def saved(self) -> Plain | None:
         """The part of the checkpoint that this process keeps; the others make theirs."""

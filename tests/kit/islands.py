@@ -1,0 +1,268 @@
+"""Workers of several processes, as a launcher starts them: a model that is spread in one of many ways.
+
+Every kind trains the same model on the same batches, so each is to come to what a plain one comes to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from diloco_worker import DiLoCoWorker
+from kit.process_kit import Child, Processes, a_free_address
+
+WORDS, WIDTH = 40, 32
+
+
+class Language(nn.Module):
+    """Four blocks between a table of words and a head that is tied to it; 18,000 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.head(self.norm(x))
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return found
+
+
+class EvenBlock(Block):
+    """One that tensor parallelism can divide by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+
+def language(*, is_even: bool = False) -> Language:
+    """The same values each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Language()
+        if is_even:
+            model.layers = nn.ModuleList(EvenBlock() for _ in range(4))
+        return model
+
+
+class Stage(nn.Module):
+    """Half of the model, as the stages of an interleaved pipeline have it."""
+
+    def __init__(self, whole: Language, rank: int) -> None:
+        super().__init__()
+        if rank == 0:
+            self.embed = whole.embed
+        self.layers = nn.ModuleDict({str(i): whole.layers[i] for i in (rank, rank + 2)})
+        if rank == 1:
+            self.norm, self.head = whole.norm, whole.head
+            self.register_buffer("steps", whole.steps)
+
+
+def spread(kind: str, model: Language) -> tuple[nn.Module, nn.Module, Any, Sequence[Sequence[str]]]:
+    """What the worker is made of, what is called, its process_group, and `tied`."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    count = dist.get_world_size()
+    match kind:
+        case "ddp":
+            return model, nn.parallel.DistributedDataParallel(model), "world", ()
+        case "fsdp":
+            mesh = init_device_mesh("cpu", (count,))
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            return model, model, mesh, ()
+        case "tp" | "fsdp-tp":
+            from torch.distributed.tensor.parallel import (
+                ColwiseParallel,
+                RowwiseParallel,
+                parallelize_module,
+            )
+
+            mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("dp", "tp"))
+            for layer in model.layers:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(layer, mesh["tp"], plan)
+                if kind == "fsdp-tp":
+                    fully_shard(layer, mesh=mesh["dp"])
+            if kind == "fsdp-tp":
+                fully_shard(model, mesh=mesh["dp"])
+            return model, model, mesh, ()
+        case "pipeline":
+            stage = Stage(model, dist.get_rank())
+            return stage, stage, dist.group.WORLD, (("embed.weight", "head.weight"),)
+    raise ValueError(kind)
+
+
+def gradients_of_a_pipeline(stage: nn.Module, step: int) -> None:
+    """What a schedule would leave: the gradients of the whole model, here of a rule by names."""
+    for name, parameter in stage.named_parameters():
+        first = name.replace("head.weight", "embed.weight")
+        parameter.grad = torch.full_like(
+            parameter, 1e-3 * (sum(first.encode()) % 7 - 3) * (step % 5)
+        )
+
+
+def train_island(
+    kind: str, address: str, worker_id: str, out: str, options: dict[str, Any]
+) -> None:
+    """A training script: until the run is over, or for so many `steps`.
+
+    `options`: `steps`; `even` (the model that tensor parallelism divides); `rule` (the gradients of a
+    pipeline, for a plain worker, too); `dies_in` and `dies_as` (a phase, and the rank that is killed in
+    it); `differs` (the processes ask for different things).
+    """
+    torch.set_num_threads(1)
+    model = language(is_even=bool(options.get("even")))
+    rank = int(os.environ.get("RANK", "0"))
+    group, tied, called, given = None, (), model, model
+    if kind != "plain":
+        given, called, group, tied = spread(kind, model)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.05, momentum=0.5)
+    if options.get("dies_as") == rank and not Path(f"{out}.died").exists():
+        die_in(options["dies_in"], Path(f"{out}.died"))
+    made = DiLoCoWorker(
+        given,
+        optimizer,
+        server=address,
+        worker_id=worker_id,
+        process_group=group,
+        tied=tied,
+        sync_every=2 if options.get("differs") and rank else None,
+    )
+    with made as diloco:
+        step = 0
+        while step < options.get("steps", 100_000) and not diloco.should_stop:
+            if options.get("rule"):
+                gradients_of_a_pipeline(given, step)
+                loss = torch.zeros(())
+            else:
+                words = a_batch(worker_id, step)
+                loss = functional.cross_entropy(called(words).flatten(0, 1), words.flatten())
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+            optimizer.step()
+            model.steps.add_(1)
+            diloco.report(loss=loss, tokens=8)
+            step += 1
+            print(f"step {step}", flush=True)
+    torch.save({"steps": step, "rounds": diloco.sync_count, "stop": diloco.stop_reason}, out)
+    print("done", flush=True)
+
+
+def a_batch(worker_id: str, step: int) -> Tensor:
+    seed = 1000 * sum(worker_id.encode()) + step
+    return torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def die_in(phase: str, mark: Path) -> None:
+    """This process is killed where it does that for the third time."""
+    from diloco_worker.model.spread.spread_tensors import SpreadTensors
+    from diloco_worker.shell.lanes.lane import LaneThread
+    from diloco_worker.shell.link import Link
+    from diloco_worker.training.group.following import Follower
+    from diloco_worker.training.group.leading import LeadingDriver
+
+    leads = os.environ["RANK"] == "0"
+    target: tuple[type, str] = {
+        "freezing": (SpreadTensors, "delta"),
+        "merging": (SpreadTensors, "bring_in"),
+        "pushing": (Link, "send") if leads else (LaneThread, "_send"),
+        "waiting": (LeadingDriver, "_wait") if leads else (Follower, "_wait"),
+    }[phase]
+    owner, name = target
+    inner = getattr(owner, name)
+    calls = 0
+
+    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += not (phase == "pushing" and leads and not named.get("bulk"))
+        if calls == 3:
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, *arguments, **named)
+
+    setattr(owner, name, counted)
+
+
+class Island:
+    """The processes of one worker; made again they are its next life."""
+
+    def __init__(  # noqa: PLR0917
+        self,
+        processes: Processes,
+        folder: Path,
+        kind: str,
+        count: int,
+        address: str,
+        name: str,
+        **options: Any,
+    ) -> None:
+        self._processes = processes
+        self._arguments = (kind, address, name)
+        self._options = options
+        self._count = count if kind != "plain" else 1
+        self.name = name
+        self.folder = folder
+        self.ranks: list[Child] = []
+        self.start()
+
+    def start(self) -> None:
+        port = a_free_address().rpartition(":")[2]
+        self.ranks = [
+            self._processes.start(
+                train_island,
+                *self._arguments,
+                str(self.out(rank)),
+                self._options,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(self._count),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            )
+            for rank in range(self._count)
+        ]
+
+    def out(self, rank: int) -> Path:
+        return self.folder / f"{self.name}.{rank}"
+
+    def ends(self) -> list[int]:
+        return [each.ends() for each in self.ranks]
+
+    def kill(self) -> None:
+        for each in self.ranks:
+            if each.process.is_alive():
+                each.kill()
+
+    def results(self) -> list[dict[str, Any]]:
+        return [torch.load(self.out(rank), weights_only=True) for rank in range(self._count)]

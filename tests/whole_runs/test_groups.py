@@ -1,0 +1,122 @@
+"""Workers of several processes beside plain ones: they come to the same global parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kit.islands import Island
+from kit.process_kit import PATIENCE_S, Processes
+
+pytest_plugins = ("kit.process_fixtures",)
+
+ROUNDS = ("--max-rounds", "20", "--wire-dtype", "fp32")
+SYNC = ("--sync-every", "3", "--deterministic", *ROUNDS)
+STREAMING = (
+    *("--sync-every", "6", "--num-fragments", "2", "--fragment-sync-delay", "2"),
+    *("--deterministic", *ROUNDS),
+)
+ASYNC = ("--sync-every", "3", "--mode", "async", *ROUNDS)
+PLAIN = ("plain", 1)
+
+
+def final_model(
+    processes: Processes, serve: tuple[str, ...], *workers: tuple[str, int], **options: Any
+) -> dict[str, Tensor]:
+    """What a run of these workers comes to; each is a kind and a number of processes."""
+    folder = processes.folder / "-".join(f"{kind}{count}" for kind, count in workers)
+    folder.mkdir()
+    words = ("--workers", str(len(workers)), "--save-dir", str(folder / "run"), *serve)
+    broker, address = processes.serve(*words)
+    islands = [
+        Island(processes, folder, kind, count, address, f"worker-{number}", **options)
+        for number, (kind, count) in enumerate(workers)
+    ]
+    for island in islands:
+        codes = island.ends()
+        assert codes == [0] * len(codes), "\n".join(each.output for each in island.ranks)
+        told = {(each["steps"], each["rounds"], each["stop"]) for each in island.results()}
+        assert len(told) == 1, "all processes of a worker stop at one step, for one reason"
+    assert broker.ends(PATIENCE_S) == 0, broker.output
+    return load_file(folder / "run" / "final-model.safetensors")
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].shape == value.shape
+        apart = (found[name].double() - value.double()).abs().max()
+        assert apart <= by, f"{name} differs by {apart:g}"
+
+
+@pytest.fixture(autouse=True)
+def preloaded(processes: Processes) -> None:
+    """What takes seconds to load is loaded once."""
+    processes.begin_with("torch.distributed.tensor.parallel", "torch.distributed.fsdp")
+
+
+@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
+def test_ddp_comes_bit_for_bit_to_what_one_process_comes_to(
+    processes: Processes, mode: tuple[str, ...]
+) -> None:
+    """The mean of the gradients of two equal batches is that of one, so all sums are the same."""
+    plain = final_model(processes, mode, PLAIN, PLAIN)
+    assert_close(final_model(processes, mode, ("ddp", 2), PLAIN), plain, by=0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "count"),
+    [
+        pytest.param(SYNC, "fsdp", 2, id="sync-fsdp2"),
+        pytest.param(STREAMING, "fsdp", 3, id="streaming-fsdp3-uneven"),
+        pytest.param(ASYNC, "fsdp", 3, id="async-fsdp3-uneven"),
+        pytest.param(ASYNC, "ddp", 2, id="async-ddp2"),
+    ],
+)
+def test_sharded_worker_comes_to_what_one_process_comes_to(
+    processes: Processes, mode: tuple[str, ...], kind: str, count: int
+) -> None:
+    plain = final_model(processes, mode, PLAIN)
+    assert_close(final_model(processes, mode, (kind, count)), plain, by=1e-6)
+
+
+@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
+@pytest.mark.parametrize(("kind", "count"), [("tp", 2), ("fsdp-tp", 4)], ids=["tp2", "fsdp2-tp2"])
+def test_tensor_parallel_worker_comes_to_what_one_process_comes_to(
+    processes: Processes, mode: tuple[str, ...], kind: str, count: int
+) -> None:
+    plain = final_model(processes, mode, PLAIN, even=True)
+    assert_close(final_model(processes, mode, (kind, count), even=True), plain, by=1e-6)
+
+
+@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
+def test_stages_of_a_pipeline_are_one_worker_with_a_tied_weight(
+    processes: Processes, mode: tuple[str, ...]
+) -> None:
+    plain = final_model(processes, mode, PLAIN, rule=True)
+    assert_close(final_model(processes, mode, ("pipeline", 2), rule=True), plain, by=0.0)
+
+
+@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
+def test_workers_of_one_two_and_four_processes_share_a_run(
+    processes: Processes, mode: tuple[str, ...]
+) -> None:
+    plain = final_model(processes, mode, PLAIN, PLAIN, PLAIN)
+    mixed = final_model(processes, mode, PLAIN, ("ddp", 2), ("fsdp", 4))
+    assert_close(mixed, plain, by=1e-6)
+    assert torch.isfinite(mixed["embed.weight"]).all()
+
+
+def test_processes_that_ask_for_different_things_are_told_so(
+    processes: Processes, tmp_path: Path
+) -> None:
+    _, address = processes.serve("--sync-every", "3")
+    island = Island(processes, tmp_path, "ddp", 2, address, "a", differs=True)
+    assert all(island.ends())
+    for each in island.ranks:
+        assert "sync_every is None in process 0 of this worker and 2 in process 1" in each.output

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def train_island(
 
     `options`: `steps`; `even` (the model that tensor parallelism divides); `rule` (the gradients of a
     pipeline, for a plain worker, too); `dies_in` and `dies_as` (a phase, and the rank that is killed in
-    it); `differs` (the processes ask for different things).
+    it); `pause` (seconds behind each step); `differs` (the processes ask for different things).
     """
     torch.set_num_threads(1)
     model = language(is_even=bool(options.get("even")))
@@ -175,6 +176,7 @@ def train_island(
             diloco.report(loss=loss, tokens=8)
             step += 1
             print(f"step {step}", flush=True)
+            threading.Event().wait(options.get("pause", 0.0))  # a slower machine
     torch.save({"steps": step, "rounds": diloco.sync_count, "stop": diloco.stop_reason}, out)
     print("done", flush=True)
 

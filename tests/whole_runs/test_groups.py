@@ -15,24 +15,22 @@ from kit.process_kit import PATIENCE_S, Processes
 
 pytest_plugins = ("kit.process_fixtures",)
 
-ROUNDS = ("--max-rounds", "20", "--wire-dtype", "fp32")
-SYNC = ("--sync-every", "3", "--deterministic", *ROUNDS)
-STREAMING = (
-    *("--sync-every", "6", "--num-fragments", "2", "--fragment-sync-delay", "2"),
-    *("--deterministic", *ROUNDS),
-)
-ASYNC = ("--sync-every", "3", "--mode", "async", *ROUNDS)
+# Chunks are so small that each process has several of each fragment, and no tensor begins with one.
+ROUNDS: dict[str, Any] = {"max_rounds": 20, "chunk_elements": 777}
+SYNC = {"sync_every": 3, "deterministic": True, **ROUNDS}
+STREAMING = {**SYNC, "sync_every": 6, "num_fragments": 2, "fragment_sync_delay": 2}
+ASYNC = {"sync_every": 3, "mode": "async", **ROUNDS}
 PLAIN = ("plain", 1)
 
 
 def final_model(
-    processes: Processes, serve: tuple[str, ...], *workers: tuple[str, int], **options: Any
+    processes: Processes, mode: dict[str, Any], *workers: tuple[str, int], **options: Any
 ) -> dict[str, Tensor]:
     """What a run of these workers comes to; each is a kind and a number of processes."""
     folder = processes.folder / "-".join(f"{kind}{count}" for kind, count in workers)
     folder.mkdir()
-    words = ("--workers", str(len(workers)), "--save-dir", str(folder / "run"), *serve)
-    broker, address = processes.serve(*words)
+    broker = processes.broker(workers=len(workers), save_dir=str(folder / "run"), **mode)
+    address = broker.address()
     islands = [
         Island(processes, folder, kind, count, address, f"worker-{number}", **options)
         for number, (kind, count) in enumerate(workers)
@@ -62,7 +60,7 @@ def preloaded(processes: Processes) -> None:
 
 @pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
 def test_ddp_comes_bit_for_bit_to_what_one_process_comes_to(
-    processes: Processes, mode: tuple[str, ...]
+    processes: Processes, mode: dict[str, Any]
 ) -> None:
     """The mean of the gradients of two equal batches is that of one, so all sums are the same."""
     plain = final_model(processes, mode, PLAIN, PLAIN)
@@ -79,7 +77,7 @@ def test_ddp_comes_bit_for_bit_to_what_one_process_comes_to(
     ],
 )
 def test_sharded_worker_comes_to_what_one_process_comes_to(
-    processes: Processes, mode: tuple[str, ...], kind: str, count: int
+    processes: Processes, mode: dict[str, Any], kind: str, count: int
 ) -> None:
     plain = final_model(processes, mode, PLAIN)
     assert_close(final_model(processes, mode, (kind, count)), plain, by=1e-6)
@@ -88,7 +86,7 @@ def test_sharded_worker_comes_to_what_one_process_comes_to(
 @pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
 @pytest.mark.parametrize(("kind", "count"), [("tp", 2), ("fsdp-tp", 4)], ids=["tp2", "fsdp2-tp2"])
 def test_tensor_parallel_worker_comes_to_what_one_process_comes_to(
-    processes: Processes, mode: tuple[str, ...], kind: str, count: int
+    processes: Processes, mode: dict[str, Any], kind: str, count: int
 ) -> None:
     plain = final_model(processes, mode, PLAIN, even=True)
     assert_close(final_model(processes, mode, (kind, count), even=True), plain, by=1e-6)
@@ -96,7 +94,7 @@ def test_tensor_parallel_worker_comes_to_what_one_process_comes_to(
 
 @pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
 def test_stages_of_a_pipeline_are_one_worker_with_a_tied_weight(
-    processes: Processes, mode: tuple[str, ...]
+    processes: Processes, mode: dict[str, Any]
 ) -> None:
     plain = final_model(processes, mode, PLAIN, rule=True)
     assert_close(final_model(processes, mode, ("pipeline", 2), rule=True), plain, by=0.0)
@@ -104,7 +102,7 @@ def test_stages_of_a_pipeline_are_one_worker_with_a_tied_weight(
 
 @pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
 def test_workers_of_one_two_and_four_processes_share_a_run(
-    processes: Processes, mode: tuple[str, ...]
+    processes: Processes, mode: dict[str, Any]
 ) -> None:
     plain = final_model(processes, mode, PLAIN, PLAIN, PLAIN)
     mixed = final_model(processes, mode, PLAIN, ("ddp", 2), ("fsdp", 4))

@@ -212,7 +212,7 @@ class Follower:
         name, *rest = order
         match name:
             case orders.WAIT:
-                pass
+                self._wait()
             case orders.FAIL:
                 raise GroupBroken(rest[0])
             case orders.FROZEN:
@@ -249,6 +249,9 @@ class Follower:
                 self._fragments[order[1]].land(orders.landing_of(order, found), order[-1])
             case _:
                 raise GroupBroken(f"The leader asks for {name!r}, which is unknown here.")
+
+    def _wait(self) -> None:
+        """A fragment is waited for: nothing is to be done, and the leader is alive."""
 
     @property
     def _terms(self) -> Terms:

@@ -14,8 +14,13 @@ from kit.process_kit import PATIENCE_S, Processes
 pytest_plugins = ("kit.process_fixtures",)
 
 OPTIONS: dict[str, Any] = {
-    "sync_every": 3, "workers": 2, "min_workers": 1, "max_rounds": 30,
-    "disconnect_grace": 0.2, "chunk_elements": 777, "save_dir": None,
+    "sync_every": 3,
+    "workers": 2,
+    "min_workers": 1,
+    "max_rounds": 30,
+    "disconnect_grace": 0.2,
+    "chunk_elements": 777,
+    "save_dir": None,
 }
 
 

@@ -507,8 +507,11 @@ class DiLoCoWorker:
             "resume": driver.saved() if driver else self._carried,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a `state_dict`; before `start`, and with model and optimizer of the same moment.
+
+        Each process of a worker loads its own, or all of them a list of all: then there may be another
+        number of processes now.
 
         The worker takes the id that it had, unless the script gives it one. A state without "resume"
         only sets the counters and the place in the cycle.

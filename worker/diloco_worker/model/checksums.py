@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from diloco_protocol import Kind
 from diloco_protocol.tensors.codecs import as_bytes
 from diloco_worker.model.model_tensors import ModelTensors
 
@@ -31,20 +30,28 @@ PIECE_ELEMENTS = 1 << 15
 def checksums(tensors: ModelTensors) -> dict[str, tuple[int, ...]]:
     """By name, CRC-32 of each tensor that is trained or averaged: as it is, then rounded to each
     narrower dtype. A few seconds for a billion fp32 parameters."""
-    return {
-        entry.name: _of(tensor, (tensor.dtype, *_NARROWER.get(tensor.dtype, ())))
-        for entry, tensor in tensors.live()
-        if entry.kind is not Kind.FROZEN
-    }
+    sums: dict[str, tuple[int, ...]] = {}
+
+    def take(name: str, tensor: Tensor) -> None:
+        sums[name] = _of(tensor, (tensor.dtype, *_NARROWER.get(tensor.dtype, ())))
+
+    tensors.look_at(take)
+    return sums
 
 
 def differing(tensors: ModelTensors, saved: Mapping[str, Sequence[int]]) -> list[str]:
-    """Names of the tensors whose values are not those of the checksums, nor a rounding of them."""
-    return [
-        entry.name
-        for entry, tensor in tensors.live()
-        if entry.kind is not Kind.FROZEN and not _is_of(tensor, saved[entry.name])
-    ]
+    """Names of the tensors whose values are not those of the checksums, nor a rounding of them.
+
+    What has no checksum is not compared: a worker of several processes has those of pieces.
+    """
+    names: list[str] = []
+
+    def take(name: str, tensor: Tensor) -> None:
+        if name in saved and not _is_of(tensor, saved[name]):
+            names.append(name)
+
+    tensors.look_at(take)
+    return names
 
 
 def _is_of(tensor: Tensor, saved: Sequence[int]) -> bool:

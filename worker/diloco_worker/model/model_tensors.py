@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Manifest, Segment, TensorEntry, UsageError
-from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError
+from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.tensors.tensor_pool import TensorPool
 from diloco_worker.model.encoding import Delta, encode, encode_there
 from diloco_worker.model.flat_state import FlatState
@@ -28,6 +29,7 @@ from diloco_worker.model.model_manifest import (
     unwrapped,
 )
 from diloco_worker.model.model_watch import ModelWatch
+from diloco_worker.model.spread.saved_share import part_of
 
 
 @dataclass(eq=False, repr=False)
@@ -53,6 +55,19 @@ class ModelTensors:
         tensors = cls(manifest, lambda: state)
         tensors._checked(tuple(manifest.entries))
         return tensors
+
+    def look_at(self, take: Callable[[str, Tensor], object]) -> None:
+        """Hand over, by name, what is trained or averaged: the model's tensors."""
+        for entry, tensor in self.live():
+            if entry.kind is not Kind.FROZEN:
+                take(entry.name, tensor)
+
+    def set_layout(self, layout: ModelLayout) -> None:
+        """The model is cut like this."""
+
+    def part_of(self, saved: Sequence[dict[str, Any]], layout: ModelLayout) -> dict[str, Any]:
+        """Of what one or several processes have saved, what this one goes on from."""
+        return part_of(saved, layout)
 
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
         """What of a fragment this process has: all of it."""

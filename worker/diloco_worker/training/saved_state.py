@@ -8,7 +8,7 @@ writes to them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,22 +63,31 @@ class Saved:
     resumption: Resumption | None  # what to go on from; None where the dict has only counters
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], tensors: ModelTensors | None) -> Saved:
-        """Read a dict; a worker without a server has no tensors of a model that is to go on.
+    def of(
+        cls, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], tensors: ModelTensors | None
+    ) -> Saved:
+        """Read a dict, or those that all processes of a worker have saved.
+
+        A worker without a server has no tensors of a model that is to go on.
 
         Raises:
             UsageError: it is not one of ours, or of another model.
         """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if not states:
+            raise UsageError("This is not the state of a DiLoCoWorker: the list is empty.")
+        state = states[0]
         try:
             counters = SyncMetrics(**state["metrics"])
             step, cycle_start = int(state["local_step"]), int(state.get("cycle_start", 0))
             counts = {"tokens": int(state["tokens"]), "samples": int(state.get("samples", 0))}
             plain = state.get("resume")
+            plains = [each["resume"] for each in states if each.get("resume") is not None]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"This is not the state of a DiLoCoWorker: {error!r}.") from None
         resumption = None
         if plain is not None and tensors is not None:
-            resumption = from_plain(plain, tensors)
+            resumption = from_plain(plains, tensors)
             if not 0 <= cycle_start <= step:
                 raise UsageError(
                     f"This is not the state of a DiLoCoWorker: its cycle began at step {cycle_start}, "
@@ -112,9 +121,7 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
         {
             "version": each.base.version.plain(),
             "ledger": each.base.ledger.plain(in_hex=True),
-            "base": {
-                s.value: vector.to("cpu", copy=True) for s, vector in each.values.vectors.items()
-            },
+            "base": vectors_of(each.values, copy=True),
             "steps": each.base.work.steps,
             "tokens": each.base.work.tokens,
             "samples": each.base.work.samples,
@@ -152,9 +159,7 @@ def _flight_plain(flight: Flight | None, delta: DeltaValues | None) -> Plain | N
         **{name: getattr(push, name) for name in _OF_PUSH},
         **{name: getattr(flight, name) for name in _OF_FLIGHT},
         "buffers": push.buffers,
-        "wire": _shared(delta.wire),
-        "frozen": _shared(delta.frozen),
-        "anchor": _shared(delta.anchor),
+        **vectors_of_delta(delta),
     }
 
 
@@ -162,21 +167,30 @@ _OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
 _OF_FLIGHT = ("began", "apply_at", "wait_at", "let_go")
 
 
-def _shared(state: FlatState | None) -> dict[str, Tensor] | None:
-    return None if state is None else {s.value: vector.cpu() for s, vector in state.vectors.items()}
+def vectors_of_delta(delta: DeltaValues) -> dict[str, dict[str, Tensor] | None]:
+    """Those of a flight, which nobody ever writes to."""
+    found = {"wire": delta.wire, "frozen": delta.frozen, "anchor": delta.anchor}
+    return {name: None if s is None else vectors_of(s) for name, s in found.items()}
+
+
+def vectors_of(state: FlatState, *, copy: bool = False) -> dict[str, Tensor]:
+    """The flat vectors of a state, by segment, on the host."""
+    return {s.value: vector.to("cpu", copy=copy) for s, vector in state.vectors.items()}
 
 
 # From plain values.
 
 
-def from_plain(plain: object, tensors: ModelTensors) -> Resumption:
-    """Read what `to_plain` has written, for this model. Base tensors are copied.
+def from_plain(plains: Sequence[object], tensors: ModelTensors) -> Resumption:
+    """Read what `to_plain` has written, in each process of a worker, for this model.
+
+    Base tensors are copied.
 
     Raises:
         UsageError: it is of another model or release, or not whole.
     """
     try:
-        return _resumption(_dict(plain), tensors)
+        return _resumption([_dict(each) for each in plains], tensors)
     except KeyError as error:
         raise UsageError(f"This is not the state of a DiLoCoWorker: it lacks {error}.") from None
     except UsageError:
@@ -185,7 +199,8 @@ def from_plain(plain: object, tensors: ModelTensors) -> Resumption:
         raise UsageError(f"This is not the state of a DiLoCoWorker: {error!s:.300}.") from None
 
 
-def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
+def _resumption(plains: list[Plain], tensors: ModelTensors) -> Resumption:
+    plain = plains[0]
     is_old = plain["format"] == OLD_FORMAT
     if plain["format"] != FORMAT and not is_old:
         raise UsageError(
@@ -204,6 +219,8 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
         raise ValueError(unsound.removesuffix("."))
     plan = tuple(_whole(number) for number in plain["plan"])
     layout = cut(tensors.manifest, config, plan)
+    tensors.set_layout(layout)
+    plain = tensors.part_of(plains, layout)
     place = SchedulePlace(**{name: _whole(value) for name, value in _dict(plain["place"]).items()})
     if not 0 <= place.slot < config.num_fragments <= place.sync_every:
         raise ValueError(f"slot {place.slot} of {config.num_fragments} in {place.sync_every} steps")
@@ -212,7 +229,7 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
     if len(parts) != len(layout.fragments):
         raise ValueError(f"{len(parts)} fragments instead of {len(layout.fragments)}")
     fragments = tuple(
-        _fragment(part, each, pinned=pinned)
+        _fragment(part, tensors.share_of(part), each, pinned=pinned)
         for part, each in zip(layout.fragments, parts, strict=True)
     )
     frozen = Held(VersionId.from_plain(plain["frozen"]), Ledger()) if layout.frozen.chunks else None
@@ -232,13 +249,18 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
 
 def _checksums(plain: object, manifest: Manifest) -> dict[str, tuple[int, ...]]:
     given = _dict(plain)
-    names = [entry.name for entry in manifest.entries if entry.kind is not Kind.FROZEN]
+    names: Iterable[str] = [e.name for e in manifest.entries if e.kind is not Kind.FROZEN]
+    if any(name not in given for name in names) and any(name.endswith("]") for name in given):
+        names = given  # those of pieces: several processes have saved it
     return {name: tuple(_whole(each) for each in given[name]) for name in names}
 
 
-def _fragment(part: FragmentLayout, plain: Plain, *, pinned: bool) -> SavedFragment:
-    values = FlatState.empty(part, pinned=pinned)
-    for segment, vector in _vectors(part, plain["base"], "fp32").items():
+def _fragment(
+    part: FragmentLayout, share: FragmentLayout, plain: Plain, *, pinned: bool
+) -> SavedFragment:
+    """`share` is what this process has of it."""
+    values = FlatState.empty(share, pinned=pinned)
+    for segment, vector in _vectors(share, plain["base"], "fp32").items():
         values.vectors[segment].copy_(vector)
     work = Work(*(_whole(plain[name]) for name in ("steps", "tokens", "samples")))
     flight = delta = None

@@ -33,6 +33,7 @@ from diloco_worker.model.spread.agreement import Agreement, agree
 from diloco_worker.model.spread.blocks import local
 from diloco_worker.model.spread.exchange import Exchange, Live, Slice, slices_of
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
+from diloco_worker.model.spread.saved_share import part_of, shared_out
 from diloco_worker.model.spread.shares import Piece, owners_of, share_of
 
 
@@ -75,6 +76,13 @@ class SpreadTensors(ModelTensors):
         pairs = list(zip(layout.all, self.owners, strict=True))
         self.shares = tuple(share_of(part, owners, rank)[0] for part, owners in pairs)
         self._slices = [slices_of(part, owners, blocks, rank, count) for part, owners in pairs]
+
+    def part_of(self, saved: Sequence[dict[str, Any]], layout: ModelLayout) -> dict[str, Any]:
+        return part_of(saved, layout, self.ranks.rank, self.ranks.count, self.owners)
+
+    def shared_out(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """What this process saves, with a note of what it owns."""
+        return shared_out(plain, self.ranks.rank, self.ranks.count, self.owners)
 
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
         """What this process owns of a fragment, as a layout of its own."""
@@ -139,6 +147,19 @@ class SpreadTensors(ModelTensors):
                 made[piece] = change.merged(piece.place, value).to("cpu", piece.dtype).view(-1)
 
         self._each_slice(change.new.layout, take, reads=change.reads, made=made)
+
+    def look_at(self, take: Callable[[str, Tensor], object]) -> None:
+        """Hand over, by name, what is trained or averaged: the pieces that this process owns.
+
+        A piece is the same however many processes share the model.
+        """
+
+        def take_all(values: Mapping[Piece, Tensor]) -> None:
+            for piece, value in values.items():
+                take(piece.place.entry.name, value)
+
+        for share in self.shares[:-1]:
+            self._each_slice(share, take_all)
 
     def distance(self, base: FlatState) -> float:
         raise UsageError(

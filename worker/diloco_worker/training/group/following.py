@@ -18,6 +18,7 @@ from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker.core import events
 from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.sync.patience import HASTY_S
+from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
@@ -29,6 +30,7 @@ from diloco_worker.training.group.leading import others_of
 from diloco_worker.training.group.orders import Agreed
 from diloco_worker.training.reports import Reports
 from diloco_worker.training.resumption import Resumption
+from diloco_worker.training.saved_state import Plain, vectors_of, vectors_of_delta
 from diloco_worker.training.settings import Settings
 
 logger = logging.getLogger("diloco.worker")
@@ -176,8 +178,24 @@ class Follower:
         if lane.last_word:
             self._count(msgpack.unpackb(lane.last_word))
 
-    def saved(self) -> Any:
-        raise NotImplementedError
+    def saved(self) -> Plain | None:
+        """This process's part of what the worker saves; the leader has what is the same for all."""
+        order = self.ranks.broadcast()
+        if order[0] != orders.SAVE:
+            raise GroupBroken("Only this process saves its state; all have to, at the same step.")
+        sums = checksums(self.tensors)
+        told = self.ranks.broadcast()
+        if told is None:
+            return None
+        fragments = []
+        for plain, each in zip(told["fragments"], self._fragments, strict=True):
+            made = {**plain, "base": vectors_of(each.base, copy=True)}
+            if plain["flight"] is not None:
+                assert each.delta is not None
+                made["flight"] = {**plain["flight"], **vectors_of_delta(each.delta)}
+            fragments.append(made)
+        kept = {name: list(of) for name, of in sums.items()}
+        return self.tensors.shared_out({**told, "fragments": fragments, "checksums": kept})
 
     # Orders.
 

@@ -19,6 +19,7 @@ from diloco_worker.core.sync.effects import Answer, Effect, Steps
 from diloco_worker.core.sync.news import Arrival, Sight, Work
 from diloco_worker.core.sync.state import SyncState
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
+from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.group import orders
 from diloco_worker.training.group.orders import Agreed
@@ -107,8 +108,11 @@ class LeadingDriver(Driver):
 
     def saved(self) -> Plain | None:
         """The part of the checkpoint that this process keeps; the others make theirs."""
+        assert isinstance(self.tensors, SpreadTensors)
         self.ranks.broadcast([orders.SAVE])
-        return super().saved()
+        plain = super().saved()
+        self.ranks.broadcast(None if plain is None else without_vectors(plain))
+        return None if plain is None else self.tensors.shared_out(plain)
 
     # Effects.
 
@@ -169,6 +173,17 @@ class LeadingDriver(Driver):
         lost = self.link.lost_process
         if lost is not None:
             raise GroupBroken(f"{lost}: the others cannot go on without it.")
+
+
+def without_vectors(plain: Plain) -> Plain:
+    """What is the same at all processes of what one saves."""
+    fragments = []
+    for each in plain["fragments"]:
+        flight = each["flight"]
+        if flight is not None:
+            flight = {**flight, "wire": None, "frozen": None, "anchor": None}
+        fragments.append({**each, "base": None, "flight": flight})
+    return {**plain, "fragments": fragments, "checksums": {}}
 
 
 def others_of(ranks: Ranks, mine: Work) -> Work:

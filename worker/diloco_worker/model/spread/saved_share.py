@@ -1,0 +1,136 @@
+"""What the processes of a worker have saved, each its own chunks, for another number of processes.
+
+The chunks of a model are the same however many processes share them, so each takes those that it owns
+now from whoever owned them then. A worker of one process owns all: so it goes from one to many and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_protocol import UsageError
+from diloco_protocol.chunks import FragmentLayout, ModelLayout
+from diloco_worker.model.spread.shares import share_of
+
+Plain = dict[str, Any]
+# By fragment, the process that owns each chunk.
+Owners = Sequence[Sequence[int]]
+
+# Vectors of a flight.
+OF_FLIGHT = ("wire", "frozen", "anchor")
+
+
+def shared_out(plain: Plain, rank: int, count: int, owners: Owners) -> Plain:
+    """What a process saves, with a note of what it owns."""
+    share = {"rank": rank, "count": count, "owners": [list(each) for each in owners]}
+    return {**plain, "share": share}
+
+
+def part_of(
+    saved: Sequence[Plain],
+    layout: ModelLayout,
+    rank: int = 0,
+    count: int = 1,
+    owners: Owners | None = None,
+) -> Plain:
+    """What this process goes on from: its own state, or its part of those of all.
+
+    Args:
+        saved: of all processes of one moment, in any order, or of a worker of one.
+        owners: as they are now; None for a worker of one process.
+
+    Raises:
+        UsageError: some are missing, or they are of different moments.
+    """
+    own = None if owners is None else shared_out({}, rank, count, owners)["share"]
+    for plain in saved:
+        if plain.get("share") == own and (own is not None or len(saved) == 1):
+            return plain
+    places = _in_order(saved)
+    then = _owners_in(saved[0], layout)
+    now = [[0] * part.chunks for part in layout.all] if owners is None else owners
+    fragments = [
+        _fragment(
+            [saved[at]["fragments"][part.fragment] for at in places],
+            Move(part, then[part.fragment], now[part.fragment], rank),
+        )
+        for part in layout.fragments
+    ]
+    sums = {name: found for each in saved for name, found in each["checksums"].items()}
+    plain = {**saved[0], "fragments": fragments, "checksums": sums}
+    plain.pop("share", None)
+    return plain if owners is None else shared_out(plain, rank, count, owners)
+
+
+@dataclass(frozen=True)
+class Move:
+    """The chunks of a fragment, from those who owned them to this process."""
+
+    part: FragmentLayout
+    then: Sequence[int]  # who owned each chunk
+    now: Sequence[int]  # who owns it
+    rank: int
+
+    def of(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+        """The vectors of what is this process's now, of those of all; None where there are none."""
+        found = [each for each in given if each is not None]
+        if len(found) < len(given):
+            return None
+        mine, _ = share_of(self.part, self.now, self.rank)
+        spans = [iter(share_of(self.part, self.then, each)[0].spans) for each in range(len(found))]
+        made: dict[str, Tensor] = {}
+        for segment, length in mine.lengths.items():
+            kind = next((each[segment.value] for each in found if segment.value in each), None)
+            if length and kind is not None:
+                made[segment.value] = torch.empty(length, dtype=kind.dtype)
+        own = iter(mine.spans)
+        for span in self.part.spans:
+            owner = self.then[span.index]
+            source = next(spans[owner])
+            if self.now[span.index] == self.rank:
+                target = next(own)
+                values = found[owner][span.segment.value][source.start : source.stop]
+                made[span.segment.value][target.start : target.stop] = values
+        return made
+
+
+def _fragment(parts: Sequence[Plain], move: Move) -> Plain:
+    flight = parts[0]["flight"]
+    if flight is not None:
+        flight = dict(flight)
+        for name in OF_FLIGHT:
+            flight[name] = move.of([each["flight"][name] for each in parts])
+    return {**parts[0], "base": move.of([each["base"] for each in parts]), "flight": flight}
+
+
+def _owners_in(plain: Plain, layout: ModelLayout) -> Owners:
+    share = plain.get("share")
+    return share["owners"] if share else [[0] * part.chunks for part in layout.all]
+
+
+def _in_order(saved: Sequence[Plain]) -> list[int]:
+    """Where the state of each process is; raises UsageError where they are not those of one moment."""
+    shares = [each.get("share") or {"rank": 0, "count": 1} for each in saved]
+    count = shares[0]["count"]
+    places = {share["rank"]: at for at, share in enumerate(shares)}
+    missing = [rank for rank in range(count) if rank not in places]
+    if missing:
+        raise UsageError(
+            f"The state of process {missing[0]} of this worker is missing; give load_state_dict() a "
+            f"list of what all {count} processes have saved."
+        )
+    moments = {
+        tuple((*f["version"], f["flight"] and f["flight"]["push_id"]) for f in each["fragments"])
+        for each in saved
+    }
+    if len(moments) > 1 or len(saved) != count:
+        raise UsageError(
+            "The states of this worker's processes are of different moments; give those that were "
+            "saved together."
+        )
+    return [places[rank] for rank in range(count)]

@@ -164,7 +164,10 @@ class Fragment:
 
 @dataclass  # not frozen: that takes twice as long, and the broker fills one for each worker
 class Worker:
-    """One worker as the broker sees it. `staleness` is in versions, `tokens` since it joined."""
+    """One worker as the broker sees it. `staleness` is in versions, `tokens` since it joined.
+
+    One of several `processes` has a connection for chunks for each; `connections` are those there now.
+    """
 
     id: str
     host: str = ""
@@ -191,7 +194,21 @@ class Worker:
     rejected: int = 0
     delta_norm: float | None = None  # of its last whole push, as the broker measured it
     times_usual: float | None = None  # that over `usual_norm` of the fragment
+    processes: int = 1
+    connections: int = 1
     extra: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Its name, and of how many processes it is: "b x2", "b x3/4" while one has no connection."""
+        return self.id + share_of_processes(self.processes, self.connections)
+
+
+def share_of_processes(processes: int, connections: int) -> str:
+    """What follows the name of a worker; nothing where it is one process."""
+    if processes <= 1:
+        return ""
+    return f" x{processes}" if connections >= processes else f" x{connections}/{processes}"
 
 
 @dataclass(frozen=True)

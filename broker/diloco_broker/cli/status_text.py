@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
+from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK, share_of_processes
 
 Data = Mapping[str, Any]
 NAMES = 8  # of missing workers
@@ -292,11 +292,16 @@ def _table(workers: Sequence[Data], most: int | None) -> list[str]:
     return lines
 
 
+def _title(worker: Data) -> str:
+    processes, connections = worker.get("processes", 1), worker.get("connections", 1)
+    return f"{worker['id']}{share_of_processes(processes, connections)}"
+
+
 def _cells(worker: Data) -> tuple[str, ...]:
     is_lost, pace = worker["health"] == "lost", worker.get("steps_per_s")
     loss = worker.get("loss")
     return (
-        _clipped(worker["id"], LONGEST_ID),
+        _clipped(_title(worker), LONGEST_ID),
         _clipped(worker.get("host", ""), LONGEST_HOST),
         worker["health"],
         "-" if is_lost else worker["state"],

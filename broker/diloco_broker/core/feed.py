@@ -368,6 +368,8 @@ def _worker(
         rejected=figures.rejected,
         delta_norm=norm,
         times_usual=None if norm is None or middle is None else norm / middle,
+        processes=member.processes,
+        connections=len(member.lanes) + (member.bulk is not None) if member.processes > 1 else 1,
         extra=dict(figures.extra),
     )
 

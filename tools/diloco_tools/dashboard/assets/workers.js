@@ -27,8 +27,14 @@ function innerStepNow(worker, elapsed, silence) {
 
 const flow = (value, direction) => (value === undefined ? (direction === "up" ? NONE : "") : `${rate(value)} ${direction}`);
 
+function ofSeveral(worker) {
+  const { processes, connections } = worker;
+  if (!(processes > 1)) return "";
+  return connections >= processes ? ` x${processes}` : ` x${connections}/${processes}`;
+}
+
 const COLUMNS = [
-  { title: "Worker", key: "id", left: true, text: (w) => w.id, more: (w) => w.host, sort: (w) => w.id },
+  { title: "Worker", key: "id", left: true, text: (w) => w.id + ofSeveral(w), more: (w) => w.host, sort: (w) => w.id },
   { title: "Health", key: "health", left: true, text: (w) => w.health, more: (w) => (lost(w) ? "" : w.state), sort: (w) => ({ good: 2, uneasy: 1, bad: 0 })[healthTone(w.health)] ?? 3 },
   { title: "Round", key: "round", text: (w) => (w.round === null ? NONE : String(w.round)), sort: (w) => w.round ?? -1 },
   { title: "Inner step", key: "inner", moves: true, text: (w) => (lost(w) ? NONE : `${w.inner_step}/${w.sync_every}`), sort: (w) => w.inner_step / (w.sync_every || 1) },

@@ -82,12 +82,19 @@ def rate_change(old: float | None, typed: str, glyphs: Glyphs) -> tuple[float | 
     return new, f"outer learning rate {before} {glyphs.arrow} {new:g}"
 
 
+def _of_several(worker: Worker) -> Sequence[tuple[str, str]]:
+    if worker.processes <= 1:
+        return ()
+    return [("processes", f"{worker.processes}, {worker.connections} of them connected")]
+
+
 def details(worker: Worker, rate: Rate | None, glyphs: Glyphs) -> Text:
     """Everything that the feed says about one worker."""
     none = glyphs.none
     rows: Sequence[tuple[str, str]] = (
         ("id", worker.id),
         ("host, process", f"{worker.host}, {worker.pid}"),
+        *_of_several(worker),
         ("health, state", f"{worker.health}, {worker.state}"),
         ("round", none if worker.round is None else str(worker.round)),
         ("inner steps", f"{worker.inner_step} of {worker.sync_every} since its last boundary"),

@@ -160,7 +160,7 @@ def _synced(row: Row, _: Glyphs) -> Cell:
     return None if age_s is None else duration(age_s)
 
 
-NAME = Column("WORKER", lambda r, g: g.printable(r.worker.id), left=True, least=8)
+NAME = Column("WORKER", lambda r, g: g.printable(r.worker.title), left=True, least=8)
 HEALTH = Column("HEALTH", _health, left=True)
 HOST = Column("HOST", lambda r, g: g.printable(r.worker.host), left=True)
 STATE = Column("STATE", lambda r, g: None if r.lost else g.printable(r.worker.state), left=True)

@@ -269,7 +269,7 @@ def test_refusal_is_raised_with_its_sentence(
 def test_worker_waits_for_a_broker_that_starts_later_and_says_so(
     beside: Beside, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco_worker.hook.FIRST_WORD_S", 0.0)
+    monkeypatch.setattr("diloco_worker.training.stay.FIRST_WORD_S", 0.0)
     probe = ScriptedBroker()
     probe.close()
     late_training = ScriptedTraining(probe, beside)

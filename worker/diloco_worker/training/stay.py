@@ -79,17 +79,22 @@ class Stay:
 
     def link(self, session: Session, **arguments: Any) -> Link:
         """A link that has begun; the arguments are those of `Link`."""
-        resumption = self.resumption
-        link = Link(
-            self.server,
-            session,
-            pinned=self.placement.is_pinned,
-            states=resumption.states if resumption is not None else None,
-            welcomed=self.audit.joined,
-            keys=self.keys,
-            **arguments,
-        )
-        self.opened(link)
+        resumption, link = self.resumption, None
+        try:
+            link = Link(
+                self.server,
+                session,
+                pinned=self.placement.is_pinned,
+                states=resumption.states if resumption is not None else None,
+                welcomed=self.audit.joined,
+                keys=self.keys,
+                **arguments,
+            )
+            self.opened(link)
+        except BaseException:  # from then on it is closed where it was opened
+            if link is not None:
+                link.close()
+            raise
         link.start()
         self.take_signals()
         return link

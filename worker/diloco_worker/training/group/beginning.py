@@ -17,6 +17,7 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.version import digest_of, tag_of
 from diloco_worker.core.compatibility import Terms, cut
 from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.placement import CPU
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.shell.lanes.hub import Hub
@@ -37,6 +38,11 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
     Raises:
         UsageError: they do not; at all of them.
     """
+    if settings.keep_global_on not in (None, CPU):
+        raise UsageError(
+            f"keep_global_on is {settings.keep_global_on!r}, which a worker of several processes does "
+            "not do yet: each keeps its share of the global parameters on the host; leave it out."
+        )
     asked = {"server": settings.server, "dylu": settings.dylu, **settings.wants}
     told = ranks.gather([asked, chosen_id])
     for rank, (theirs, _) in enumerate(told):
@@ -92,9 +98,13 @@ class Initial:
 
 def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
     hub = Hub(ranks.count, os.environ.get("MASTER_ADDR"))
-    ranks.broadcast(hub.meeting.plain())
-    initial = Initial()
-    session = stay.session(processes=ranks.count)
+    try:
+        ranks.broadcast(hub.meeting.plain())
+        initial = Initial()
+        session = stay.session(processes=ranks.count)
+    except BaseException:
+        hub.close()
+        raise
 
     def tick() -> None:
         ranks.broadcast([orders.WAIT])

@@ -38,9 +38,7 @@ class Encoding:
 
     layout: FragmentLayout
     dtype: str  # the wire dtype
-    base: FlatState | None = (
-        None  # what is measured from; None: the tensors themselves are laid out
-    )
+    base: FlatState | None = None  # what is measured from; None: tensors are laid out as they are
     room: InitVar[Room] = mapped
     squares: float = 0.0  # of what is laid out of parameters, before rounding to the wire dtype
     bad: str | None = None  # the first place that has NaN or infinity after encoding
@@ -74,7 +72,7 @@ class Encoding:
         if local.dtype is not torch.float32 or self.base is None:
             local = values.copy_(local)
         if self.base is not None:
-            begun = held(self.base.vectors[place.segment][start:stop], place.entry)
+            begun = held(self.base.vectors[place.segment][start:stop], place.entry).cpu()
             torch.sub(begun, local, out=values)
         encoded = self.wire[place.segment][start:stop]
         encoded.copy_(values)

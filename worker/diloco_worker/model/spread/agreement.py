@@ -6,9 +6,8 @@ in the same run. All processes come to the same one, or raise the same UsageErro
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +66,11 @@ def agree(
             if (known.shape, known.dtype) != (shape, dtype):
                 problems.append(f"{name} is {known} in one process and {entry} in process {rank}")
                 continue
+            kinds = {known.kind, entry.kind}
+            # Of tied ones some may be frozen.
+            if kinds > {Kind.TRAINABLE} and name not in first:
+                was, is_here = _SAID[known.kind], _SAID[entry.kind]
+                problems.append(f"{name} is {was} in one process and {is_here} in process {rank}")
             entries[name] = _merged(known, entry, name, (own, *aliases))
             found = blocks.setdefault(name, [None] * ranks.count)
             if found[rank] is None or found[rank] == block:
@@ -100,8 +104,8 @@ def agree(
 
 def _said(entry: TensorEntry, tensor: Tensor) -> list[Any]:
     block, values = block_of(entry.name, tensor), local(tensor)
-    # What is trained must begin alike; buffers are those of the first process.
-    checksum = _checksum(values) if entry.kind is Kind.TRAINABLE and block.elements else None
+    # Parameters must begin alike; buffers are those of the first process.
+    checksum = _checksum(values) if entry.kind is not Kind.BUFFER and block.elements else None
     kind, shape = entry.kind.value, list(entry.shape)
     aliases = list(entry.aliases)
     return [entry.name, shape, entry.dtype, kind, aliases, block.offset, block.size, checksum]
@@ -153,29 +157,27 @@ def _gaps(
 def _in_order(told: Sequence[Any], first: Mapping[str, str]) -> list[str]:
     """All names in the order of the whole model.
 
-    Each process has its own in order, and the stages of a pipeline follow each other. Where stages take
-    turns, the blocks of a list (layers.0, layers.2 | layers.1, layers.3) are put in order by number.
+    Each process has its own in order, and the stages of a pipeline follow each other. A module's tensors
+    are together, wherever its parts are. Where stages take turns, the blocks of a list (0 and 2 in the
+    first, 1 and 3 in the next) are put in order by number.
     """
     each = [tuple(dict.fromkeys(first.get(own, own) for own, *_ in said)) for said in told]
     names = list(dict.fromkeys(name for own in each for name in own))
-    if len(set(each)) == 1:
-        return names
-    places: dict[str, list[int]] = {}
-    for at, name in enumerate(names):
-        if (found := _NUMBERED.match(name)) is not None:
-            places.setdefault(found.group(1), []).append(at)
-    ordered = list(names)
-    for of_a_list in places.values():
-        by_number = sorted((names[at] for at in of_a_list), key=_number)
-        for at, name in zip(of_a_list, by_number, strict=True):
-            ordered[at] = name
-    return ordered
+    return names if len(set(each)) == 1 else list(_together(names, ""))
 
 
-_NUMBERED = re.compile(r"((?:[^.]*\D[^.]*\.)*?)(\d+)(?:\.|$)")
+def _together(names: Sequence[str], prefix: str) -> Iterator[str]:
+    """Names that begin alike, module by module."""
+    children: dict[str, list[str]] = {}
+    for name in names:
+        children.setdefault(name[len(prefix) :].partition(".")[0], []).append(name)
+    ordered = sorted(children, key=int) if all(map(str.isdecimal, children)) else list(children)
+    for child in ordered:
+        within = f"{prefix}{child}."
+        deeper = [name for name in children[child] if name.startswith(within)]
+        yield from (name for name in children[child] if name not in deeper)
+        if deeper:
+            yield from _together(deeper, within)
 
 
-def _number(name: str) -> int:
-    found = _NUMBERED.match(name)
-    assert found is not None
-    return int(found.group(2))
+_SAID = {Kind.TRAINABLE: "trained", Kind.FROZEN: "frozen", Kind.BUFFER: "a buffer"}

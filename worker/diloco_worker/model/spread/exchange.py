@@ -1,65 +1,35 @@
 """Moving values between a model that is spread over processes, and the owners of its chunks.
 
-In bounded slices: of each exchange every process has a few of the chunks that it owns, so that nobody
-ever has more than these besides its share. Values travel in the tensors' own dtypes. What a process owns
-and has itself does not move.
+What fails at one process (memory runs out) must not keep it from the exchanges that the others are in:
+they would wait for it. So it goes through them with nothing to give, and says so in front of it; what
+comes of such a process is put into no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from diloco_protocol.chunks import CHUNK_ELEMENTS, FragmentLayout
-from diloco_worker.model.spread.blocks import Block
 from diloco_worker.model.spread.ranks import Ranks
-from diloco_worker.model.spread.shares import Blocks, Piece, share_of
+from diloco_worker.model.spread.shares import Piece
+from diloco_worker.model.spread.slices import Part, Slice
 
-# Elements of the chunks that all owners together have in one exchange: 8 MiB in fp32.
-SLICE_ELEMENTS = 4 * CHUNK_ELEMENTS
-# Each run of values begins at such a multiple of bytes, so that it can be looked at in any dtype.
+# Each run of values begins at such a multiple of bytes, so that it can be looked at in any dtype. What
+# goes to a process begins with as many, which say whether it is good.
 ALIGNED = 8
+_GOOD, _VOID = 1, 0
 
-
-# By name, the contiguous tensors that this process has of one of the model's: of tied ones several, with
-# equal values.
+# By name, the tensors that this process has of one of the model's: of tied ones several, with equal
+# values.
 Live = Mapping[str, Sequence[Tensor]]
+Values = Mapping[Piece, Tensor]
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a process has of a piece: its block's flat elements [first, last)."""
-
-    piece: Piece
-    block: Block
-    holder: int
-    owner: int
-    first: int
-    last: int
-    is_source: bool  # the owner's values are those of this process
-
-    @property
-    def is_all(self) -> bool:
-        """Whether it is the whole piece, in its order."""
-        return self.last - self.first == self.piece.stop - self.piece.start
-
-    @property
-    def where(self) -> slice | Tensor:
-        """Where these elements are within the piece."""
-        return self.block.indices(self.first, self.last, self.piece.start)
-
-
-@dataclass(frozen=True)
-class Slice:
-    """What is moved in one exchange."""
-
-    pieces: tuple[Piece, ...]  # of the chunks that this process owns
-    parts: tuple[Part, ...]  # of all pieces of it that this process has or owns, in a common order
-    gathers: bool  # whether any process lacks something of what it owns
-    scatters: bool  # whether any process has something that another one owns
+class ProcessFailed(Exception):
+    """Another process had nothing good to give; it says itself what has happened."""
 
 
 @dataclass(eq=False)
@@ -69,61 +39,11 @@ class Buffers:
     sent: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     room: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def of(self, sent: int, wanted: int) -> tuple[Tensor, Tensor]:
+    def reserve(self, sent: int, room: int, *, pinned: bool) -> None:
         if self.sent.numel() < sent:
-            self.sent = torch.empty(sent, dtype=torch.uint8)
-        if self.room.numel() < wanted:
-            self.room = torch.empty(wanted, dtype=torch.uint8)
-        return self.sent[:sent], self.room[:wanted]
-
-
-def slices_of(
-    layout: FragmentLayout, owners: Sequence[int], blocks: Blocks, rank: int, count: int
-) -> list[Slice]:
-    """What this process does in each exchange of a fragment; as many at all of them."""
-    shares = [share_of(layout, owners, each) for each in range(count)]
-    largest = max((span.stop - span.start for span in layout.spans), default=1)
-    at_once = max(1, SLICE_ELEMENTS // (largest * count))
-    mine = [[span.index for span in layout.spans if owners[span.index] == r] for r in range(count)]
-    by_chunk = [_by_chunk(pieces) for _, pieces in shares]
-    slices = []
-    for start in range(0, max(map(len, mine), default=0), at_once):
-        parts: list[Part] = []
-        own: list[Piece] = []
-        gathers = scatters = False
-        for owner in range(count):
-            for chunk in mine[owner][start : start + at_once]:
-                for piece in by_chunk[owner].get(chunk, ()):
-                    if owner == rank:
-                        own.append(piece)
-                    for part in _parts(piece, owner, blocks[piece.name]):
-                        gathers |= part.is_source and part.holder != owner
-                        scatters |= part.holder != owner
-                        if rank in (part.holder, owner):
-                            parts.append(part)
-        slices.append(Slice(tuple(own), tuple(parts), gathers, scatters))
-    return slices
-
-
-def _by_chunk(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
-    found: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.chunk, []).append(piece)
-    return found
-
-
-def _parts(piece: Piece, owner: int, blocks: Sequence[Block | None]) -> Iterator[Part]:
-    """Who has what of a piece. Of several that have the same, one is its source."""
-    holders: dict[Block, list[int]] = {}
-    for rank, block in enumerate(blocks):
-        if block is not None:
-            holders.setdefault(block, []).append(rank)
-    for block, found in holders.items():
-        first, last = block.before(piece.start), block.before(piece.stop)
-        if first < last:
-            source = owner if owner in found else found[piece.chunk % len(found)]
-            for holder in found:
-                yield Part(piece, block, holder, owner, first, last, holder == source)
+            self.sent = torch.empty(sent, dtype=torch.uint8, pin_memory=pinned)
+        if self.room.numel() < room:
+            self.room = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
 
 
 @dataclass(eq=False)
@@ -133,85 +53,167 @@ class Exchange:
     ranks: Ranks
     buffers: Buffers = field(default_factory=Buffers)
 
-    def gather(self, slice_: Slice, live: Live) -> dict[Piece, Tensor]:
+    def reserve(self, slices: Sequence[Slice], *, pinned: bool) -> None:
+        """Have memory for all of these. No collective."""
+        most_sent = most_room = 0
+        for slice_ in slices:
+            for sends, takes in (slice_.gathered, slice_.scattered):
+                most_sent = max(most_sent, sum(self._sizes(sends)))
+                most_room = max(most_room, sum(self._sizes(takes)))
+        self.buffers.reserve(most_sent, most_room, pinned=pinned)
+
+    def gather(
+        self, slice_: Slice, live: Live, error: Exception | None = None
+    ) -> tuple[Values, Exception | None]:
         """The values of the pieces that this process owns, each of one dimension, on the host.
 
-        They may share the memory of the model, and of the buffers: they are good until the next one.
+        They may share the memory of the model. With an error, what has failed here, now or before.
         """
-        rank = self.ranks.rank
         values: dict[Piece, Tensor] = {}
-        for part in slice_.parts:
-            if part.owner == rank == part.holder:
-                held = _flat(live[part.piece.name][0])[part.first : part.last]
-                if part.is_all and held.device.type == "cpu":
-                    values[part.piece] = held
-                else:
-                    _room_in(values, part.piece)[part.where] = held.cpu()
+        if error is None:
+            error = _error_of(lambda: self._take_own(slice_, live, values))
         if slice_.gathers:
-            sends = [p for p in slice_.parts if p.holder == rank != p.owner and p.is_source]
-            takes = [p for p in slice_.parts if p.owner == rank != p.holder and p.is_source]
-            for part, came in self._move(
-                [(p, p.owner, _flat(live[p.piece.name][0])[p.first : p.last]) for p in sends],
-                [(p, p.holder, p.piece.dtype) for p in takes],
-            ):
-                _room_in(values, part.piece)[part.where] = came
-        return values
+            sends, takes = slice_.gathered
 
-    def scatter(self, slice_: Slice, values: Mapping[Piece, Tensor], live: Live) -> None:
-        """Give what this process owns to those who have it in their models, and take what is its own."""
-        rank = self.ranks.rank
-        for part in slice_.parts:
-            if part.owner == rank == part.holder:
-                _write(live[part.piece.name], part, values[part.piece][part.where])
+            def put(part: Part, came: Tensor) -> None:
+                _room_in(values, part.piece)[part.where] = came
+
+            error = self._move(sends, takes, self._reading(live), put, error)
+        return values, error
+
+    def scatter(
+        self, slice_: Slice, values: Values, live: Live, error: Exception | None
+    ) -> Exception | None:
+        """Give what this process owns to those who have it in their models, and take what is its own.
+
+        Args:
+            error: what has failed here before; the values are not there then.
+
+        Returns:
+            What has failed here.
+        """
+        if error is None:
+            error = _error_of(lambda: self._put_own(slice_, live, values))
         if slice_.scatters:
-            sends = [p for p in slice_.parts if p.owner == rank != p.holder]
-            takes = [p for p in slice_.parts if p.holder == rank != p.owner]
-            for part, came in self._move(
-                [(p, p.holder, values[p.piece][p.where]) for p in sends],
-                [(p, p.owner, p.piece.dtype) for p in takes],
-            ):
-                _write(live[part.piece.name], part, came)
+            sends, takes = slice_.scattered
+
+            def put(part: Part, came: Tensor) -> None:
+                self._write(live[part.piece.name], part, came)
+
+            error = self._move(sends, takes, lambda p: values[p.piece][p.where], put, error)
+        return error
+
+    def _take_own(self, slice_: Slice, live: Live, values: dict[Piece, Tensor]) -> None:
+        for part in slice_.kept:
+            held = self._read(live[part.piece.name][0], part)
+            if part.is_all and held.device.type == "cpu":
+                values[part.piece] = held
+            else:
+                _room_in(values, part.piece)[part.where] = held.cpu()
+
+    def _put_own(self, slice_: Slice, live: Live, values: Values) -> None:
+        for part in slice_.kept:
+            self._write(live[part.piece.name], part, values[part.piece][part.where])
+
+    def _reading(self, live: Live) -> Callable[[Part], Tensor]:
+        return lambda part: self._read(live[part.piece.name][0], part)
 
     def _move(
         self,
-        sends: Sequence[tuple[Part, int, Tensor]],
-        takes: Sequence[tuple[Part, int, torch.dtype]],
-    ) -> Iterator[tuple[Part, Tensor]]:
-        """Send each tensor to a process; returns what came of each part. Both ends have one order."""
-        count = self.ranks.count
-        sizes, wanted = [0] * count, [0] * count
-        for _, to, tensor in sends:
-            sizes[to] += _aligned(tensor.numel() * tensor.element_size())
-        for part, of, dtype in takes:
-            wanted[of] += _aligned((part.last - part.first) * dtype.itemsize)
-        sent, room = self.buffers.of(sum(sizes), sum(wanted))
-        places = _starts(sizes)
-        for _, to, tensor in sends:
-            size = tensor.numel() * tensor.element_size()
-            sent[places[to] : places[to] + size].view(tensor.dtype).copy_(tensor)
-            places[to] += _aligned(size)
+        sends: Sequence[Part],
+        takes: Sequence[Part],
+        value_of: Callable[[Part], Tensor],
+        put: Callable[[Part, Tensor], None],
+        error: Exception | None,
+    ) -> Exception | None:
+        """Send parts and put those that come. Both ends have one order. Returns the first error."""
+        sizes, wanted = self._sizes(sends), self._sizes(takes)
+        sent = self.buffers.sent[: sum(sizes)]
+        room = self.buffers.room[: sum(wanted)]
+        if error is None:
+            error = _error_of(lambda: self._fill(sent, sizes, sends, value_of))
+        for at, size in zip(_starts(sizes), sizes, strict=True):
+            if size:
+                sent[at] = _GOOD if error is None else _VOID
         self.ranks.exchange(sent, sizes, room, wanted)
-        places = _starts(wanted)
-        for part, of, dtype in takes:
-            size = (part.last - part.first) * dtype.itemsize
-            yield part, room[places[of] : places[of] + size].view(dtype)
-            places[of] += _aligned(size)
+
+        def take() -> None:
+            for part, came in self._runs(room, wanted, takes):
+                put(part, came)
+
+        return error or _error_of(take)
+
+    def _fill(
+        self,
+        sent: Tensor,
+        sizes: Sequence[int],
+        sends: Sequence[Part],
+        value_of: Callable[[Part], Tensor],
+    ) -> None:
+        for part, run in _laid_out(sent, sizes, sends, self.ranks.rank):
+            run.copy_(value_of(part))
+
+    def _runs(
+        self, room: Tensor, sizes: Sequence[int], takes: Sequence[Part]
+    ) -> Iterator[tuple[Part, Tensor]]:
+        starts = _starts(sizes)
+        is_good = [not n or int(room[at]) == _GOOD for at, n in zip(starts, sizes, strict=True)]
+        for part, run in _laid_out(room, sizes, takes, self.ranks.rank):
+            if is_good[part.other(self.ranks.rank)]:
+                yield part, run
+        if not all(is_good):
+            raise ProcessFailed(f"process {is_good.index(False)} of this worker has failed")
+
+    def _sizes(self, parts: Sequence[Part]) -> list[int]:
+        """Bytes that go to, or come from, each process."""
+        sizes = [0] * self.ranks.count
+        for part in parts:
+            other = part.other(self.ranks.rank)
+            sizes[other] = (sizes[other] or ALIGNED) + _aligned(part.bytes)
+        return sizes
+
+    def _read(self, tensor: Tensor, part: Part) -> Tensor:
+        """The values of a part in one dimension: a view where they are neighbours."""
+        if tensor.is_contiguous():
+            return tensor.view(-1)[part.first : part.last]
+        return tensor[_coordinates(tensor, part)]
+
+    def _write(self, tensors: Sequence[Tensor], part: Part, values: Tensor) -> None:
+        for tensor in tensors:
+            if tensor.is_contiguous():
+                tensor.view(-1)[part.first : part.last].copy_(values)
+            else:
+                tensor[_coordinates(tensor, part)] = values.to(tensor.device)
+
+
+def _error_of(action: Callable[[], None]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001  raised when all exchanges are done
+        return error
+    return None
+
+
+def _coordinates(tensor: Tensor, part: Part) -> tuple[Tensor, ...]:
+    flat = torch.arange(part.first, part.last, device=tensor.device)
+    return torch.unravel_index(flat, tensor.shape)
+
+
+def _laid_out(
+    memory: Tensor, sizes: Sequence[int], parts: Sequence[Part], rank: int
+) -> Iterator[tuple[Part, Tensor]]:
+    """Where each part lies, in the dtype of its tensor."""
+    places = [at + ALIGNED for at in _starts(sizes)]
+    for part in parts:
+        at = places[part.other(rank)]
+        places[part.other(rank)] += _aligned(part.bytes)
+        yield part, memory[at : at + part.bytes].view(part.piece.dtype)
 
 
 def _room_in(values: dict[Piece, Tensor], piece: Piece) -> Tensor:
     if piece not in values:
         values[piece] = torch.empty(piece.stop - piece.start, dtype=piece.dtype)
     return values[piece]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The values of a contiguous tensor in one dimension: a view."""
-    return tensor.view(-1)
-
-
-def _write(tensors: Sequence[Tensor], part: Part, values: Tensor) -> None:
-    for tensor in tensors:
-        _flat(tensor)[part.first : part.last].copy_(values)
 
 
 def _aligned(size: int) -> int:

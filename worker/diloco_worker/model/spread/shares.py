@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from diloco_protocol import Segment
+from diloco_protocol import Kind, Segment
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place
 from diloco_worker.model.spread.blocks import Block
 
@@ -38,9 +38,15 @@ class Piece:
 
 
 def owners_of(layout: FragmentLayout, blocks: Blocks, count: int) -> tuple[int, ...]:
-    """The process that owns each chunk of a fragment."""
+    """The process that owns each chunk of a fragment.
+
+    Buffers that are averaged have their values of the first process that has most of a chunk: where each
+    has values of its own, as in BatchNorm, those are the worker's. They are small.
+    """
     held = _held(layout, blocks, count)
-    chunks = [span.index for span in layout.spans if span.segment is Segment.PARAMETERS]
+    is_frozen = any(place.entry.kind is Kind.FROZEN for place in layout.places)
+    chunks = [s.index for s in layout.spans if is_frozen or s.segment is Segment.PARAMETERS]
+    spread = frozenset(chunks)
     owners = [0] * layout.chunks
     room = [-(-len(chunks) // count)] * count
     # Those of which one process has much more than others come first; of equals in order.
@@ -55,8 +61,7 @@ def owners_of(layout: FragmentLayout, blocks: Blocks, count: int) -> tuple[int, 
         owners[index] = best
         room[best] -= 1
     for span in layout.spans:
-        if span.segment is not Segment.PARAMETERS:
-            # Small, and where each process has values of its own those of the first are the worker's.
+        if span.index not in spread:
             most = max(held[span.index])
             owners[span.index] = held[span.index].index(most)
     return tuple(owners)

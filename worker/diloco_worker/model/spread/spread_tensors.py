@@ -9,13 +9,13 @@ fails all raise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Manifest, ModelLayout, TensorEntry, UsageError
+from diloco_protocol import ModelLayout, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.model.encoding import Delta, Encoding
 from diloco_worker.model.flat_state import FlatState
@@ -31,10 +31,13 @@ from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.model_watch import ModelWatch
 from diloco_worker.model.spread.agreement import Agreement, agree
 from diloco_worker.model.spread.blocks import local
-from diloco_worker.model.spread.exchange import Exchange, Live, Slice, slices_of
+from diloco_worker.model.spread.exchange import Exchange, Live, ProcessFailed, Values
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.saved_share import part_of, shared_out
 from diloco_worker.model.spread.shares import Piece, owners_of, share_of
+from diloco_worker.model.spread.slices import Slice, slices_of
+
+T = TypeVar("T")
 
 
 class SpreadTensors(ModelTensors):
@@ -55,7 +58,7 @@ class SpreadTensors(ModelTensors):
             tied: groups of names of one tensor, though they may be in several processes.
         """
         module = unwrapped(model)
-        mine = ranks.agreed(lambda: _exchangeable(module))
+        mine = ranks.agreed(lambda: manifest_of(module, may_be_spread=True))
         agreement = agree(ranks, mine, live_tensors(module), tied)
         made = cls(agreement.manifest, lambda: _settled(module), ModelWatch(module))
         made.ranks, made._agreement = ranks, agreement
@@ -107,46 +110,57 @@ class SpreadTensors(ModelTensors):
     @torch.no_grad()
     def capture(self, layout: FragmentLayout) -> FlatState:
         """Copy what this process owns of a fragment to the host."""
-        state = FlatState.empty(layout, pinned=self.pins)
 
-        def take(values: Mapping[Piece, Tensor]) -> None:
+        def put(state: FlatState, values: Values) -> None:
             for piece, value in values.items():
                 state.of(piece.place).copy_(value)
 
-        self._each_slice(layout, take)
-        return state
+        return self._each_slice(layout, lambda: FlatState.empty(layout, pinned=self.pins), put)
 
+    @torch.no_grad()
     def delta(self, base: FlatState, dtype_name: str, captured: FlatState | None = None) -> Delta:
         """Global minus local of what this process owns of a fragment, in wire form.
 
-        Its length, and what is wrong with it, are those of the whole worker. What was captured is not
-        looked at: the model has not changed since.
+        Its length, and what is wrong with it, are those of the whole worker.
         """
-        encoding = Encoding(base.layout, dtype_name, base, self._buffers.take)
-        bad: list[str] = []
 
-        def take(values: Mapping[Piece, Tensor]) -> None:
+        def begin() -> Encoding:
+            encoding = Encoding(base.layout, dtype_name, base, self._buffers.take)
+            if captured is not None:
+                for place in base.layout.places:
+                    encoding.add(place, captured.of(place))
+            return encoding
+
+        def add(encoding: Encoding, values: Values) -> None:
             for piece, value in values.items():
                 encoding.add(piece.place, value)
-                if encoding.bad is not None and not bad:
-                    bad.append(piece.name)
 
-        self._each_slice(base.layout, take)
-        told = self.ranks.gather([encoding.squares, bad[0] if bad else None])
+        encoding = (
+            self._each_slice(base.layout, begin, add)
+            if captured is None
+            else self._together(lambda: self.ranks.agreed(begin))
+        )
+        # The name of a place has the elements behind that of the tensor.
+        bad = None if encoding.bad is None else encoding.bad.rpartition("[")[0]
+        told = self._together(lambda: self.ranks.gather([encoding.squares, bad]))
         first_bad = next((name for _, name in told if name is not None), None)
         return Delta(encoding.delta.wire, math.sqrt(sum(each for each, _ in told)), first_bad)
 
     @torch.no_grad()
     def bring_in(self, change: Change) -> None:
-        """Change the model of all processes; each has its part of the change."""
+        """Change the model of all processes; each has its part of the change.
+
+        What breaks it off leaves each element with the old or the new value, and the worker broken.
+        """
         made: dict[Piece, Tensor] = {}
 
-        def take(values: Mapping[Piece, Tensor]) -> None:
+        def change_them(_: None, values: Values) -> None:
             made.clear()
             for piece, value in values.items():
                 made[piece] = change.merged(piece.place, value).to("cpu", piece.dtype).view(-1)
 
-        self._each_slice(change.new.layout, take, reads=change.reads, made=made)
+        layout = change.new.layout
+        self._each_slice(layout, lambda: None, change_them, reads=change.reads, made=made)
 
     def look_at(self, take: Callable[[str, Tensor], object]) -> None:
         """Hand over, by name, what is trained or averaged: the pieces that this process owns.
@@ -169,38 +183,53 @@ class SpreadTensors(ModelTensors):
     def _each_slice(
         self,
         layout: FragmentLayout,
-        take: Callable[[Mapping[Piece, Tensor]], None],
+        begin: Callable[[], T],
+        take: Callable[[T, Values], None],
         *,
         reads: bool = True,
-        made: Mapping[Piece, Tensor] | None = None,
-    ) -> None:
-        """Go through a fragment: hand over what this process owns, and give the others what is made."""
-        if self._is_broken:
-            raise GroupBroken("This worker's processes are not at the same place any more.")
-        error: Exception | None = None
-        live: Live = {}
-        try:
-            live = self._local()
-        except Exception as failure:  # noqa: BLE001  raised at all of them
-            error = failure
-        self._together(error)
-        for slice_ in self._slices[layout.fragment]:
-            try:
-                values = self._exchange.gather(slice_, live) if reads else _unread(slice_)
-                if error is None:
-                    take(values)
-            except GroupBroken:
-                raise
-            except Exception as failure:  # noqa: BLE001  the exchanges are gone through first
-                error = error or failure
-            if made is not None:
-                whole = made if error is None else _unread(slice_)
-                self._exchange.scatter(slice_, whole, live)
-        self._together(error)
+        made: Values | None = None,
+    ) -> T:
+        """Go through a fragment: hand over what this process owns, and give the others what is made.
 
-    def _together(self, error: Exception | None) -> None:
+        Returns what `begin` has made room for. What fails here is raised behind the last exchange, at
+        all of them.
+        """
+        slices = self._slices[layout.fragment]
+
+        def ready() -> tuple[T, Live]:
+            self._exchange.reserve(slices, pinned=self.pins)
+            return begin(), self._local()
+
+        def walk() -> T:
+            result, live = self.ranks.agreed(ready)
+            error: Exception | None = None
+            for slice_ in slices:
+                values: Values = {}
+                if reads:
+                    values, error = self._exchange.gather(slice_, live, error)
+                if error is None:
+                    try:
+                        take(result, values if reads else _unread(slice_))
+                    except Exception as failure:  # noqa: BLE001  raised below
+                        error = failure
+                if made is not None:
+                    error = self._exchange.scatter(slice_, made, live, error)
+            # Who only heard of a failure leaves it to those who know what has happened.
+            is_heard = isinstance(error, ProcessFailed)
+            self.ranks.raise_together(None if is_heard else error)
+            return result
+
+        return self._together(walk)
+
+    def _together(self, action: Callable[[], T]) -> T:
+        """A collective. Broken off, the processes are not at the same place any more."""
+        if self._is_broken:
+            raise GroupBroken(
+                "A process of this worker has failed, so they cannot go on together; let the launcher "
+                "start all of them again (torchrun --max-restarts)."
+            )
         try:
-            self.ranks.raise_together(error)
+            return action()
         except BaseException:
             self._is_broken = True
             raise
@@ -229,22 +258,11 @@ class SpreadTensors(ModelTensors):
 
 
 def _unread(slice_: Slice) -> dict[Piece, Tensor]:
-    """Room for what this process owns, where its present values do not matter."""
+    """Something for each piece that this process owns, where its present values do not matter."""
     return {
-        piece: torch.zeros(piece.stop - piece.start, dtype=piece.dtype) for piece in slice_.pieces
+        piece: torch.zeros(1, dtype=piece.dtype).expand(piece.stop - piece.start)
+        for piece in slice_.pieces
     }
-
-
-def _exchangeable(module: nn.Module) -> Manifest:
-    manifest = manifest_of(module, may_be_spread=True)
-    live = live_tensors(module)
-    for entry in manifest.entries:
-        if not local(live[entry.name]).is_contiguous():
-            raise UsageError(
-                f"{entry.name} is not contiguous, and a worker of several processes exchanges only "
-                "such tensors; make it so with .contiguous() before the DiLoCoWorker is made."
-            )
-    return manifest
 
 
 def _settled(module: nn.Module) -> dict[str, Tensor]:

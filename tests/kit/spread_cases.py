@@ -1,0 +1,324 @@
+"""What the processes of one worker do in tests: `python -m kit.spread_cases RANK COUNT FOLDER`.
+
+Each process goes through the cases that fit their number, and writes down what failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from diloco_protocol import Kind, UsageError
+from diloco_worker.model.merging import Change
+from diloco_worker.model.spread.blocks import block_of, local
+from diloco_worker.model.spread.ranks import GroupBroken, Ranks
+from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from kit.spread_models import (
+    Both,
+    Layers,
+    Stages,
+    Varied,
+    mesh_of,
+    rows,
+    seeded,
+    sharded,
+    tensor_parallel,
+)
+
+WAIT_S = 60  # for another process
+CASES: dict[str, tuple[frozenset[int], Callable[[Ranks], None]]] = {}
+
+
+def case(*counts: int) -> Callable[[Callable[[Ranks], None]], Callable[[Ranks], None]]:
+    def note(function: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
+        CASES[function.__name__] = (frozenset(counts or (1, 2, 3, 4)), function)
+        return function
+
+    return note
+
+
+@case()
+def replicas_do_what_a_plain_worker_does(ranks: Ranks) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        whole = seeded(partial(Varied, dtype))
+        both = Both(ranks, whole, seeded(partial(Varied, dtype)))
+        for chunk_elements, fragments in ((7, 2), (64, 1), (1 << 19, 1)):
+            both.cut(chunk_elements, fragments)
+            both.assert_same_rounds()
+
+
+@case()
+def replicas_move_nothing_to_freeze(ranks: Ranks) -> None:
+    both = Both(ranks, seeded(Layers), seeded(Layers))
+    both.cut(16)
+    for part in both.layout.all:
+        both.spread.delta(both.share(both.elsewhere(part, 1)), "bf16")
+    assert both.bytes == 0
+    for part in both.layout.all:
+        owners = both.spread.owners[part.fragment]
+        assert (
+            max(owners.count(r) for r in range(ranks.count)) <= -(-len(owners) // ranks.count) + 2
+        )
+
+
+@case()
+def fsdp_does_what_a_plain_worker_does(ranks: Ranks) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = seeded(partial(Layers, dtype=dtype))
+        both = Both(ranks, whole, sharded(whole))
+        for chunk_elements, fragments in ((5, 2), (64, 1), (1 << 19, 1)):
+            both.cut(chunk_elements, fragments)
+            both.assert_same_rounds()
+
+
+@case(2, 3, 4)
+def fsdp_moves_little_to_freeze(ranks: Ranks) -> None:
+    whole = seeded(lambda: nn.Linear(100, 96, bias=False))
+    both = Both(ranks, whole, sharded(whole))
+    both.cut(100)
+    part = both.layout.fragments[0]
+    both.spread.delta(both.share(both.elsewhere(part, 1)), "bf16")
+    assert both.bytes == 0  # each row is a chunk, and belongs to the process that has it
+    both.cut(90)
+    both.bytes = 0
+    both.spread.delta(both.share(both.elsewhere(part := both.layout.fragments[0], 1)), "bf16")
+    assert 0 < sum(r for r in ranks.total([both.bytes])) <= ranks.count**2 * ranks.count * 90 * 4
+
+
+@case(2, 3, 4)
+def columns_under_fsdp_do_what_a_plain_worker_does(ranks: Ranks) -> None:
+    whole = seeded(lambda: Layers((12, 24, 12, 36)))
+    both = Both(ranks, whole, sharded(whole, dim=1))
+    for chunk_elements in (5, 64, 1 << 19):
+        both.cut(chunk_elements)
+        both.assert_same_rounds()
+
+
+@case(2, 3, 4)
+def tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
+    whole = seeded(Layers)
+    both = Both(ranks, whole, tensor_parallel(whole, mesh_of(ranks.count)))
+    for chunk_elements in (5, 64, 1 << 19):
+        both.cut(chunk_elements)
+        both.assert_same_rounds()
+
+
+@case(4)
+def fsdp_of_tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
+    mesh = mesh_of(2, 2)
+    whole = seeded(lambda: Layers((8, 12, 16, 4)))
+    made = sharded(tensor_parallel(whole, mesh["inner"]), mesh=mesh["outer"])
+    assert any("_StridedShard" in str(getattr(p, "placements", ())) for p in made.parameters())
+    both = Both(ranks, whole, made)
+    for chunk_elements in (5, 64, 1 << 19):
+        both.cut(chunk_elements)
+        both.assert_same_rounds()
+
+
+@case(4)
+def hybrid_shards_do_what_a_plain_worker_does(ranks: Ranks) -> None:
+    whole = seeded(Layers)
+    both = Both(ranks, whole, sharded(whole, mesh=mesh_of(2, 2)))
+    for chunk_elements in (5, 1 << 19):
+        both.cut(chunk_elements)
+        both.assert_same_rounds()
+
+
+def stage(rank: int, count: int) -> Stages:
+    """Layers dealt in turn: the numbers of each process are not neighbours."""
+    return Stages(range(rank, 12, count), embed=rank == 0, head=rank == count - 1)
+
+
+TIED = [("embed.weight", "head.weight")]
+
+
+@case()
+def stages_that_take_turns_do_what_a_plain_worker_does(ranks: Ranks) -> None:
+    both = Both(ranks, Stages(), stage(ranks.rank, ranks.count), TIED)
+    for chunk_elements, fragments in ((10, 3), (64, 1), (1 << 19, 1)):
+        both.cut(chunk_elements, fragments)
+        both.assert_same_rounds()
+
+
+@case(2)
+def first_and_last_stage_in_one_process_have_the_order_of_the_whole_model(ranks: Ranks) -> None:
+    own = [0, 1, 2, 9, 10, 11] if ranks.leads else [3, 4, 5, 6, 7, 8]
+    both = Both(ranks, Stages(), Stages(own, embed=ranks.leads, head=ranks.leads))
+    both.cut(10)
+    both.assert_same_rounds()
+
+
+@case(4)
+def stages_of_fsdp_do_what_a_plain_worker_does(ranks: Ranks) -> None:
+    mesh, number = mesh_of(2, 2), ranks.rank // 2
+    made = Stages(range(number * 6, number * 6 + 6), embed=number == 0, head=number == 1)
+    both = Both(ranks, Stages(), sharded(made, mesh=mesh["inner"]), TIED)
+    both.cut(10)
+    both.assert_same_rounds()
+
+
+@case(2, 3, 4)
+def blocks_are_where_the_values_of_a_dtensor_are(ranks: Ranks) -> None:
+    line = mesh_of(ranks.count)
+    given: list[tuple[Any, Any]] = [(line, [each]) for each in (Shard(0), Shard(1), Replicate())]
+    if ranks.count == 4:
+        square = mesh_of(2, 2)
+        each = (Shard(0), Shard(1), Replicate())
+        given += [(square, [a, b]) for a in each for b in each]
+    for shape in ((8, 8), (5, 7), (1, 3), (2, 0, 3), (9, 2, 2)):
+        whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        for mesh, placements in given:
+            spread = distribute_tensor(whole, mesh, placements)
+            mine = local(spread)
+            block = block_of("it", spread)
+            assert block.elements == mine.numel()
+            assert torch.equal(spread.full_tensor()[rows(block)].reshape(-1), mine.reshape(-1))
+
+
+@case(2)
+def partial_sums_are_refused(ranks: Ranks) -> None:
+    spread = DTensor.from_local(torch.ones(3), mesh_of(2), [Partial()])
+    with pytest.raises(UsageError, match="partial sums"):
+        block_of("it", spread)
+
+
+def refused(ranks: Ranks, made: nn.Module, match: str, tied: Any = ()) -> None:
+    with pytest.raises(UsageError, match=match) as caught:
+        SpreadTensors.of_group(made, ranks, tied)
+    assert len(set(ranks.gather(str(caught.value)))) == 1
+
+
+@case(2, 3, 4)
+def what_is_no_model_together_is_refused_by_all(ranks: Ranks) -> None:
+    last = ranks.rank == ranks.count - 1
+    refused(ranks, seeded(Layers, seed=int(last)), "embed.weight has other values")
+    refused(ranks, nn.Sequential(nn.Linear(2, 3 if last else 2)), "0.weight is")
+    refused(ranks, nn.Linear(2, 2, dtype=torch.float64 if last else None), "weight is")
+    refused(ranks, seeded(Stages), "elsewhere.weight", [("embed.weight", "elsewhere.weight")])
+    frozen = seeded(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
+    frozen["a"].requires_grad_(not last)
+    refused(ranks, frozen, r"a.weight is trained in one process and frozen in process")
+    frozen["a"].requires_grad_(False)
+    with torch.no_grad():
+        frozen["a"].weight.add_(int(last))
+    refused(ranks, frozen, "a.weight has other values")
+
+
+@case(2, 3, 4)
+def missing_part_is_refused_by_all(ranks: Ranks) -> None:
+    mesh = mesh_of(ranks.count)
+    made = sharded(nn.Linear(4, 8), mesh=mesh)
+    if ranks.rank == 1:  # what process 1 should have
+        made = nn.ModuleDict({"other": nn.Linear(2, 2)})
+    refused(ranks, made, "weight lacks a part")
+
+
+@case()
+def value_that_is_not_finite_is_told_by_its_tensor(ranks: Ranks) -> None:
+    whole = seeded(Layers)
+    both = Both(ranks, whole, sharded(whole))
+    both.cut(5)
+    part = both.layout.fragments[0]
+    base = both.elsewhere(part, 1)
+    with torch.no_grad():
+        whole.layers[0].weight[-1, -1] = torch.inf
+    both.copy_to_spread()
+    assert both.spread.delta(both.share(base), "bf16").bad == "layers.0.weight"
+
+
+@case(2, 3, 4)
+def failure_of_one_is_raised_by_all_and_tears_no_value(ranks: Ranks) -> None:
+    whole = seeded(Layers)
+    both = Both(ranks, whole, sharded(whole))
+    both.cut(5)
+    part = both.layout.fragments[0]
+    new = both.share(both.elsewhere(part, 1))
+    change: Any = Change(new, 0.5)
+    if ranks.rank == 1:
+        change.merged = failing(change.merged, 3, "there is no more")
+    with pytest.raises(MemoryError if ranks.rank == 1 else GroupBroken, match="there is no more"):
+        both.spread.bring_in(change)
+    with pytest.raises(GroupBroken):
+        both.spread.capture(new.layout)
+    # What is in the model is either the old or the new value.
+    before = {name: local(t).clone() for name, t in sharded(seeded(Layers)).named_parameters()}
+    for name, tensor in both.spread.lookup().items():
+        if name in before and (mine := local(tensor)).numel():
+            far = (mine - before[name]).abs().max()
+            assert far < 0.5, name
+
+
+@case(2, 3, 4)
+def failure_to_read_is_raised_by_all(ranks: Ranks) -> None:
+    for fails_at in range(1, 9):  # its own values, and those that it sends
+        whole = seeded(Layers)
+        both = Both(ranks, whole, sharded(whole))
+        both.cut(5)
+        if ranks.rank == 1:
+            exchange: Any = both.spread._exchange
+            exchange._read = failing(exchange._read, fails_at, "no room to read")
+        error = MemoryError if ranks.rank == 1 else GroupBroken
+        with pytest.raises(error, match="no room to read"):
+            both.spread.capture(both.spread.shares[0])
+
+
+def failing(original: Callable[..., Any], at: int, said: str) -> Callable[..., Any]:
+    """The same, until this call of it."""
+    calls = iter(range(1, at))
+
+    def call(*args: Any) -> Any:
+        if next(calls, None) is None:
+            raise MemoryError(said)
+        return original(*args)
+
+    return call
+
+
+@case(1, 2)
+def values_are_checked_where_they_are(ranks: Ranks) -> None:
+    whole = seeded(Layers)
+    both = Both(ranks, whole, sharded(whole))
+    for entry, tensor in both.spread.live():
+        assert not hasattr(tensor, "placements") and not tensor.requires_grad
+        assert entry.kind in Kind
+
+
+def main(rank: int, count: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=WAIT_S),
+    )
+    failed: dict[str, str] = {}
+    for name, (counts, function) in CASES.items():
+        if failed:
+            failed[name] = "not begun: a case before it has failed"
+        elif count in counts and (len(sys.argv) < 5 or sys.argv[4] == name):
+            world = dist.group.WORLD
+            assert world is not None
+            ranks = Ranks(world)
+            try:
+                function(ranks)
+            except BaseException:  # noqa: BLE001  written down, and told by the test
+                failed[name] = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(failed))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

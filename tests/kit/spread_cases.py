@@ -59,6 +59,19 @@ def replicas_do_what_a_plain_worker_does(ranks: Ranks) -> None:
             both.assert_same_rounds()
 
 
+@case(1, 2)
+def replicas_on_cuda_do_what_a_plain_worker_does(ranks: Ranks) -> None:
+    if not torch.cuda.is_available():
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = seeded(partial(Varied, dtype))
+        both = Both(ranks, whole, seeded(partial(Varied, dtype)).cuda())
+        assert both.spread.pins
+        for chunk_elements in (7, 1 << 19):
+            both.cut(chunk_elements)
+            both.assert_same_rounds(kept_on=torch.device("cuda"))
+
+
 @case()
 def replicas_move_nothing_to_freeze(ranks: Ranks) -> None:
     both = Both(ranks, seeded(Layers), seeded(Layers))
@@ -81,6 +94,31 @@ def fsdp_does_what_a_plain_worker_does(ranks: Ranks) -> None:
         for chunk_elements, fragments in ((5, 2), (64, 1), (1 << 19, 1)):
             both.cut(chunk_elements, fragments)
             both.assert_same_rounds()
+
+
+@case(1, 2)
+def fsdp_is_read_and_changed_whatever_was_computed_before(ranks: Ranks) -> None:
+    whole = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    made = sharded(whole).eval()  # no statistics
+    made(torch.randn(4, 6))
+    both = Both(ranks, whole, made)
+    watch = both.spread.watch
+    assert watch is not None
+    both.cut(5)
+    part = both.layout.fragments[0]
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
+    for trains in (False, True, False):
+        made(torch.randn(4, 6)).sum().backward() if trains else made(torch.randn(4, 6))
+        if trains:
+            optimizer.step()
+        assert watch.look() is None
+        new = both.elsewhere(part, 5)
+        both.plain.put(new)
+        both.spread.put(both.share(new))
+        both.assert_equal_models()
+        with torch.no_grad():  # what the next computation uses
+            x = torch.randn(4, 6)
+            assert torch.allclose(made(x), whole.eval()(x), atol=1e-5)
 
 
 @case(2, 3, 4)

@@ -181,7 +181,7 @@ class Both:
         whole = live_tensors(self.whole)
         for name, tensor in self.spread.lookup().items():
             expected = whole[name][rows(block_of(name, tensor))]
-            assert torch.equal(local(tensor), expected.reshape(local(tensor).shape)), name
+            assert torch.equal(local(tensor).cpu(), expected.reshape(local(tensor).shape)), name
 
     def share(self, state: FlatState) -> FlatState:
         """What this process has of a whole fragment."""
@@ -212,8 +212,16 @@ class Both:
                 vector.add_(0.1 * torch.randn(vector.shape))
         return state
 
-    def assert_same_rounds(self, wires: Sequence[str] = ("fp32", "bf16")) -> None:
-        """Captures, deltas and merges are bit for bit those of the whole model."""
+    def assert_same_rounds(
+        self,
+        wires: Sequence[str] = ("fp32", "bf16"),
+        kept_on: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+    ) -> None:
+        """Captures, deltas and merges are bit for bit those of the whole model.
+
+        Args:
+            kept_on: where this process has the version that deltas are measured from.
+        """
         for part in self.layout.all:
             moved(self.whole, seed=part.fragment)
             self.copy_to_spread()
@@ -224,7 +232,7 @@ class Both:
             for wire in wires:
                 expected = self.plain.delta(base, wire)
                 for of in (None, captured):
-                    found = self.spread.delta(self.share(base), wire, of)
+                    found = self.spread.delta(self.share(base).to(kept_on), wire, of)
                     self.assert_equal_states(found.wire, expected.wire)
                     assert math.isclose(found.norm, expected.norm, rel_tol=1e-6, abs_tol=1e-9)
                     assert found.bad is None

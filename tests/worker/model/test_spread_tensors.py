@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kit.spread_cases import CASES
 
 BOUND_S = 110  # for all cases of one number of processes
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 Told = dict[str, str]
 
@@ -50,11 +53,17 @@ def told() -> dict[int, list[Told]]:
     return {}
 
 
+def marks(count: int, case: str) -> list[pytest.MarkDecorator]:
+    return [
+        *([pytest.mark.slow] if count == 3 else []),  # what cannot be dealt evenly
+        *([needs_cuda] if "cuda" in case else []),
+    ]
+
+
 @pytest.mark.parametrize(
     ("count", "case"),
     [
-        # Three are there for what cannot be dealt evenly.
-        pytest.param(count, case, marks=[pytest.mark.slow] if count == 3 else [])
+        pytest.param(count, case, marks=marks(count, case))
         for count in (1, 2, 3, 4)
         for case, (counts, _) in CASES.items()
         if count in counts

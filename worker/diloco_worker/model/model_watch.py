@@ -9,7 +9,7 @@ may be replaced by their modules, and a parameter may be given other `.data`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -29,11 +29,16 @@ class Seen:
 
 
 class ModelWatch:
-    """See the head of this module. The model is compared with what it is now."""
+    """See the head of this module. The model is compared with what it is now.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        settle: called before each look; puts back what is in the place of the parameters for a while.
+    """
+
+    def __init__(self, model: nn.Module, settle: Callable[[], object] | None = None) -> None:
         self.problem: str | None = None  # what has changed, a sentence
         self._model = model
+        self._settle = settle
         self._before = _seen(model)
         self._ties = _ties(model)
         self._told: set[str] = set()
@@ -54,6 +59,8 @@ class ModelWatch:
         return self.problem
 
     def _clauses(self) -> list[str]:
+        if self._settle is not None:
+            self._settle()
         now = _seen(self._model)
         clauses = [
             f"{name} is new" for name in now if name not in self._before and now[name].is_trained

@@ -58,9 +58,14 @@ class SpreadTensors(ModelTensors):
             tied: groups of names of one tensor, though they may be in several processes.
         """
         module = unwrapped(model)
+
+        def settled() -> dict[str, Tensor]:
+            return _settled(module)
+
+        live = ranks.agreed(settled)
         mine = ranks.agreed(lambda: manifest_of(module, may_be_spread=True))
-        agreement = agree(ranks, mine, live_tensors(module), tied)
-        made = cls(agreement.manifest, lambda: _settled(module), ModelWatch(module))
+        agreement = agree(ranks, mine, live, tied)
+        made = cls(agreement.manifest, settled, ModelWatch(module, settled))
         made.ranks, made._agreement = ranks, agreement
         made._exchange = Exchange(ranks)
         return made

@@ -54,7 +54,7 @@ def replicas_do_what_a_plain_worker_does(ranks: Ranks) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         whole = seeded(partial(Varied, dtype))
         both = Both(ranks, whole, seeded(partial(Varied, dtype)))
-        for chunk_elements, fragments in ((7, 2), (64, 1), (1 << 19, 1)):
+        for chunk_elements, fragments in ((7, 2), (1 << 19, 1)):
             both.cut(chunk_elements, fragments)
             both.assert_same_rounds()
 
@@ -91,7 +91,7 @@ def fsdp_does_what_a_plain_worker_does(ranks: Ranks) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         whole = seeded(partial(Layers, dtype=dtype))
         both = Both(ranks, whole, sharded(whole))
-        for chunk_elements, fragments in ((5, 2), (64, 1), (1 << 19, 1)):
+        for chunk_elements, fragments in ((5, 2), (1 << 19, 1)):
             both.cut(chunk_elements, fragments)
             both.assert_same_rounds()
 
@@ -139,7 +139,7 @@ def fsdp_moves_little_to_freeze(ranks: Ranks) -> None:
 def columns_under_fsdp_do_what_a_plain_worker_does(ranks: Ranks) -> None:
     whole = seeded(lambda: Layers((12, 24, 12, 36)))
     both = Both(ranks, whole, sharded(whole, dim=1))
-    for chunk_elements in (5, 64, 1 << 19):
+    for chunk_elements in (5, 1 << 19):
         both.cut(chunk_elements)
         both.assert_same_rounds()
 
@@ -148,7 +148,7 @@ def columns_under_fsdp_do_what_a_plain_worker_does(ranks: Ranks) -> None:
 def tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
     whole = seeded(Layers)
     both = Both(ranks, whole, tensor_parallel(whole, mesh_of(ranks.count)))
-    for chunk_elements in (5, 64, 1 << 19):
+    for chunk_elements in (5, 1 << 19):
         both.cut(chunk_elements)
         both.assert_same_rounds()
 
@@ -156,13 +156,15 @@ def tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
 @case(4)
 def fsdp_of_tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
     mesh = mesh_of(2, 2)
-    whole = seeded(lambda: Layers((8, 12, 16, 4)))
-    made = sharded(tensor_parallel(whole, mesh["inner"]), mesh=mesh["outer"])
-    assert any("_StridedShard" in str(getattr(p, "placements", ())) for p in made.parameters())
-    both = Both(ranks, whole, made)
-    for chunk_elements in (5, 64, 1 << 19):
-        both.cut(chunk_elements)
-        both.assert_same_rounds()
+    for sizes in ((8, 12, 16, 4), (7, 5, 9, 1, 3)):
+        whole = seeded(partial(Layers, sizes))
+        made = sharded(tensor_parallel(whole, mesh["inner"]), mesh=mesh["outer"])
+        assert any("_StridedShard" in str(getattr(p, "placements", ())) for p in made.parameters())
+        both = Both(ranks, whole, made)
+        both.assert_equal_models()  # each block is where its values are in the whole model
+        for chunk_elements in (5, 1 << 19):
+            both.cut(chunk_elements)
+            both.assert_same_rounds()
 
 
 @case(4)

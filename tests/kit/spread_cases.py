@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from diloco_protocol import Kind, UsageError
 from diloco_worker.model.merging import Change
+from diloco_worker.model.spread import slices
 from diloco_worker.model.spread.blocks import block_of, local
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
@@ -324,6 +325,23 @@ def failing(original: Callable[..., Any], at: int, said: str) -> Callable[..., A
         return original(*args)
 
     return call
+
+
+@case()
+def pieces_that_are_looked_at_do_not_depend_on_the_exchanges(ranks: Ranks) -> None:
+    whole = seeded(Layers)
+    both = Both(ranks, whole, sharded(whole))
+    both.cut(7, 2)
+    seen: dict[str, list[float]] = {}
+    slices.SLICE_ELEMENTS = 4 * ranks.count
+    both.spread.set_layout(both.layout)
+    both.spread.look_at(lambda name, values: seen.update({name: values.tolist()}))
+    shares = both.spread.shares[:-1]
+    assert list(seen) == [p.entry.name for share in shares for p in share.places]
+    for part, share in zip(both.layout.fragments, shares, strict=True):
+        held = both.share(both.plain.capture(part))
+        for place in share.places:
+            assert seen[place.entry.name] == held.of(place).tolist()
 
 
 @case(1, 2)

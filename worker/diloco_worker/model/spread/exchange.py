@@ -65,7 +65,7 @@ class Exchange:
     def gather(
         self, slice_: Slice, live: Live, error: Exception | None = None
     ) -> tuple[Values, Exception | None]:
-        """The values of the pieces that this process owns, each of one dimension, on the host.
+        """The values of the pieces that this process owns, in order, each of one dimension, on the host.
 
         They may share the memory of the model. With an error, what has failed here, now or before.
         """
@@ -79,7 +79,9 @@ class Exchange:
                 _room_in(values, part.piece)[part.where] = came
 
             error = self._move(sends, takes, self._reading(live), put, error)
-        return values, error
+        if error is not None:
+            return {}, error
+        return {piece: values[piece] for piece in slice_.pieces}, None
 
     def scatter(
         self, slice_: Slice, values: Values, live: Live, error: Exception | None

@@ -9,6 +9,7 @@ fails all raise.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import ModelLayout, TensorEntry, UsageError
-from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_worker.model.encoding import Delta, Encoding
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
@@ -172,13 +173,23 @@ class SpreadTensors(ModelTensors):
 
         A piece is the same however many processes share the model.
         """
-
-        def take_all(values: Mapping[Piece, Tensor]) -> None:
-            for piece, value in values.items():
-                take(piece.place.entry.name, value)
-
         for share in self.shares[:-1]:
-            self._each_slice(share, take_all)
+            places = deque(place for place in share.places if place.start < place.stop)
+
+            def take_all(
+                parts: list[Tensor], values: Values, places: deque[Place] = places
+            ) -> None:
+                # An exchange may have a part of a piece only; they come in order.
+                for piece, value in values.items():
+                    place = places[0]
+                    is_end = piece.place.stop == place.stop
+                    parts.append(value if is_end else value.clone())
+                    if is_end:
+                        take(place.entry.name, torch.cat(parts) if len(parts) > 1 else value)
+                        parts.clear()
+                        places.popleft()
+
+            self._each_slice(share, list[Tensor], take_all)
 
     def distance(self, base: FlatState) -> float:
         raise UsageError(

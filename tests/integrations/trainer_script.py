@@ -1,5 +1,6 @@
-"""Hugging Face's Trainer with the callback: `python trainer_script.py NAME`."""
+"""Hugging Face's Trainer with the callback: `python trainer_script.py NAME`, also under torchrun."""
 
+import os
 import sys
 from typing import Any
 
@@ -50,7 +51,7 @@ def main() -> None:
     last = get_last_checkpoint(f"{name}-checkpoints")
     trainer.train(resume_from_checkpoint=last)
     print(trainer.state.log_history[-2:], flush=True)
-    tiny_task.write_result(name, model)
+    tiny_task.write_result(name + os.environ.get("RANK", ""), model)
 
 
 if __name__ == "__main__":

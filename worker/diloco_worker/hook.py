@@ -25,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import RunConfig, UsageError
-from diloco_protocol.messages import Heartbeat, Progress
+from diloco_protocol import UsageError
+from diloco_protocol.messages import Heartbeat
 from diloco_worker.core.events import BeatNow
 from diloco_worker.core.sync import boundary
 from diloco_worker.core.sync.effects import Steps
@@ -49,6 +49,7 @@ from diloco_worker.training.group.leading import LeadingDriver
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
+from diloco_worker.training.run_view import RunView
 from diloco_worker.training.saved_state import Saved
 from diloco_worker.training.shard import shard
 from diloco_worker.training.stay import Stay
@@ -62,7 +63,7 @@ LINK_PATIENCE_S = 5.0
 MAX_WARNING_LENGTH = 300
 
 
-class DiLoCoWorker:
+class DiLoCoWorker(RunView):
     """Keeps a model in step with the other workers of a run. A context manager.
 
     Args:
@@ -389,17 +390,25 @@ class DiLoCoWorker:
     @property
     def run_is_over(self) -> bool:
         """True once the broker has said so. Unlike `should_stop` it leaves SIGTERM to this worker."""
+        if self._group is not None:
+            return self._group.agreed.is_over
         return self._link is not None and self._link.stopping is not None
 
     @property
     def should_save(self) -> bool:
         """An operator asks for a save (`diloco-broker save-all`); True until `saved` is called."""
-        return self._link is not None and self._link.save_order not in (0, self._saved)
+        return self._link is not None and self._save_order not in (0, self._saved)
+
+    @property
+    def _save_order(self) -> int:
+        if self._group is not None:
+            return self._group.agreed.save_order
+        return self._link.save_order if self._link is not None else 0
 
     def saved(self) -> None:
         """Tell the broker that the script has saved; the next heartbeat says so, at once."""
         if self._link is not None and self.should_save:
-            self._saved = self._link.save_order
+            self._saved = self._save_order
             self._publish()
             self._link.tell(BeatNow())
 
@@ -421,11 +430,6 @@ class DiLoCoWorker:
         return metrics
 
     @property
-    def config(self) -> RunConfig | None:
-        """How the run is trained, as the broker says; None before joining."""
-        return self._link.config if self._link else None
-
-    @property
     def shard(self) -> tuple[int, int]:
         """Index and count of this worker's share of the data, for samplers; stays for its whole life.
 
@@ -439,48 +443,6 @@ class DiLoCoWorker:
         if self._settings.server is not None and self._link is None:
             raise UsageError("shard is known once the worker has started; ask within the `with`.")
         return shard(self._link)
-
-    @property
-    def sync_every(self) -> int | None:
-        """H in use, which Dynamic Local Updates may change from cycle to cycle; None before joining."""
-        return self._driver.state.schedule.sync_every if self._driver else None
-
-    @property
-    def progress(self) -> Progress:
-        """How far the run is, by the version that came last; all 0 before joining.
-
-        A worker that comes late places its learning-rate schedule by `progress.steps`: optimizer steps
-        that one which was there from the beginning has behind it.
-        """
-        return self._link.run_progress if self._link else Progress()
-
-    @property
-    def round(self) -> int:
-        """Rounds that the run has made; in asynchronous mode pushes that were applied."""
-        return self.progress.rounds
-
-    @property
-    def global_loss(self) -> float | None:
-        """Mean of the losses that the workers have reported with the last round; None before.
-
-        In asynchronous mode of the latest loss of each worker.
-        """
-        return self._link.run_loss if self._link else None
-
-    @property
-    def local_step(self) -> int:
-        """Optimizer steps so far."""
-        return self._step
-
-    @property
-    def sync_count(self) -> int:
-        """Pseudo-gradients of this worker that are in the global parameters."""
-        return self._counters.rounds
-
-    @property
-    def reported(self) -> Mapping[str, Any]:
-        """The `extra` values of `report`, the latest of each."""
-        return dict(self._reports.extra)
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to go on after a restart, for the checkpoint of the script.

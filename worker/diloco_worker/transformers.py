@@ -50,9 +50,11 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
     Logged with what the Trainer logs, each as diloco/NAME: `round` of the run, `global_loss`, and of
     this worker `rounds`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`.
 
+    With several processes (torchrun) all of them are one worker, as with `process_group="world"`.
+
     Raises:
-        UsageError: at the begin of training; what `DiLoCoWorker` raises, or a Trainer of several
-            processes, or with two of these callbacks.
+        UsageError: at the begin of training; what `DiLoCoWorker` raises, or a Trainer with FSDP or
+            DeepSpeed, or with two of these callbacks.
         TypeError: a keyword that DiLoCoWorker has not.
     """
 
@@ -83,12 +85,14 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         self._comes_first(sys._getframe(1).f_locals.get("self"))
         model, optimizer = objects["model"], objects["optimizer"]
         if resolve({"server": self._server}).server is not None:
-            _require_one_process(args)
+            _require_whole_model(args)
+            if args.world_size > 1:
+                self._keywords.setdefault("process_group", "world")
         former = _callbacks.pop(model, self)
         former._leave(failed=True)
         diloco = DiLoCoWorker(model, optimizer, self._server, **self._keywords)
         if state.global_step and (saved := self._find(args, state)) is not None:
-            diloco.load_state_dict(torch.load(saved, map_location="cpu", weights_only=True))
+            diloco.load_state_dict(_read(saved, args))
         self.diloco, self._has_left = diloco.start(), False
         self._tokens = state.num_input_tokens_seen
         if self._is_in_a_run:
@@ -106,7 +110,9 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
             samples = args.train_batch_size * args.gradient_accumulation_steps
             tokens = state.num_input_tokens_seen - self._tokens  # 0 where the Trainer counts none
             self._tokens += tokens
-            self.diloco.report(samples=samples, tokens=tokens or None)
+            # The Trainer counts the tokens of all its processes.
+            is_counted = tokens and args.process_index == 0
+            self.diloco.report(samples=samples, tokens=tokens if is_counted else None)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -149,10 +155,15 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         folder = _checkpoint(args, state)
-        if self.diloco is not None and self._is_in_a_run and folder.is_dir():
-            aside = folder / f"{STATE_FILE}.new"
+        if self.diloco is None or not self._is_in_a_run:
+            return
+        if args.world_size > 1:  # another process may not have made it yet
+            folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():
+            file = _state_file(args)
+            aside = folder / f"{file}.new"
             torch.save(self.diloco.state_dict(), aside)
-            os.replace(aside, folder / STATE_FILE)
+            os.replace(aside, folder / file)
             self.diloco.saved()  # if an operator has asked
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -190,8 +201,9 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         record = record[0] if isinstance(record, list) else record
         said = record.get("attributes", {}).get("saved_in")
         folders = [args.resume_from_checkpoint, said, _checkpoint(args, state)]
-        files = [Path(folder, STATE_FILE) for folder in folders if isinstance(folder, str | Path)]
-        found = next((file for file in files if file.exists()), None)
+        places = [Path(folder) for folder in folders if isinstance(folder, str | Path)]
+        files = [place / STATE_FILE for place in places]
+        found = next((place for place in places if _states_in(place)), None)
         if found is None and resolve({"server": self._server}).server is not None:
             logger.warning(
                 "The checkpoint has no state of this worker (%s); it begins with the run's parameters.",
@@ -235,16 +247,34 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}").resolve()
 
 
-def _require_one_process(args: TrainingArguments) -> None:
-    """Raise UsageError where a model is spread over processes."""
+def _state_file(args: TrainingArguments) -> str:
+    """The name of this process's state in a checkpoint."""
+    if args.world_size == 1:
+        return STATE_FILE
+    stem, _, ending = STATE_FILE.partition(".")
+    return f"{stem}-{args.process_index}-of-{args.world_size}.{ending}"
+
+
+def _states_in(folder: Path) -> list[Path]:
+    """The states of all processes in a checkpoint."""
+    alone = folder / STATE_FILE
+    stem, _, ending = STATE_FILE.partition(".")
+    return [alone] if alone.exists() else sorted(folder.glob(f"{stem}-*-of-*.{ending}"))
+
+
+def _read(folder: Path, args: TrainingArguments) -> Any:
+    """What a process goes on from: its own state, or those of another number of processes."""
+    own = folder / _state_file(args)
+    files = [own] if own.exists() else _states_in(folder)
+    states = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    return states[0] if own.exists() else states
+
+
+def _require_whole_model(args: TrainingArguments) -> None:
+    """Raise UsageError where the Trainer cuts the model up."""
     how = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else ""
     if how:
         raise UsageError(
-            f"The Trainer uses {how}, which cuts the model up; DiLoCoCallback needs it whole: leave "
-            f"{how} out, and start one Trainer for each GPU."
-        )
-    if args.world_size > 1:
-        raise UsageError(
-            f"The Trainer has {args.world_size} processes, and this release has no workers of several; "
-            "start one Trainer for each GPU without torchrun, with one visible GPU each."
+            f"The Trainer uses {how}, which cuts the model up; DiLoCoCallback needs it whole in each "
+            f"process: leave {how} out, or train with a loop of your own (worker/GROUPS.md)."
         )

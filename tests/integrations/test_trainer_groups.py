@@ -48,7 +48,8 @@ def trained(processes: Processes, folder: Path, *, dies_at: int | None) -> list[
     plain = processes.run(str(PLAIN), "b", DILOCO_SERVER=address)
     if dies_at is not None:
         first = trainer_of_two(processes, address, **{DIES_AT: str(dies_at)})
-        assert -9 in [each.ends(WITHIN_S) for each in first], first[0].output
+        codes = [each.ends(WITHIN_S) for each in first]
+        assert -9 in codes, "\n".join(each.output for each in first)
     for child in (*trainer_of_two(processes, address), plain):
         assert child.ends(WITHIN_S) == 0, child.output
     return [torch.load(folder / f"a{rank}.pt", weights_only=True) for rank in range(2)]

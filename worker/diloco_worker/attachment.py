@@ -23,7 +23,7 @@ from diloco_worker.core.restarts import RUN_IS_OVER, WRONG_USAGE
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.model.checksums import checksums, differing
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.training.owner import BY_HAND, living_modules, owner_of
+from diloco_worker.owner import BY_HAND, living_modules, owner_of
 
 
 def say(sentence: object) -> None:

@@ -50,8 +50,9 @@ def trained(processes: Processes, folder: Path, *, dies_at: int | None) -> list[
         first = trainer_of_two(processes, address, **{DIES_AT: str(dies_at)})
         codes = [each.ends(WITHIN_S) for each in first]
         assert -9 in codes, "\n".join(each.output for each in first)
-    for child in (*trainer_of_two(processes, address), plain):
-        assert child.ends(WITHIN_S) == 0, child.output
+    children = [*trainer_of_two(processes, address), plain]
+    codes = [each.ends(WITHIN_S) for each in children]
+    assert codes == [0, 0, 0], "\n".join(each.output for each in children)
     return [torch.load(folder / f"a{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def main() -> None:
         ),
         callbacks=[DiLoCoCallback(worker_id=name), Dies()],
     )
+    Path(f"{name}-checkpoints").mkdir(exist_ok=True)  # the first of several processes makes it late
     last = get_last_checkpoint(f"{name}-checkpoints")
     trainer.train(resume_from_checkpoint=last)
     print(trainer.state.log_history[-2:], flush=True)

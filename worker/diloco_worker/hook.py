@@ -43,7 +43,11 @@ from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.global_view import in_the_model
-from diloco_worker.training.group.beginning import begin_together, same_settings
+from diloco_worker.training.group.beginning import (
+    begin_together,
+    same_resumption,
+    same_settings,
+)
 from diloco_worker.training.group.following import Follower
 from diloco_worker.training.group.leading import LeadingDriver
 from diloco_worker.training.push_log import PushLog
@@ -221,6 +225,8 @@ class DiLoCoWorker(RunView):
         start.occupy(self._model, self, self.worker_id)
         own, ranks = self._settings, self._ranks
         check_values(tensors)
+        if ranks is not None:
+            same_resumption(ranks, self._resumption)
         if self._resumption is not None:
             self._resumption.check_model(tensors)
         leads = ranks is None or ranks.leads

@@ -242,15 +242,15 @@ def _resumption(plains: list[Plain], tensors: ModelTensors) -> Resumption:
         place=place,
         frozen=frozen,
         fragments=fragments,
-        checksums=None if is_old else _checksums(plain["checksums"], tensors.manifest),
+        checksums=None if is_old else _checksums(plain, tensors.manifest),
         distances=tuple(float(each["distance"]) for each in parts) if is_old else (),
     )
 
 
-def _checksums(plain: object, manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    given = _dict(plain)
+def _checksums(plain: Plain, manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    given = _dict(plain["checksums"])
     names: Iterable[str] = [e.name for e in manifest.entries if e.kind is not Kind.FROZEN]
-    if any(name not in given for name in names) and any(name.endswith("]") for name in given):
+    if "share" in plain or (given and all(name.endswith("]") for name in given)):
         names = given  # those of pieces: several processes have saved it
     return {name: tuple(_whole(each) for each in given[name]) for name in names}
 

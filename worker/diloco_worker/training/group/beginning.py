@@ -28,6 +28,7 @@ from diloco_worker.training import start
 from diloco_worker.training.group import orders
 from diloco_worker.training.group.following import Follower, LaneLink
 from diloco_worker.training.group.leading import LeadingDriver
+from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.settings import Settings
 from diloco_worker.training.stay import Stay
 
@@ -55,6 +56,21 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
                 )
     found: str | None = told[0][1]
     return found
+
+
+def same_resumption(ranks: Ranks, resumption: Resumption | None) -> None:
+    """See that all processes go on from a checkpoint, or none.
+
+    Raises:
+        UsageError: some do; at all of them.
+    """
+    told = ranks.gather(resumption is not None)
+    if any(told) and not all(told):
+        missing = ", ".join(str(rank) for rank, has in enumerate(told) if not has)
+        raise UsageError(
+            f"Process {missing} of this worker has no state to go on from, and others have; call "
+            "load_state_dict() in all of them, or in none."
+        )
 
 
 def begin_together(stay: Stay, ranks: Ranks) -> LeadingDriver | Follower:

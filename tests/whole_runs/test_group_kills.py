@@ -31,7 +31,7 @@ def preloaded(processes: Processes) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "other"])
 @pytest.mark.parametrize("phase", ["freezing", "pushing", "waiting", "merging"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["fsdp"])
 def test_killed_process_ends_its_worker_which_comes_back(
     processes: Processes, tmp_path: Path, kind: str, phase: str, rank: int
 ) -> None:

@@ -13,7 +13,13 @@ from kit.process_kit import PATIENCE_S, Processes
 
 pytest_plugins = ("kit.process_fixtures",)
 
-SYNC: dict[str, Any] = {"sync_every": 4, "max_rounds": 12, "chunk_elements": 777}
+SYNC: dict[str, Any] = {
+    "sync_every": 4,
+    "max_rounds": 12,
+    "chunk_elements": 777,
+    "deterministic": True,  # what a push has sent when its worker is killed counts whole or not
+    "deterministic": True,
+}
 # Behind step 18 a fragment is in flight.
 STREAMING: dict[str, Any] = {
     "sync_every": 6,
@@ -22,6 +28,7 @@ STREAMING: dict[str, Any] = {
     "fragment_merge": "rebase",
     "max_rounds": 14,
     "chunk_elements": 777,
+    "deterministic": True,  # what a push has sent when its worker is killed counts whole or not
 }
 
 

@@ -18,7 +18,6 @@ SYNC: dict[str, Any] = {
     "max_rounds": 12,
     "chunk_elements": 777,
     "deterministic": True,  # what a push has sent when its worker is killed counts whole or not
-    "deterministic": True,
 }
 # Behind step 18 a fragment is in flight.
 STREAMING: dict[str, Any] = {

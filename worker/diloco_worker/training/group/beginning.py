@@ -20,6 +20,7 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.placement import CPU
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from diloco_worker.shell.lanes import words
 from diloco_worker.shell.lanes.hub import Hub
 from diloco_worker.shell.lanes.lane import LaneThread
 from diloco_worker.shell.lanes.lane_buffers import LaneBuffers, numbers_of
@@ -31,6 +32,11 @@ from diloco_worker.training.group.leading import LeadingDriver
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.settings import Settings
 from diloco_worker.training.stay import Stay
+
+NO_WAY = (
+    "The processes of this worker are on several machines, and MASTER_ADDR is {reach!r}, by which the "
+    "others cannot find the first of them; set it to an address of that machine that all can reach."
+)
 
 
 def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> str | None:
@@ -113,8 +119,13 @@ class Initial:
 
 
 def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
-    hub = Hub(ranks.count, os.environ.get("MASTER_ADDR"))
+    reach = os.environ.get("MASTER_ADDR")
+    hub = Hub(ranks.count, reach)
     try:
+        machines = set(ranks.gather(words.machine()))
+        if len(machines) > 1 and len(hub.meeting.addresses) == 1:
+            ranks.broadcast(None)
+            raise UsageError(NO_WAY.format(reach=reach))
         ranks.broadcast(hub.meeting.plain())
         initial = Initial()
         session = stay.session(processes=ranks.count)
@@ -159,7 +170,11 @@ def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
 
 
 def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Follower:
-    meeting = Meeting.from_plain(ranks.broadcast())
+    ranks.gather(words.machine())
+    told = ranks.broadcast()
+    if told is None:
+        raise UsageError(NO_WAY.format(reach=os.environ.get("MASTER_ADDR")))
+    meeting = Meeting.from_plain(told)
     lane = LaneThread(meeting, ranks.rank, stay.keys)
     link = LaneLink(lane)
     stay.opened(link)

@@ -38,6 +38,8 @@ class LeadingDriver(Driver):
 
     ranks: Ranks
     agreed: Agreed = Agreed()  # noqa: RUF009  frozen
+    _is_asked: bool = False  # a process of this worker is to end
+    _is_leaving: bool = False
 
     def __post_init__(self, step: int, cycle_start: int, resumption: Any) -> None:
         self._others = Work()  # what the other processes have reported
@@ -63,8 +65,6 @@ class LeadingDriver(Driver):
         asked = self.ranks.total([float(self.termination.is_asked)])[0] > 0
         self._is_asked = asked
         self._together(lambda: super(LeadingDriver, self).after_step(step))
-
-    _is_asked = False
 
     def between_steps(self, action: Callable[[SyncState], Steps[T]]) -> T | None:
         return self._together(lambda: super(LeadingDriver, self).between_steps(action))
@@ -103,6 +103,8 @@ class LeadingDriver(Driver):
         self.ranks.broadcast([orders.GO, self.agreed.plain()])
 
     def leave(self, *, hasty: bool) -> None:
+        """The others wait until this process has left, and hear nothing over the group any more."""
+        self._is_leaving = True
         super().leave(hasty=hasty)
         self.link.say_at_the_end(msgpack.packb(asdict(self.metrics)))
 
@@ -168,6 +170,9 @@ class LeadingDriver(Driver):
         return Sight(sight.news, sight.link, self._totals)
 
     def _wait(self, seconds: float) -> None:
+        if self._is_leaving:
+            super()._wait(seconds)
+            return
         self.ranks.broadcast([orders.WAIT])
         super()._wait(min(seconds, WORD_EVERY_S))
         lost = self.link.lost_process

@@ -54,6 +54,7 @@ class Scenario:
     watch_s: float = 1.0  # how often the referee looks whether everybody gets on
     thoroughness: int = 1  # see `Referee`
     has_units: bool = False  # workers train on the units of a data set
+    processes: tuple[int, ...] = (1,)  # of a worker, drawn from for each
 
     @property
     def cycle_s(self) -> float:
@@ -172,6 +173,8 @@ class Simulation:
             "wants": dice.choice(scenario.wants),
             "timeout": dice.choice(scenario.timeouts),
         }
+        if len(scenario.processes) > 1:
+            drawn["processes"] = dice.choice(scenario.processes)
         process = Worker(
             self.world,
             self.referee,

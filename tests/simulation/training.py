@@ -43,6 +43,7 @@ class Habits:
     repeats: float = 0.0  # that a chunk is sent twice
     look_s: float = 5.0  # after which it looks around by itself while it waits
     heartbeat_interval: float | None = None  # seconds; None: as the broker has it
+    processes: int = 1  # that are this worker together
 
 
 class Training:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from diloco_broker import Broker, BrokerConfig
 from diloco_tools.bench import link, machine
 from diloco_tools.bench.cli import ALL, COMMANDS, QUICK, app, parts_of, write
-from diloco_tools.bench.parts import rounds, wire
+from diloco_tools.bench.parts import groups, rounds, wire
 from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report import arithmetic
 from diloco_tools.bench.report.figures import (
@@ -369,6 +369,17 @@ def test_tiny_run_moves_exactly_the_bytes_of_the_model(pool: ProcessPool) -> Non
     assert by_name["broker CPU"] > 0
     assert by_name["longest turn"] > 0
     assert {each.name for each in found if each.part == PHASES_OF_ROUNDS} >= {"delta", "apply"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_workers_of_two_processes_are_measured_against_workers_of_one(pool: ProcessPool) -> None:
+    found = groups.groups(pool, size="0.4M", repeats=1)
+    by_name = {each.name: each.median for each in found}
+    assert min(by_name.values()) > 0
+    assert by_name["ratio"] == pytest.approx(
+        by_name["two processes each"] / by_name["one process each"], rel=0.9
+    )
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_worker import RUN_IS_OVER
 from kit.examples import BROKER, FOLDER, STEPS, losses, started, two_train
-from kit.process_kit import Processes
+from kit.process_kit import Child, Processes, a_free_address
 
 pytest_plugins = ("kit.process_fixtures",)
 
@@ -53,6 +53,34 @@ def test_resumed_example_goes_on_where_it_was_killed(processes: Processes) -> No
         assert child.ends(within=90) == 0, child.output
     (begun,) = (int(line.split()[-1]) for line in again.output.splitlines() if "begins" in line)
     assert 15 <= begun < STEPS
+
+
+def test_worker_of_two_processes_goes_on_as_one_of_three(processes: Processes) -> None:
+    """The example of FSDP2, killed in the middle."""
+    address = processes.broker(**BROKER).address()
+    other = started(processes, "resume.py", "b", address, "--checkpoint", "b.pt")
+
+    def launched(count: int) -> list[Child]:
+        place = {
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": a_free_address().rpartition(":")[2],
+        }
+        often = ("--steps", str(STEPS), "--save-every", "5")
+        env = {"DILOCO_SERVER": address, "DILOCO_WORKER_ID": "a", **place}
+        command = (str(FOLDER / "fsdp.py"), *often)
+        return [processes.run(*command, RANK=str(rank), **env) for rank in range(count)]
+
+    first = launched(2)
+    first[0].says("step 20")
+    for child in first:
+        child.kill()
+    again = launched(3)
+    for child in (*again, other):
+        assert child.ends(within=90) == 0, child.output
+    begun = int(again[2].says("process 2 of 3 begins at step").split()[-1])
+    assert 15 <= begun < STEPS
+    assert len({child.says("done with a loss").split("after")[-1] for child in again}) == 1
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda each: str(each.stem))

@@ -145,7 +145,8 @@ class Core:
         if member is None or not is_here or not permissions.is_own(received.peer, member):
             text = "This session is not known on this connection; join again."
             return iter([effects.Send(route, messages.Rejoin(state.epoch, text))])
-        if not (member.lane_of(route) and member.liveness.disconnected_at is not None):
+        is_lane = member.processes > 1 and route != member.control
+        if not (is_lane and member.liveness.disconnected_at is not None):
             # Other processes of a worker may go on for a while when the one that leads is gone.
             member.liveness.hear(state.now)
         match message:

@@ -235,3 +235,38 @@ def test_worker_says_how_many_processes_it_is() -> None:
     for count in (0, 257):
         made = stage.worker("g").joins(processes=count)
         assert "1 to 256 processes" in made.error().text
+
+
+def test_credit_on_the_others_is_void_when_a_lane_is_lost() -> None:
+    made, _ = group(2)
+    made.binds_all(credit=1)
+    made.puppet.pulls()
+    made.stage.happens(PeerGone(made.lanes[0]))
+    for _ in range(3):
+        made.stage.happens(Received(made.lanes[1], Credit(1, made.puppet.session)))
+    made.puppet.pulls()
+    assert (made.came(0), made.came(1)) == ([0], [1])
+    made.stage.core.check_invariants()
+
+
+def test_removed_worker_has_no_lanes() -> None:
+    made, _ = group(2)
+    made.binds_all()
+    made.stage.happens(
+        Received(made.stage.route(), messages.Control("kick", 1, {"worker": "g", "who": "me"}))
+    )
+    assert made.stage.state.members.named("g") is None
+    made.binds(1)
+    made.delivers(0, [0])
+    for lane in made.lanes:
+        assert any(isinstance(m, Rejoin) for m in made.stage.inbox[lane])
+    made.stage.core.check_invariants()
+
+
+def test_credit_that_comes_again_and_again_on_a_lane_has_a_bound() -> None:
+    made, _ = group(4)
+    made.binds_all(credit=0)
+    for _ in range(100):
+        made.stage.happens(Received(made.lanes[2], Credit(50, made.puppet.session)))
+    (reader,) = [r for r in made.stage.state.versions.readers.values() if len(r.lanes) == 4]
+    assert reader.lanes[2].credit == lane_credit(4)

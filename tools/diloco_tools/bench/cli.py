@@ -19,7 +19,7 @@ from rich.console import Console
 from diloco_tools import terminal
 from diloco_tools.bench import machine
 from diloco_tools.bench.options import COMMAND, refuse
-from diloco_tools.bench.parts import load, rounds, training, wire
+from diloco_tools.bench.parts import groups, load, rounds, training, wire
 from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import (
     TRANSPORT,
@@ -55,6 +55,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "streaming": (training.STREAMING, training.streaming),
     "heartbeat": (load.HEARTBEAT, load.heartbeat),
     "checkpoint": (rounds.CHECKPOINT, rounds.checkpoint),
+    "groups": (groups.GROUPS, groups.groups),
     "wan": (wire.WAN, wire.wan),
     "attached": (training.ATTACHED, training.attached),
     "idle": (load.IDLE, load.idle),
@@ -71,6 +72,7 @@ async
 streaming
 heartbeat
 checkpoint --repeats 5
+groups --repeats 5
 wan --repeats 5
 attached --steps 150
 idle
@@ -85,6 +87,7 @@ async --repeats 3 --workers 2 --seconds 1
 streaming --repeats 1 --steps 10
 heartbeat --parameters 10M --workers 2
 checkpoint --parameters 10M --workers 1
+groups --repeats 3 --parameters 10M
 wan --parameters 10M
 attached --steps 20
 idle --workers 100 --seconds 2

@@ -72,8 +72,6 @@ class Others(Protocol):
 
     def over(self, push_id: int) -> None: ...
 
-    def forget(self) -> None: ...
-
 
 class Memory(Protocol):
     """The values of fragments: arriving, held, being sent."""
@@ -179,8 +177,6 @@ class Executor:
                 others.donate(self.session.uploads.by_id[push_id].push)
             case effects.PushOver(push_id):
                 others.over(push_id)
-            case effects.DropParts() | effects.ForgetCheckpoint():
-                others.forget()
         return False
 
     def _say(self, effect: effects.Effect) -> None:

@@ -60,6 +60,8 @@ def peer_gone(state: RunState, event: events.PeerGone) -> effects.Effects:
     """A connection does not exist any more; its worker has a moment to come back."""
     state.versions.forget(event.route)
     member = state.members.on_route(event.route)
+    if member is not None and event.route != member.control:
+        member.lose_lanes()
     if member is not None and member.liveness.disconnected_at is None:
         member.liveness.disconnect(state.now)
         yield effects.info(f"A connection of {member.worker_id} broke.")

@@ -16,7 +16,7 @@ from diloco_protocol.errors import Code, ProtocolError
 def pull(state: RunState, member: Member, pull: messages.Pull) -> effects.Effects:
     """A worker asks for the newest version of a fragment, or for the next."""
     _check(state, pull)
-    if member.bulk is None:
+    if member.bulk is None or not _has_reader(state, member):
         member.early_pulls[pull.fragment] = pull  # it overtook the credit that binds the connection
     else:
         yield from _read(state, _reader_of(state, member, member.bulk), pull)
@@ -39,11 +39,16 @@ def credit(
             yield from _read(state, reader, member.early_pulls.popitem()[1])
 
 
+def _has_reader(state: RunState, member: Member) -> bool:
+    """False where one of several lanes is lost: all of them are void then, until the worker is back."""
+    return member.processes == 1 or member.bulk in state.versions.readers
+
+
 def _credit_of_lane(
     state: RunState, member: Member, route: effects.Route, credit: messages.Credit
 ) -> effects.Effects:
     index = member.lane_of(route)
-    if member.bulk is None:
+    if member.bulk is None or not _has_reader(state, member):
         if index:  # what it was bound with grows until lane 0 is
             binding = member.lanes[index]
             most = lane_credit(member.processes)

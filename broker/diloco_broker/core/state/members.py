@@ -177,6 +177,12 @@ class Member:
         found = [self.control, *(each.route for each in self.lanes.values())]
         return found if self.bulk is None else [*found, self.bulk]
 
+    def lose_lanes(self) -> None:
+        """One of several is gone, so all are void: the worker opens them anew, and joins again."""
+        if self.processes > 1:
+            self.bulk = None
+            self.lanes.clear()
+
     def lane_of(self, route: effects.Route) -> int:
         """The lane that a connection is; 0 for one that is not bound."""
         return next((i for i, each in self.lanes.items() if each.route == route), 0)

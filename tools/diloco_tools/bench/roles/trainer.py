@@ -62,6 +62,14 @@ class Trainer:
         self._resident = 0  # bytes, before joining
         self._began = 0.0  # when the hook was called last
 
+    def meet(self, port: int, rank: int, count: int) -> None:
+        """Be one of the processes of a worker, as a launcher would have them."""
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count
+        )
+
     def build(self, size: str, trains: bool = False) -> None:
         """A model and its optimizer; the worker's memory counts from here."""
         if trains:
@@ -73,16 +81,27 @@ class Trainer:
         machine.forget_peak(os.getpid())
         self._resident = machine.resident(os.getpid())
 
-    def join(self, address: str, keys: str | None = None) -> None:
-        """Join a run with the model at hand; it gets the run's parameters. `keys` is a key file."""
+    def join(self, address: str, keys: str | None = None, together: bool = False) -> None:
+        """Join a run with the model at hand; it gets the run's parameters.
+
+        `keys` is a key file. `together`: with those whom it has met, as one worker.
+        """
         # Registered before the hook's own, so it is called before it.
         self._optimizer.register_step_post_hook(self._note)
-        self._diloco = DiLoCoWorker(self._model, self._optimizer, server=address, keys=keys)
+        self._diloco = DiLoCoWorker(
+            self._model,
+            self._optimizer,
+            server=address,
+            keys=keys,
+            process_group="world" if together else None,
+        )
         self._diloco.start()
 
     def leave(self) -> None:
         """Leave the run; the memory of the model is free for others."""
         self._diloco.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         del self._diloco, self._model, self._optimizer
         machine.give_back()
 

@@ -81,9 +81,6 @@ class Hub:
     def over(self, push_id: int) -> None:
         self._tell_all(words.OVER, push_id.to_bytes(8, "big"))
 
-    def forget(self) -> None:
-        self._tell_all(words.FORGET)
-
     def end(self) -> None:
         self._tell_all(words.END, self.last_word)
 

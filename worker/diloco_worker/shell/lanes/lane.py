@@ -188,8 +188,6 @@ class LaneThread:
                 self._donations.pop(push_id, None)
                 self.buffers.outgoing.pop(push_id, None)
                 self._waiting = [each for each in self._waiting if each.push_id != push_id]
-            elif what == words.FORGET and self.buffers is not None:
-                self.buffers.forget()
             elif what == words.END:
                 self.last_word = frames[0]
                 self._end()

@@ -89,8 +89,11 @@ class LaneBuffers:
             former = self._bases.get(fragment)
             self._bases[fragment] = (version, state)
             whole = self._whole.get(fragment, {})
-            for each in [v for v in whole if v.counter <= version.counter]:
+            # Those that came before it. Of a broker that went back a later one may count less.
+            for each in list(whole) if version in whole else ():
                 del whole[each]
+                if each == version:
+                    break
             self.initial.pop(fragment, None)
             if former is None or former[1] is state or former[1].device.type != "cpu":
                 return
@@ -123,12 +126,6 @@ class LaneBuffers:
         """The bytes of a chunk to be sent; None where its push is over, or not laid out yet."""
         state = self.outgoing.get(push_id)
         return None if state is None else state.chunk(self.numbers[fragment][index])
-
-    def forget(self) -> None:
-        """What has come of versions is of another run."""
-        with self._lock:
-            self._arriving.clear()
-            self._whole.clear()
 
 
 def numbers_of(owners: tuple[int, ...], rank: int) -> dict[int, int]:

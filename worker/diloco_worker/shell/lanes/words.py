@@ -17,15 +17,14 @@ from diloco_protocol.frames import KEEPALIVE_IDLE_S
 from diloco_worker.shell.connections import RECONNECT_MAX_MS, RECONNECT_MS
 
 # From the leader: open a connection to the broker (generation, address, the first word on it); close it;
-# send this chunk; lay out a donation (the offer); this push is over; forget all versions; the end (with
+# send this chunk; lay out a donation (the offer); this push is over; the end (with
 # what came of it).
-OPEN, CLOSE, SEND, DONATE, OVER, FORGET, END = (
+OPEN, CLOSE, SEND, DONATE, OVER, END = (
     b"open",
     b"close",
     b"send",
     b"donate",
     b"over",
-    b"forget",
     b"end",
 )
 # To the leader: it is there; a chunk has come (generation, its header, its bytes); its connection broke

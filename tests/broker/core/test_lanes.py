@@ -270,3 +270,23 @@ def test_credit_that_comes_again_and_again_on_a_lane_has_a_bound() -> None:
         made.stage.happens(Received(made.lanes[2], Credit(50, made.puppet.session)))
     (reader,) = [r for r in made.stage.state.versions.readers.values() if len(r.lanes) == 4]
     assert reader.lanes[2].credit == lane_credit(4)
+
+
+def test_chunks_on_the_others_cost_no_push_when_a_lane_is_lost() -> None:
+    """They were under way when it broke; the push is offered again on new connections."""
+    made, _ = group(2)
+    made.binds_all()
+    made.puppet.pulls()
+    made.puppet.offers(7)
+    made.stage.happens(PeerGone(made.lanes[0]))
+    made.delivers(1, list(made.share(1)))
+    assert made.puppet.last(Error) is None
+    made.puppet.joins(processes=2)
+    made.lanes = [made.stage.route() for _ in range(2)]
+    made.binds_all()
+    made.puppet.offers(7)
+    for index in (0, 1):
+        for chunk in made.share(index):
+            made.delivers(index, [chunk])
+    made.puppet.commits()
+    assert made.puppet.last(Error) is None

@@ -56,6 +56,8 @@ def chunk(
     state: RunState, member: Member, route: effects.Route, chunk: messages.Chunk, payload: Any
 ) -> effects.Effects:
     """One chunk of a push: hand it to the reducer unless it is there already."""
+    if not member.takes_chunks_on(route):
+        return  # another of its lanes is lost: it comes back, and offers the push again
     upload = member.uploads.of(chunk.fragment)
     if upload is None or upload.push.push_id != chunk.push_id:
         raise ProtocolError(

@@ -183,6 +183,11 @@ class Member:
             self.bulk = None
             self.lanes.clear()
 
+    def takes_chunks_on(self, route: effects.Route) -> bool:
+        """Whether chunks that come on this connection are this worker's, as things stand."""
+        is_bound = route == self.bulk or any(each.route == route for each in self.lanes.values())
+        return self.processes == 1 or is_bound
+
     def lane_of(self, route: effects.Route) -> int:
         """The lane that a connection is; 0 for one that is not bound."""
         return next((i for i, each in self.lanes.items() if each.route == route), 0)

@@ -124,8 +124,16 @@ class Tensors:
         """The contents of the fragment's chunks, which never change, and the memory of each."""
         spots = sorted(spot for spot in self._contents if spot[0] == fragment)
         chunks: list[Any] = [self._contents[spot] for spot in spots]
-        memories: list[Any] = [self._memories.get(spot, Memory()) for spot in spots]
+        memories: list[Any] = [self._memory_of(spot) for spot in spots]
         return FragmentTensors(chunks, {"memory": memories})
+
+    def _memory_of(self, spot: Spot) -> Memory:
+        """Of what was adopted from workers, and has had no step since, it is as in `_step`."""
+        found = self._memories.get(spot)
+        if found is not None:
+            return found
+        gradients = self._contents[spot].depth
+        return Memory(gradients - gradients % self.config.dn_size)
 
     def wires(self, fragment: int) -> list[Wire]:
         """The fragment's chunks as they are sent."""

@@ -11,14 +11,23 @@ if TYPE_CHECKING:
     from diloco_worker.client import DiLoCoClient
     from diloco_worker.hook import DiLoCoWorker
     from diloco_worker.model.model_manifest import manifest_of
+    from diloco_worker.model.spread.ranks import GroupBroken
     from diloco_worker.training.pulled_model import GlobalParameters
 
-__all__ = ["RUN_IS_OVER", "DiLoCoClient", "DiLoCoWorker", "GlobalParameters", "manifest_of"]
+__all__ = [
+    "RUN_IS_OVER",
+    "DiLoCoClient",
+    "DiLoCoWorker",
+    "GlobalParameters",
+    "GroupBroken",
+    "manifest_of",
+]
 
 _HOMES = {
     "DiLoCoClient": "diloco_worker.client",
     "DiLoCoWorker": "diloco_worker.hook",
     "GlobalParameters": "diloco_worker.training.pulled_model",
+    "GroupBroken": "diloco_worker.model.spread.ranks",
     "manifest_of": "diloco_worker.model.model_manifest",
 }
 

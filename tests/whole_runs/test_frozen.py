@@ -86,7 +86,7 @@ def test_who_cannot_name_its_frozen_parameters_fetches_them_and_says_why(
         raise MemoryError("no room")
 
     joins(broker, Adapted(elements=100_000), "first")
-    monkeypatch.setattr("diloco_worker.hook.frozen_tag", out_of_memory)
+    monkeypatch.setattr("diloco_worker.training.stay.frozen_tag", out_of_memory)
     second = Adapted(elements=100_000)
     _, down = joins(broker, second, "second")
     assert down > 4 * 100_000

@@ -200,6 +200,7 @@ class LaneThread:
             else:
                 self._descriptors.pop(event["value"], None)
                 self.leader_is_gone = True
+                self._hear_leader()  # its last word may have come with the news
                 self._end()
 
     # The connection to the broker.

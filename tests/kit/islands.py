@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diloco_worker import DiLoCoWorker
-from kit.process_kit import Child, Processes, a_free_address
+from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
 
@@ -140,9 +140,11 @@ def train_island(
 
     `options`: `steps`; `even` (the model that tensor parallelism divides); `rule` (the gradients of a
     pipeline, for a plain worker, too); `dies_in` and `dies_as` (a phase, and the rank that is killed in
-    it); `pause` (seconds behind each step); `differs` (the processes ask for different things).
+    it); `pause` (seconds behind each step); `differs` (the processes ask for different things); `late`
+    (the others leave when the leader has left).
     """
     torch.set_num_threads(1)
+    forbid_words_while_leaving()
     model = language(is_even=bool(options.get("even")))
     rank = int(os.environ.get("RANK", "0"))
     group, tied, called, given = None, (), model, model
@@ -177,8 +179,29 @@ def train_island(
             step += 1
             print(f"step {step}", flush=True)
             threading.Event().wait(options.get("pause", 0.0))  # a slower machine
+        if options.get("late") and rank:
+            lane = diloco._link.lane  # type: ignore[union-attr]
+            assert lane.wait_for_the_end(PATIENCE_S), "the leader does not wait for the others"
     torch.save({"steps": step, "rounds": diloco.sync_count, "stop": diloco.stop_reason}, out)
     print("done", flush=True)
+
+
+def forbid_words_while_leaving() -> None:
+    """The others do not listen to the group any more; what is said there may wait for ever."""
+    from diloco_worker.model.spread.ranks import Ranks
+    from diloco_worker.training.group.leading import LeadingDriver
+
+    leave = LeadingDriver.leave
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a word over the group while the leader leaves")
+
+    def leave_in_silence(self: LeadingDriver, *, hasty: bool) -> None:
+        for name in ("broadcast", "gather", "total"):
+            setattr(Ranks, name, refuse)
+        leave(self, hasty=hasty)
+
+    LeadingDriver.leave = leave_in_silence  # type: ignore[method-assign]
 
 
 def a_batch(worker_id: str, step: int) -> Tensor:

@@ -110,6 +110,13 @@ def test_workers_of_one_two_and_four_processes_share_a_run(
     assert torch.isfinite(mixed["embed.weight"]).all()
 
 
+def test_process_that_leaves_behind_its_leader_counts_what_that_counted(
+    processes: Processes,
+) -> None:
+    """What is in flight at the end is counted by the leader when the others have stopped training."""
+    final_model(processes, STREAMING, ("ddp", 2), late=True)
+
+
 def test_processes_that_ask_for_different_things_are_told_so(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -224,8 +225,10 @@ class DiLoCoWorker(RunView):
     def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
         start.occupy(self._model, self, self.worker_id)
         own, ranks = self._settings, self._ranks
-        check_values(tensors)
-        if ranks is not None:
+        if ranks is None:
+            check_values(tensors)
+        else:
+            ranks.agreed(partial(check_values, tensors))
             same_resumption(ranks, self._resumption)
         if self._resumption is not None:
             self._resumption.check_model(tensors)
@@ -299,7 +302,7 @@ class DiLoCoWorker(RunView):
         self._termination.tell()
         patience = LINK_PATIENCE_S
         try:
-            if not failed and not link.has_ended and self._driver is not None:
+            if not failed and self._driver is not None:
                 self._driver.leave(hasty=hasty or self._termination.is_asked)
         except KeyboardInterrupt:
             patience = 0.0 if hasty else patience  # the second one waits for nothing

@@ -180,7 +180,8 @@ class Driver:
         return self.carry_out(action(self.state))
 
     def leave(self, *, hasty: bool) -> None:
-        self.carry_out(boundary.leave(self.state, hasty=hasty))
+        if not self.link.has_ended:
+            self.carry_out(boundary.leave(self.state, hasty=hasty))
 
     # Effects.
 

@@ -171,7 +171,10 @@ class Follower:
         return self.agreed.result
 
     def leave(self, *, hasty: bool) -> None:
-        """The leader waits for what is in flight; some of it goes over the connection of this one."""
+        """The leader waits for what is in flight; some of it goes over the connection of this one.
+
+        It may have left before this process came here: its last word is counted all the same.
+        """
         patience = HASTY_S if hasty else self.settings.timeout
         lane = self.link.lane
         lane.wait_for_the_end(patience + LEADER_LEAVES_WITHIN_S)

@@ -132,10 +132,6 @@ class Ranks:
         self.raise_together(error)
         return result  # type: ignore[return-value]
 
-    def close(self) -> None:
-        """Let go of the group. No collective."""
-        self._group = None
-
     def _do(self, collective: Callable[[], object]) -> None:
         try:
             collective()

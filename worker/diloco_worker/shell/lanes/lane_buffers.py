@@ -28,7 +28,10 @@ class Arriving:
 
 @dataclass(eq=False, repr=False)
 class LaneBuffers:
-    """See the head of this module. Any thread may call; `chunks` are the fragment's, by number."""
+    """See the head of this module. Any thread may call.
+
+    A chunk is named by its index in the fragment, as on the wire.
+    """
 
     shares: tuple[FragmentLayout, ...]  # by fragment, the frozen one included
     numbers: tuple[dict[int, int], ...]  # by fragment: of each chunk owned its index in the share

@@ -17,20 +17,13 @@ from diloco_protocol.frames import KEEPALIVE_IDLE_S
 from diloco_worker.shell.connections import RECONNECT_MAX_MS, RECONNECT_MS
 
 # From the leader: open a connection to the broker (generation, address, the first word on it); close it;
-# send this chunk; lay out a donation (the offer); this push is over; the end (with
-# what came of it).
-OPEN, CLOSE, SEND, DONATE, OVER, END = (
-    b"open",
-    b"close",
-    b"send",
-    b"donate",
-    b"over",
-    b"end",
-)
+# send this chunk; lay out a donation (the offer); this push is over; the end (with the worker's counts).
+OPEN, CLOSE, SEND = b"open", b"close", b"send"
+DONATE, OVER, END = b"donate", b"over", b"end"
 # To the leader: it is there; a chunk has come (generation, its header, its bytes); its connection broke
 # (generation, why); bytes that were sent.
 HERE, CHUNK, BROKEN, SENT = b"here", b"chunk", b"broken", b"sent"
-# No word is longer: the first on a connection names its chunks, two bitmaps' worth of a large model.
+# No word is longer; the longest has a bitmap of the chunks of each fragment.
 LONGEST = 1 << 20
 
 

@@ -45,12 +45,8 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
     Raises:
         UsageError: they do not; at all of them.
     """
-    if settings.keep_global_on not in (None, CPU):
-        raise UsageError(
-            f"keep_global_on is {settings.keep_global_on!r}, which a worker of several processes does "
-            "not do yet: each keeps its share of the global parameters on the host; leave it out."
-        )
-    asked = {"server": settings.server, "dylu": settings.dylu, **settings.wants}
+    names = ("server", "dylu", "keep_global_on")
+    asked = {**{name: getattr(settings, name) for name in names}, **settings.wants}
     told = ranks.gather([asked, chosen_id])
     for rank, (theirs, _) in enumerate(told):
         for name in sorted({*theirs, *told[0][0]}):
@@ -60,6 +56,11 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
                     f"{name} is {ours!r} in process 0 of this worker and {other!r} in process {rank}; "
                     "give all processes of a worker the same arguments and variables."
                 )
+    if settings.keep_global_on not in (None, CPU):
+        raise UsageError(
+            f"keep_global_on is {settings.keep_global_on!r}, which a worker of several processes does "
+            "not do yet: each keeps its share of the global parameters on the host; leave it out."
+        )
     found: str | None = told[0][1]
     return found
 

@@ -117,6 +117,19 @@ def test_process_that_leaves_behind_its_leader_counts_what_that_counted(
     final_model(processes, STREAMING, ("ddp", 2), late=True)
 
 
+def test_leader_waits_at_the_end_without_a_word_to_the_others(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """What is in flight is counted, also in those that listen to the group no more."""
+    mode = {**STREAMING, "workers": 2, "max_rounds": None}
+    address = processes.broker(**mode).address()
+    slow = Island(processes, tmp_path, *PLAIN, address, "slow", steps=13, pause=0.1)
+    island = Island(processes, tmp_path, "ddp", 2, address, "a", steps=13)
+    assert not any(island.ends()), "\n".join(each.output for each in island.ranks)
+    assert [each["rounds"] for each in island.results()] == [4, 4]
+    assert slow.ends() == [0]
+
+
 def test_processes_that_ask_for_different_things_are_told_so(
     processes: Processes, tmp_path: Path
 ) -> None:

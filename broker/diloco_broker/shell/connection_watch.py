@@ -64,6 +64,10 @@ SAID_TO_ANYBODY = 256
 STRANGERS_EVERY_S = 0.001
 EVERYBODY_EVERY_S = 0.1
 SHARE_OF_LOOKS = 0.1
+# How a route begins that ZeroMQ has drawn: no other connection ever has it. Others are given by peers.
+DRAWN = b"\0"
+# Routes of ended connections that are kept in mind: more than can have messages waiting.
+GONE_REMEMBERED = 4096
 # More turns than there are connections.
 EVERYBODY = 1 << 30
 
@@ -100,6 +104,8 @@ class Connection:
         chunks: those of the parameters that do.
         is_settled: nothing has come that is not in `owed` yet.
         is_member: of somebody who had joined at the last look.
+        is_surely_named: `route` is not that of an earlier connection with the same descriptor.
+        is_to_end: as soon as it is surely named.
     """
 
     transport: Transport | None  # None where it ended before its last message was received
@@ -115,6 +121,7 @@ class Connection:
     is_member: bool = False
     is_ended: bool = False
     is_surely_named: bool = False
+    is_to_end: bool = False
     _taken: int = 0  # as of the last look
     _came: int = 0  # between the last two looks
     _seen_at: int = -EVERYBODY  # turns that others had had then
@@ -217,6 +224,9 @@ class ConnectionWatch:
         ] = {}  # numbers of strangers of whom bytes have come, in order
         self._by_number: dict[int, Connection] = {}
         self._by_route: dict[bytes, Connection] = {}
+        # Routes of connections that have ended, and whether we have ended them: what of theirs still
+        # waits is of nobody else.
+        self._gone: dict[bytes, bool] = {}
         self._newest: dict[int, int] = {}  # counter of each fragment that a chunk was sent of
 
     def opened(self, number: int, transport: Transport) -> None:
@@ -234,6 +244,10 @@ class ConnectionWatch:
         connection = self._by_number.pop(number, None)
         if connection is not None and connection.route is not None:
             self._by_route.pop(connection.route, None)
+            if connection.route.startswith(DRAWN):
+                self._gone[connection.route] = connection.is_ended
+                if len(self._gone) > GONE_REMEMBERED:
+                    del self._gone[next(iter(self._gone))]
 
     def of(self, route: bytes) -> Connection | None:
         return self._by_route.get(route)
@@ -250,18 +264,49 @@ class ConnectionWatch:
         What comes late may be of one that has ended, and had the same descriptor: until all that can
         have waited when this one was made is received its name may be wrong, and another corrects it.
         """
+        if route in self._gone:
+            return Connection(None, route, peer, is_ended=self._gone[route])
         connection = self._by_number.get(number)
+        former = self._by_route.get(route)
+        if former is not None and former is not connection:  # its name was wrong
+            del self._by_route[route]
+            former.route, former.is_to_end = None, False
+            former.begin_again()
         if connection is None:  # it has ended already
             return Connection(None, route, peer)
         is_sure = self.turns - connection.opened_at >= EVERYBODY
+        if connection.route == route:
+            connection.is_surely_named |= is_sure
+            self._end_if_asked(connection)
+            return connection
         if connection.route is not None:
             if connection.is_surely_named or not is_sure:
                 return Connection(None, route, peer)
             self._by_route.pop(connection.route, None)
+            connection.is_to_end = False
             connection.begin_again()
         connection.route, connection.peer, connection.is_surely_named = route, peer, is_sure
         self._by_route[route] = connection
         return connection
+
+    def may_be_sure(self, connection: Connection) -> bool:
+        """Whether another message can tell that its name is right."""
+        named = connection.is_surely_named
+        return not named and self.turns - connection.opened_at >= EVERYBODY
+
+    def end(self, route: bytes) -> None:
+        """End the connection that is called so; where that is not sure, once it is.
+
+        Otherwise what came late of a noisy one would end another, and the request on it would be lost.
+        """
+        connection = self._by_route.get(route)
+        if connection is not None:
+            connection.is_to_end = True
+            self._end_if_asked(connection)
+
+    def _end_if_asked(self, connection: Connection) -> None:
+        if connection.is_to_end and connection.is_surely_named:
+            connection.shut()
 
     def stirred(self, numbers: Iterable[int], now: float) -> None:
         """Bytes have come of these connections of strangers."""

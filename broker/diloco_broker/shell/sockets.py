@@ -155,7 +155,7 @@ class Sockets:
         """
         if self._surplus_of is not None:
             if self._drop():
-                self._surplus_of.shut()  # so many are no mistake
+                self._watch.end(self._surplus_of.route or b"")  # so many are no mistake
             else:
                 self._surplus_of = None
             return Incoming(b"", [])
@@ -170,7 +170,9 @@ class Sockets:
             last = self._router.recv(NOW, copy=False)
             frames.append(last)
         route = first.bytes
-        connection = self._watch.of(route) or self._named(route, last)
+        connection = self._watch.of(route)
+        if connection is None or self._watch.may_be_sure(connection):
+            connection = self._named(route, last)
         self._surplus_of = connection if last.more else None
         buffers = [each.buffer for each in frames]
         connection.heard += self._on_the_wire(buffers)
@@ -258,9 +260,7 @@ class Sockets:
 
     def shut(self, route: bytes) -> None:
         """End a connection of the ROUTER."""
-        connection = self._watch.of(route)
-        if connection is not None:
-            connection.shut()
+        self._watch.end(route)
 
     def lets_in(self, peer: Peer | None) -> bool:
         """May whoever sent a message still do so? It may have waited while its key was taken back."""

@@ -384,6 +384,58 @@ def test_name_given_by_what_came_late_of_another_is_corrected(on: Watching) -> N
     assert len(on.looks()) == 1
 
 
+def test_end_that_was_meant_for_a_connection_that_is_gone_ends_no_other(on: Watching) -> None:
+    """Twenty messages of noise wait, and their connection's number is in use again."""
+    on.watch.name(b"gone", 7, None)
+    on.watch.end(b"gone")
+    assert not on.wire.is_shut
+    on.watch.turns += EVERYBODY
+    mine = on.watch.name(A, 7, None)
+    assert on.watch.of(A) is mine
+    assert not on.wire.is_shut
+    on.watch.end(b"gone")
+    assert not on.wire.is_shut
+
+
+def test_end_comes_with_the_next_message_where_the_name_was_not_sure(on: Watching) -> None:
+    connection = on.named()
+    assert not on.watch.may_be_sure(connection)
+    on.watch.end(A)
+    on.watch.turns += EVERYBODY
+    assert on.watch.may_be_sure(connection)
+    too_early = on.wire.is_shut
+    assert on.watch.name(A, 7, None) is connection
+    assert (too_early, on.wire.is_shut) == (False, True)
+    assert not on.watch.may_be_sure(connection), "it is looked up once"
+
+
+def test_what_waits_of_an_ended_connection_never_names_another(on: Watching) -> None:
+    drawn, again = b"\0drawn", Wire()
+    on.watch.turns += EVERYBODY
+    on.watch.name(drawn, 7, None)
+    on.watch.end(drawn)
+    assert on.wire.is_shut
+    on.watch.closed(7)
+    on.watch.opened(7, again)
+    late = on.watch.name(drawn, 7, None)
+    assert (late.transport, late.is_ended) == (None, True)
+    on.watch.turns += EVERYBODY
+    on.watch.end(drawn)
+    assert not again.is_shut
+
+
+def test_name_that_was_of_another_number_is_taken_back(on: Watching) -> None:
+    other = Wire()
+    wrong = on.watch.name(b"b", 7, None)
+    on.watch.opened(8, other)
+    on.watch.turns += EVERYBODY
+    right = on.watch.name(b"b", 8, None)
+    assert on.watch.of(b"b") is right
+    assert wrong.route is None
+    on.watch.end(b"b")
+    assert (other.is_shut, on.wire.is_shut) == (True, False)
+
+
 def test_workers_that_come_back_at_once_have_room() -> None:
     watch = ConnectionWatch(most_strangers=MOST_STRANGERS + 2 * 100)
     wires = [Wire() for _ in range(MOST_STRANGERS + 2 * 100 + 1)]

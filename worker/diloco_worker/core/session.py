@@ -269,6 +269,10 @@ class Session:
             misfit = changed(self.terms, welcome.config, welcome.plan)
             if misfit is not None:
                 yield from self._forget("it has {} {}, the run has {} now".format(*misfit))
+                if welcome.run is None:  # it may want what this worker has said that it holds
+                    yield effects.Send(messages.Leave(welcome.session, "to join anew"))
+                    yield self._join(now)
+                    return
         asked = self.join.wants.get("sync_every")
         own = asked if isinstance(asked, int) else None
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,7 @@ class Island:
         count: int,
         address: str,
         name: str,
+        script: Callable[..., None] = train_island,
         **options: Any,
     ) -> None:
         self._processes = processes
@@ -259,7 +260,7 @@ class Island:
         self.name = name
         self.folder = folder
         self.ranks: list[Child] = []
-        self._script = train_from_checkpoint if "save_at" in options else train_island
+        self._script = script
         self.start()
 
     def go_on(self, kind: str, count: int, **options: Any) -> None:
@@ -300,60 +301,3 @@ class Island:
 
     def results(self) -> list[dict[str, Any]]:
         return [torch.load(self.out(rank), weights_only=True) for rank in range(self._count)]
-
-
-def train_from_checkpoint(
-    kind: str, address: str, worker_id: str, out: str, options: dict[str, Any]
-) -> None:
-    """A script that saves behind step `save_at`, dies behind `dies_at`, and goes on from what was saved.
-
-    The model itself is saved whole; `load` says whether each process loads its own state or all of them.
-    """
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    model, group = language(), None
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if kind == "ddp":
-        dist.init_process_group("gloo")
-        group = "world"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    diloco = DiLoCoWorker(
-        model, optimizer, server=address, worker_id=worker_id, process_group=group
-    )
-    folder, step = Path(out).parent / "saved", 0
-    if folder.exists():
-        parts = sorted(folder.glob("*.pt"))
-        saved = [torch.load(each, weights_only=True) for each in parts]
-        model.load_state_dict(saved[0]["model"])
-        optimizer.load_state_dict(saved[0]["optimizer"])
-        step = saved[0]["step"]
-        states = [each["diloco"] for each in saved]
-        diloco.load_state_dict(states[rank] if options.get("load") == "own" else states)
-        print(f"goes on at {step} with {count}", flush=True)
-    elif rank == 0:
-        folder.with_suffix(".made").mkdir(exist_ok=True)
-    with diloco:
-        while not diloco.should_stop:
-            words = a_batch(worker_id, step)
-            loss = functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            diloco.report(loss=loss, tokens=8)
-            step += 1
-            if step == options["save_at"] and not folder.exists():
-                kept: dict[str, Any] = {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                }
-                kept |= {"diloco": diloco.state_dict(), "step": step}
-                torch.save(kept, folder.with_suffix(".made") / f"{rank}.pt")
-                if group is not None:
-                    dist.barrier()
-                if rank == 0:
-                    folder.with_suffix(".made").rename(folder)
-            if step == options["dies_at"] and "RESUMED" not in os.environ:
-                print("dies", flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-    torch.save({"steps": step, "rounds": diloco.sync_count, "stop": diloco.stop_reason}, out)

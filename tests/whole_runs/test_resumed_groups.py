@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from kit.islands import Island
 from kit.process_kit import PATIENCE_S, Processes
+from kit.saved_islands import train_from_checkpoint
 
 pytest_plugins = ("kit.process_fixtures",)
 
@@ -33,13 +34,16 @@ STREAMING: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def preloaded(processes: Processes) -> None:
-    processes.begin_with("torch.distributed.tensor.parallel", "torch.distributed.fsdp")
+    processes.begin_with("torch.distributed.checkpoint")
 
 
 @pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
 @pytest.mark.parametrize(
     ("before", "after", "load"),
-    [(2, 2, "own"), (2, 3, "all"), (3, 2, "all"), (2, 1, "all"), (1, 2, "all")],
+    [
+        *((2, 2, "own"), (2, 3, "all"), (3, 2, "all"), (2, 1, "all"), (1, 2, "all")),
+        *((2, 2, "dcp"), (2, 3, "dcp"), (2, 1, "dcp"), (1, 2, "dcp")),
+    ],
 )
 def test_worker_goes_on_as_if_nothing_had_happened(
     processes: Processes, tmp_path: Path, mode: dict[str, Any], before: int, after: int, load: str
@@ -51,7 +55,15 @@ def test_worker_goes_on_as_if_nothing_had_happened(
         folder.mkdir()
         broker = processes.broker(save_dir=str(folder / "run"), **mode)
         island = Island(
-            *(processes, folder, "ddp" if before > 1 else "plain", before, broker.address(), "a"),
+            *(
+                processes,
+                folder,
+                "ddp" if before > 1 else "plain",
+                before,
+                broker.address(),
+                "a",
+                train_from_checkpoint,
+            ),
             save_at=18,
             dies_at=dies_at,
             load=load,
@@ -64,10 +76,50 @@ def test_worker_goes_on_as_if_nothing_had_happened(
             assert "goes on at 18" in island.ranks[0].output
         assert not any(codes), "\n".join(each.output for each in island.ranks)
         assert broker.ends(PATIENCE_S) == 0, broker.output
+        results = island.results()
+        counted, then = sum(each["tokens"] for each in results), 18 * 8 * before
+        now = (results[0]["steps"] - 18) * 8 * (after if dies_at > 0 else before)
+        assert counted == then + now, "tokens of all processes together are those of the worker"
         models.append(load_file(folder / "run" / "final-model.safetensors"))
     stopped, whole = models
     for name, value in whole.items():
         assert stopped[name].equal(value), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "load", "spoilt", "words"),
+    [
+        (2, 2, "own", "model", "tensors differ (embed.weight)"),
+        (2, 3, "all", "model", "tensors differ (embed.weight)"),
+        (2, 1, "all", "model", "tensors differ (embed.weight)"),
+        (1, 2, "all", "model", "tensors differ (embed.weight)"),
+        (2, 2, "own", "moment", "load in each what was saved at the same moment"),
+    ],
+)
+def test_what_was_not_saved_together_is_refused_by_all(
+    processes: Processes,
+    tmp_path: Path,
+    before: int,
+    after: int,
+    load: str,
+    spoilt: str,
+    words: str,
+) -> None:
+    """What a stale model is away from its base would be pushed as if it had been trained."""
+    broker = processes.broker(save_dir=None, **SYNC)
+    kind = "ddp" if before > 1 else "plain"
+    island = Island(
+        *(processes, tmp_path, kind, before, broker.address(), "a", train_from_checkpoint),
+        save_at=18,
+        dies_at=19,
+        load=load,
+    )
+    assert -9 in island.ends()
+    island.go_on("ddp" if after > 1 else "plain", after, spoilt=spoilt)
+    codes = island.ends()
+    assert all(code > 0 for code in codes), codes
+    for each in island.ranks:
+        assert words in each.output, each.output
 
 
 def test_state_of_one_process_is_not_enough_for_another_number(
@@ -75,7 +127,10 @@ def test_state_of_one_process_is_not_enough_for_another_number(
 ) -> None:
     broker = processes.broker(save_dir=None, **SYNC)
     island = Island(
-        *(processes, tmp_path, "ddp", 2, broker.address(), "a"), save_at=18, dies_at=19, load="own"
+        *(processes, tmp_path, "ddp", 2, broker.address(), "a", train_from_checkpoint),
+        save_at=18,
+        dies_at=19,
+        load="own",
     )
     assert -9 in island.ends()
     island.go_on("ddp", 3, load="own")

@@ -15,13 +15,14 @@ training loop; what goes wrong is logged under "diloco.worker" and shown in `syn
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,9 @@ from diloco_worker.training.saved_state import Saved
 from diloco_worker.training.shard import shard
 from diloco_worker.training.stay import Stay
 from diloco_worker.training.unit_line import UnitLine
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
 
 logger = logging.getLogger("diloco.worker")
 
@@ -225,13 +229,15 @@ class DiLoCoWorker(RunView):
     def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
         start.occupy(self._model, self, self.worker_id)
         own, ranks = self._settings, self._ranks
-        if ranks is None:
-            check_values(tensors)
-        else:
-            ranks.agreed(partial(check_values, tensors))
-            same_resumption(ranks, self._resumption)
-        if self._resumption is not None:
-            self._resumption.check_model(tensors)
+        resumption = self._resumption
+        checks = [partial(check_values, tensors)]
+        if resumption is not None:
+            checks.append(partial(resumption.check_model, tensors))
+        if ranks is not None:
+            same_resumption(ranks, resumption, self._step)
+            checks = [partial(ranks.agreed, check) for check in checks]
+        for check in checks:
+            check()
         leads = ranks is None or ranks.leads
         self._audit = PushLog(own.audit if leads else None, self.worker_id)
         stay = Stay(
@@ -482,7 +488,7 @@ class DiLoCoWorker(RunView):
         """Go on from a `state_dict`; before `start`, and with model and optimizer of the same moment.
 
         Each process of a worker loads its own, or all of them a list of all: then there may be another
-        number of processes now.
+        number of processes now. See `load_dcp` for what `torch.distributed.checkpoint` has saved.
 
         The worker takes the id that it had, unless the script gives it one. A state without "resume"
         only sets the counters and the place in the cycle.
@@ -499,6 +505,26 @@ class DiLoCoWorker(RunView):
         self._resumption = saved.resumption_of(self._chosen_id)
         if self._resumption is not None:
             self.worker_id = self._resumption.worker_id
+
+    def load_dcp(
+        self, checkpoint: str | os.PathLike[str] | StorageReader, name: str = "diloco"
+    ) -> None:
+        """`load_state_dict` of what `torch.distributed.checkpoint` has saved under this name.
+
+        As `dcp.save({"diloco": worker.state_dict(), ...})` in all processes: there may be another number
+        of them now. Each reads for itself, and only its own state where there are as many. Like
+        `dcp.load` it reads with pickle, so load only what you trust.
+
+        Args:
+            checkpoint: the folder, or a StorageReader of it.
+
+        Raises:
+            UsageError: as `load_state_dict`; or there is no such state in it.
+        """
+        from diloco_worker.training.group.dcp import saved_state  # torch loads it slowly
+
+        rank, count = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.count)
+        self.load_state_dict(saved_state(checkpoint, name, self._chosen_id, rank, count))
 
     # Steps, and what comes between them.
 

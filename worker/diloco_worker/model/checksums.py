@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diloco_protocol.tensors.codecs import as_bytes
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.spread.shares import is_piece, tensor_name
 
 # Narrower dtypes that a script may save a model in.
 _NARROWER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = {
@@ -28,7 +29,7 @@ PIECE_ELEMENTS = 1 << 15
 
 
 def checksums(tensors: ModelTensors) -> dict[str, tuple[int, ...]]:
-    """By name, CRC-32 of each tensor that is trained or averaged: as it is, then rounded to each
+    """By name, CRC-32 of each piece of what is trained or averaged: as it is, then rounded to each
     narrower dtype. A few seconds for a billion fp32 parameters."""
     sums: dict[str, tuple[int, ...]] = {}
 
@@ -42,16 +43,17 @@ def checksums(tensors: ModelTensors) -> dict[str, tuple[int, ...]]:
 def differing(tensors: ModelTensors, saved: Mapping[str, Sequence[int]]) -> list[str]:
     """Names of the tensors whose values are not those of the checksums, nor a rounding of them.
 
-    What has no checksum is not compared: a worker of several processes has those of pieces.
+    What has no checksum is not compared: that of a piece may be with another process.
     """
-    names: list[str] = []
+    names: dict[str, None] = {}
 
     def take(name: str, tensor: Tensor) -> None:
         if name in saved and not _is_of(tensor, saved[name]):
-            names.append(name)
+            names[tensor_name(name) if in_pieces else name] = None
 
-    tensors.look_at(take)
-    return names
+    in_pieces = any(map(is_piece, saved))
+    tensors.look_at(take, in_pieces=in_pieces)
+    return list(names)
 
 
 def _is_of(tensor: Tensor, saved: Sequence[int]) -> bool:

@@ -30,6 +30,7 @@ from diloco_worker.model.model_manifest import (
 )
 from diloco_worker.model.model_watch import ModelWatch
 from diloco_worker.model.spread.saved_share import part_of
+from diloco_worker.model.spread.shares import overlaps, piece_name
 
 
 @dataclass(eq=False, repr=False)
@@ -41,6 +42,7 @@ class ModelTensors:
     watch: ModelWatch | None = None  # notices that the model is not that of the manifest any more
     may_pin: bool = True  # memory of the host that a CUDA device is copied to
     _buffers: TensorPool = field(default_factory=TensorPool)
+    _layout: ModelLayout | None = None
 
     @classmethod
     def of_module(cls, model: nn.Module | Sequence[nn.Module]) -> ModelTensors:
@@ -56,14 +58,35 @@ class ModelTensors:
         tensors._checked(tuple(manifest.entries))
         return tensors
 
-    def look_at(self, take: Callable[[str, Tensor], object]) -> None:
-        """Hand over, by name, what is trained or averaged: the model's tensors."""
-        for entry, tensor in self.live():
-            if entry.kind is not Kind.FROZEN:
-                take(entry.name, tensor)
+    def look_at(self, take: Callable[[str, Tensor], object], *, in_pieces: bool = True) -> None:
+        """Hand over, by name, what is trained or averaged.
+
+        In pieces, one of each tensor for each chunk that it is in, as they would be handed over by
+        several processes; else, and while the layout is not known, the model's tensors.
+        """
+        trained = {
+            entry.name: tensor for entry, tensor in self.live() if entry.kind is not Kind.FROZEN
+        }
+        if self._layout is None or not in_pieces:
+            for name, tensor in trained.items():
+                take(name, tensor)
+            return
+        flat: dict[str, Tensor] = {}
+        for part in self._layout.fragments:
+            for _, place, low, high in overlaps(part):
+                name = place.entry.name
+                if name not in flat:
+                    flat = {name: trained[name].reshape(-1)}  # one at a time: it may be a copy
+                take(piece_name(name, low, high), flat[name][low:high])
 
     def set_layout(self, layout: ModelLayout) -> None:
         """The model is cut like this."""
+        self._layout = layout
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that counts what concerns the worker as a whole."""
+        return True
 
     def part_of(self, saved: Sequence[dict[str, Any]], layout: ModelLayout) -> dict[str, Any]:
         """Of what one or several processes have saved, what this one goes on from."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from diloco_protocol import UsageError
 from diloco_protocol.manifest import summarise
@@ -21,6 +22,7 @@ from diloco_worker.core.sync.schedule import SchedulePlace
 from diloco_worker.model.checksums import differing
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.spread.shares import tensor_name
 from diloco_worker.training.fragment_sync import DeltaValues
 
 # For a state of the old format: how far the distance may be off, as a part of the base's length: a
@@ -46,8 +48,9 @@ class Resumption:
     place: SchedulePlace  # in the cycle of slots and the sequence of rounds
     frozen: Held | None  # the version of the frozen parameters, where there are any
     fragments: tuple[SavedFragment, ...]  # in order
-    # Of the model's tensors, by name (`model.checksums`). None in a state of the old format, which has
-    # the Euclidean distance of the model's parameters from the base of each fragment.
+    # Of the pieces of the model's tensors, by name (`model.checksums`); an older release has those of
+    # whole tensors. None in a state of the old format, which has the Euclidean distance of the model's
+    # parameters from the base of each fragment.
     checksums: Mapping[str, tuple[int, ...]] | None
     distances: tuple[float, ...] = ()
 
@@ -67,6 +70,14 @@ class Resumption:
         """By fragment, the values of these versions; frozen ones are in the model."""
         return {each.values.layout.fragment: each.values for each in self.fragments}
 
+    @property
+    def moment(self) -> list[Any]:
+        """Plain values that no other moment of any worker has."""
+        bases = [each.base for each in self.fragments]
+        flights = [base.flight and base.flight.push.push_id for base in bases]
+        versions = [base.version.plain() for base in bases]
+        return [self.worker_id, asdict(self.place), versions, flights]
+
     def check_model(self, tensors: ModelTensors) -> None:
         """Raise UsageError when this is not the model that the checkpoint was written with.
 
@@ -75,9 +86,10 @@ class Resumption:
         if self.checksums is not None:
             names = differing(tensors, self.checksums)
             if names:
+                compared = len({tensor_name(name) for name in self.checksums})
                 raise UsageError(
                     "The model is not as it was when this worker's state was taken: "
-                    f"{len(names)} of {len(self.checksums)} tensors differ ({summarise(names)}); load "
+                    f"{len(names)} of {compared} tensors differ ({summarise(names)}); load "
                     "the model's own checkpoint of that moment before the worker starts."
                 )
             return

@@ -24,7 +24,7 @@ from diloco_protocol import (
     UsageError,
     VersionId,
 )
-from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.records import from_plain as record_of
@@ -38,6 +38,8 @@ from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.schedule import SchedulePlace
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.spread.saved_share import states_in
+from diloco_worker.model.spread.shares import is_piece, overlaps, piece_name
 from diloco_worker.training.fragment_sync import DeltaValues
 from diloco_worker.training.resumption import Resumption, SavedFragment
 
@@ -80,20 +82,21 @@ class Saved:
         try:
             counters = SyncMetrics(**state["metrics"])
             step, cycle_start = int(state["local_step"]), int(state.get("cycle_start", 0))
-            counts = {"tokens": int(state["tokens"]), "samples": int(state.get("samples", 0))}
-            plain = state.get("resume")
-            plains = [each["resume"] for each in states if each.get("resume") is not None]
+            saved = [each["resume"] for each in states if each.get("resume") is not None]
+            plains = [plain for each in saved for plain in states_in(each)]
+            counts = _counts(states, plains, tensors)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"This is not the state of a DiLoCoWorker: {error!r}.") from None
         resumption = None
-        if plain is not None and tensors is not None:
+        if plains and tensors is not None:
             resumption = from_plain(plains, tensors)
             if not 0 <= cycle_start <= step:
                 raise UsageError(
                     f"This is not the state of a DiLoCoWorker: its cycle began at step {cycle_start}, "
                     f"and it is at step {step}."
                 )
-        return cls(counters, step, cycle_start, counts, plain, resumption)
+        carried = saved[0] if len(saved) == 1 else {n: s for each in saved for n, s in each.items()}
+        return cls(counters, step, cycle_start, counts, carried or None, resumption)
 
     def resumption_of(self, chosen_id: str | None) -> Resumption | None:
         """What a worker goes on from. It needs the id that it had: its pushes are known by it.
@@ -110,6 +113,26 @@ class Saved:
             chosen_id,
         )
         return None
+
+
+def _counts(
+    states: Sequence[Mapping[str, Any]], plains: Sequence[Any], tensors: ModelTensors | None
+) -> dict[str, int]:
+    """The tokens and samples that this process goes on with.
+
+    Those of all processes together are those of the worker. So where it is given the states of all, or
+    that of a worker of one, the process that leads counts them.
+    """
+    is_shared = bool(plains) and all(
+        isinstance(each, Mapping) and "share" in each for each in plains
+    )
+    given = [each["counts"] for each in plains] if is_shared else states
+    counts = {
+        "tokens": sum(int(each["tokens"]) for each in given),
+        "samples": sum(int(each.get("samples", 0)) for each in given),
+    }
+    is_own = is_shared and len(plains) == 1
+    return counts if is_own or tensors is None or tensors.leads else dict.fromkeys(counts, 0)
 
 
 # To plain values.
@@ -242,16 +265,25 @@ def _resumption(plains: list[Plain], tensors: ModelTensors) -> Resumption:
         place=place,
         frozen=frozen,
         fragments=fragments,
-        checksums=None if is_old else _checksums(plain, tensors.manifest),
+        checksums=None if is_old else _checksums(plain, layout),
         distances=tuple(float(each["distance"]) for each in parts) if is_old else (),
     )
 
 
-def _checksums(plain: Plain, manifest: Manifest) -> dict[str, tuple[int, ...]]:
+def _checksums(plain: Plain, layout: ModelLayout) -> dict[str, tuple[int, ...]]:
     given = _dict(plain["checksums"])
-    names: Iterable[str] = [e.name for e in manifest.entries if e.kind is not Kind.FROZEN]
-    if "share" in plain or (given and all(name.endswith("]") for name in given)):
-        names = given  # those of pieces: several processes have saved it
+    names: Iterable[str] = given  # of what another process has saved there are none here
+    if "share" not in plain:
+        in_pieces = any(map(is_piece, given))
+        names = [
+            name
+            for part in layout.fragments
+            for name in (
+                [piece_name(p.entry.name, low, high) for _, p, low, high in overlaps(part)]
+                if in_pieces
+                else [place.entry.name for place in part.places]
+            )
+        ]
     return {name: tuple(_whole(each) for each in given[name]) for name in names}
 
 

@@ -57,6 +57,8 @@ class Stay:
             session, capture=self.tensors.capture, tag_of=partial(frozen_tag, self.tensors)
         )
         start.await_model(link, self.patience())
+        assert link.layout is not None
+        self.tensors.set_layout(link.layout)
         return DRIVERS.get(self.server, Driver)(**self.of_driver(link))
 
     def patience(self) -> Patience:

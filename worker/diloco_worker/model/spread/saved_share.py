@@ -6,6 +6,7 @@ now from whoever owned them then. A worker of one process owns all: so it goes f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,47 @@ Owners = Sequence[Sequence[int]]
 OF_FLIGHT = ("wire", "frozen", "anchor")
 
 
+# What a process's state is called among those of all: so no two of a checkpoint have the same name.
+_NAME = re.compile(r"(?P<worker>.*), process (?P<rank>\d+) of (?P<count>\d+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ProcessName:
+    """Which process of which worker has saved a state."""
+
+    worker: str
+    rank: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.worker}, process {self.rank} of {self.count}"
+
+    @classmethod
+    def read(cls, text: object) -> ProcessName | None:
+        """The name that this text is; None where it is none."""
+        found = _NAME.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            return None
+        return cls(found["worker"], int(found["rank"]), int(found["count"]))
+
+
 def shared_out(plain: Plain, rank: int, count: int, owners: Owners) -> Plain:
     """What a process saves, with a note of what it owns."""
     share = {"rank": rank, "count": count, "owners": [list(each) for each in owners]}
     return {**plain, "share": share}
+
+
+def by_process(plain: Plain) -> dict[str, Plain]:
+    """The same under the name of its process."""
+    share = plain["share"]
+    return {str(ProcessName(plain["worker_id"], share["rank"], share["count"])): plain}
+
+
+def states_in(saved: object) -> list[Any]:
+    """The states of one or several processes, out of what they are saved in."""
+    if isinstance(saved, Mapping) and saved and all(map(ProcessName.read, saved)):
+        return list(saved.values())
+    return [saved]
 
 
 def part_of(

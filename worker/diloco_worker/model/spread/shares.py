@@ -6,6 +6,7 @@ which it has most, so that little is exchanged within the worker; and no more th
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ import torch
 from diloco_protocol import Kind, Segment
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place
 from diloco_worker.model.spread.blocks import Block
+
+_PIECE = re.compile(r"\[\d+:\d+\]$")
 
 Blocks = Mapping[str, Sequence[Block | None]]  # by name, what each process has of a tensor
 
@@ -83,6 +86,21 @@ def _held(layout: FragmentLayout, blocks: Blocks, count: int) -> list[list[int]]
     return held
 
 
+def piece_name(name: str, start: int, stop: int) -> str:
+    """What the elements [start, stop) of a tensor are called."""
+    return f"{name}[{start}:{stop}]"
+
+
+def tensor_name(piece: str) -> str:
+    """The tensor that a piece of this name is of; the name itself where it is none of a piece."""
+    return _PIECE.sub("", piece)
+
+
+def is_piece(name: str) -> bool:
+    """Whether it is a name of `piece_name`."""
+    return _PIECE.search(name) is not None
+
+
 def overlaps(layout: FragmentLayout) -> Iterator[tuple[ChunkSpan, Place, int, int]]:
     """Of each chunk, in order, the tensors that it has elements of: [low, high) of the tensor's own."""
     for segment in Segment:
@@ -120,7 +138,7 @@ def share_of(
         if owners[span.index] == rank:
             entry = replace(
                 place.entry,
-                name=f"{place.entry.name}[{low}:{high}]",
+                name=piece_name(place.entry.name, low, high),
                 shape=(high - low,),
                 aliases=(),
             )

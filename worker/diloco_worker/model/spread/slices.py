@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS, FragmentLayout, Place
 from diloco_worker.model.spread.blocks import Block
-from diloco_worker.model.spread.shares import Blocks, Piece, share_of
+from diloco_worker.model.spread.shares import Blocks, Piece, piece_name, share_of
 
 # Elements that all owners together handle in one exchange. A process sends and takes at most as many,
 # in fp32 4 MiB each.
@@ -152,6 +152,8 @@ def _cut(piece: Piece, start: int, stop: int) -> Piece:
     if (start, stop) == (piece.start, piece.stop):
         return piece
     at = piece.place.start + start - piece.start
-    entry = replace(piece.place.entry, name=f"{piece.name}[{start}:{stop}]", shape=(stop - start,))
+    entry = replace(
+        piece.place.entry, name=piece_name(piece.name, start, stop), shape=(stop - start,)
+    )
     place = Place(entry, piece.place.segment, at, at + stop - start)
     return replace(piece, start=start, stop=stop, place=place)

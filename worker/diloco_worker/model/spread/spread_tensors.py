@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +34,8 @@ from diloco_worker.model.spread.agreement import Agreement, agree
 from diloco_worker.model.spread.blocks import local
 from diloco_worker.model.spread.exchange import Exchange, Live, ProcessFailed, Values
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
-from diloco_worker.model.spread.saved_share import part_of, shared_out
-from diloco_worker.model.spread.shares import Piece, owners_of, share_of
+from diloco_worker.model.spread.saved_share import by_process, part_of, shared_out
+from diloco_worker.model.spread.shares import Piece, owners_of, share_of, tensor_name
 from diloco_worker.model.spread.slices import Slice, slices_of
 
 T = TypeVar("T")
@@ -89,13 +89,20 @@ class SpreadTensors(ModelTensors):
     def part_of(self, saved: Sequence[dict[str, Any]], layout: ModelLayout) -> dict[str, Any]:
         return part_of(saved, layout, self.ranks.rank, self.ranks.count, self.owners)
 
-    def shared_out(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """What this process saves, with a note of what it owns."""
-        return shared_out(plain, self.ranks.rank, self.ranks.count, self.owners)
+    def shared_out(self, plain: dict[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
+        """What this process saves, under its name, with what it owns and has counted."""
+        ranks = self.ranks
+        made = shared_out({**plain, "counts": {**counts}}, ranks.rank, ranks.count, self.owners)
+        return by_process(made)
 
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
         """What this process owns of a fragment, as a layout of its own."""
         return self.shares[layout.fragment]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that counts what concerns the worker as a whole."""
+        return self.ranks.leads
 
     @property
     def devices(self) -> list[torch.device]:
@@ -146,8 +153,7 @@ class SpreadTensors(ModelTensors):
             if captured is None
             else self._together(lambda: self.ranks.agreed(begin))
         )
-        # The name of a place has the elements behind that of the tensor.
-        bad = None if encoding.bad is None else encoding.bad.rpartition("[")[0]
+        bad = None if encoding.bad is None else tensor_name(encoding.bad)
         told = self._together(lambda: self.ranks.gather([encoding.squares, bad]))
         first_bad = next((name for _, name in told if name is not None), None)
         return Delta(encoding.delta.wire, math.sqrt(sum(each for each, _ in told)), first_bad)
@@ -168,11 +174,13 @@ class SpreadTensors(ModelTensors):
         layout = change.new.layout
         self._each_slice(layout, lambda: None, change_them, reads=change.reads, made=made)
 
-    def look_at(self, take: Callable[[str, Tensor], object]) -> None:
+    def look_at(self, take: Callable[[str, Tensor], object], *, in_pieces: bool = True) -> None:
         """Hand over, by name, what is trained or averaged: the pieces that this process owns.
 
-        A piece is the same however many processes share the model.
+        A piece is the same however many processes share the model. There is nothing else than pieces.
         """
+        if not in_pieces:
+            return
         for share in self.shares[:-1]:
             places = deque(place for place in share.places if place.start < place.stop)
 

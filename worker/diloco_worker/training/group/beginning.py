@@ -65,19 +65,25 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
     return found
 
 
-def same_resumption(ranks: Ranks, resumption: Resumption | None) -> None:
-    """See that all processes go on from a checkpoint, or none.
+def same_resumption(ranks: Ranks, resumption: Resumption | None, step: int) -> None:
+    """See that all processes go on from a checkpoint of one moment, or none from any.
 
     Raises:
-        UsageError: some do; at all of them.
+        UsageError: they do not; at all of them.
     """
-    told = ranks.gather(resumption is not None)
-    if any(told) and not all(told):
-        missing = ", ".join(str(rank) for rank, has in enumerate(told) if not has)
+    told = ranks.gather([step, None if resumption is None else resumption.moment])
+    missing = [rank for rank, (_, moment) in enumerate(told) if moment is None]
+    if missing and len(missing) < len(told):
         raise UsageError(
-            f"Process {missing} of this worker has no state to go on from, and others have; call "
-            "load_state_dict() in all of them, or in none."
+            f"Process {', '.join(map(str, missing))} of this worker has no state to go on from, and "
+            "others have; call load_state_dict() in all of them, or in none."
         )
+    for rank, (at, moment) in enumerate(told):
+        if (at, moment) != told[0]:
+            raise UsageError(
+                f"Process 0 of this worker goes on at step {told[0][0]}, and process {rank} at step "
+                f"{at}, or from another state; load in each what was saved at the same moment."
+            )
 
 
 def begin_together(stay: Stay, ranks: Ranks) -> LeadingDriver | Follower:

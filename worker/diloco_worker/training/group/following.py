@@ -198,7 +198,8 @@ class Follower:
                 made["flight"] = {**plain["flight"], **vectors_of_delta(each.delta)}
             fragments.append(made)
         kept = {name: list(of) for name, of in sums.items()}
-        return self.tensors.shared_out({**told, "fragments": fragments, "checksums": kept})
+        plain = {**told, "fragments": fragments, "checksums": kept}
+        return self.tensors.shared_out(plain, self.reports.counts)
 
     # Orders.
 

@@ -114,7 +114,7 @@ class LeadingDriver(Driver):
         self.ranks.broadcast([orders.SAVE])
         plain = super().saved()
         self.ranks.broadcast(None if plain is None else without_vectors(plain))
-        return None if plain is None else self.tensors.shared_out(plain)
+        return None if plain is None else self.tensors.shared_out(plain, self.reports.counts)
 
     # Effects.
 

@@ -1,0 +1,82 @@
+"""Reading what `torch.distributed.checkpoint` has saved of workers of several processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from diloco_protocol import UsageError
+from diloco_worker.training.group.dcp import saved_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled.*to save")
+
+
+def state_of(worker: str, rank: int, count: int) -> dict[str, Any]:
+    """As much of one as matters: values of all kinds, at places of all kinds."""
+    fragments = [
+        {"base": {"parameters": torch.full((2 + rank,), float(rank))}, "version": [worker, number]}
+        for number in range(3)
+    ]
+    plain = {"worker_id": worker, "frozen": None, "plan": [], "fragments": fragments}
+    return {f"{worker}, process {rank} of {count}": plain}
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.fixture
+def of_two(tmp_path: Path) -> Path:
+    resume = {**state_of("a", 0, 2), **state_of("a", 1, 2)}
+    saved = {"model": {"w": torch.ones(3)}, "diloco": {"local_step": 18, "resume": resume}}
+    save(saved, checkpoint_id=tmp_path, no_dist=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("worker", ["a", None])
+def test_process_reads_its_own_part_where_there_are_as_many(
+    of_two: Path, worker: str | None
+) -> None:
+    found = saved_state(of_two, "diloco", worker, 1, 2)
+    assert equal(found, {"local_step": 18, "resume": state_of("a", 1, 2)})
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 3), (2, 3)])
+def test_another_number_of_processes_reads_those_of_all(
+    of_two: Path, rank: int, count: int
+) -> None:
+    found = saved_state(FileSystemReader(of_two), "diloco", "a", rank, count)
+    assert equal(found["resume"], {**state_of("a", 0, 2), **state_of("a", 1, 2)})
+
+
+def test_worker_of_one_process_reads_what_it_has_saved(tmp_path: Path) -> None:
+    plain = {"format": 2, "fragments": [{"base": {"parameters": torch.ones(2)}}]}
+    save({"diloco": {"local_step": 1, "resume": plain}}, checkpoint_id=tmp_path, no_dist=True)
+    assert equal(saved_state(tmp_path, "diloco", None, 0, 2)["resume"], plain)
+
+
+def test_of_several_workers_each_reads_its_own(tmp_path: Path) -> None:
+    resume = {**state_of("a", 0, 1), **state_of("b", 0, 1)}
+    save({"diloco": {"local_step": 1, "resume": resume}}, checkpoint_id=tmp_path, no_dist=True)
+    for worker in ("a", "b"):
+        found = saved_state(tmp_path, "diloco", worker, 0, 4)
+        assert equal(found["resume"], state_of(worker, 0, 1))
+    for stranger in (None, "c"):
+        with pytest.raises(UsageError, match=r"several workers, a, b; give this one the worker_id"):
+            saved_state(tmp_path, "diloco", stranger, 0, 1)
+
+
+def test_what_is_not_there_is_said(of_two: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no 'outer'; it has: diloco, model\."):
+        saved_state(of_two, "outer", None, 0, 1)
+    with pytest.raises(UsageError, match=r"is not a checkpoint of torch\.distributed\."):
+        saved_state(tmp_path / "nothing", "diloco", None, 0, 1)

@@ -50,11 +50,11 @@ def groups(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 5) -> l
     of_it = partial(figure, GROUPS, row)
     seconds, with_several = ([each.seconds for each in of] for of in (alone, together))
     return [
-        of_it("one process each", seconds, "s"),
-        of_it("two processes each", with_several, "s"),
+        of_it("1 process", seconds, "s"),
+        of_it("2 processes", with_several, "s"),
         of_it("ratio", against(with_several, seconds), "x"),
-        of_it("a process / fp32, of one", memory[0], "x"),
-        of_it("a process / fp32, of two", memory[1], "x"),
+        of_it("copies in 1", memory[0], "x"),
+        of_it("in each of 2", memory[1], "x"),
     ]
 
 

@@ -20,6 +20,8 @@ SYNC: dict[str, Any] = {
     "chunk_elements": 777,
     "deterministic": True,  # what a push has sent when its worker is killed counts whole or not
 }
+# All processes but one own nothing.
+ONE_CHUNK = {**SYNC, "chunk_elements": 100_000}
 # Behind step 18 a fragment is in flight.
 STREAMING: dict[str, Any] = {
     "sync_every": 6,
@@ -37,12 +39,22 @@ def preloaded(processes: Processes) -> None:
     processes.begin_with("torch.distributed.checkpoint")
 
 
-@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
+CASES = [
+    *((2, 2, "own"), (2, 3, "all"), (3, 2, "all"), (2, 1, "all"), (1, 2, "all")),
+    *((2, 2, "dcp"), (2, 3, "dcp"), (2, 1, "dcp"), (1, 2, "dcp")),
+]
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "load"),
+    ("mode", "before", "after", "load"),
     [
-        *((2, 2, "own"), (2, 3, "all"), (3, 2, "all"), (2, 1, "all"), (1, 2, "all")),
-        *((2, 2, "dcp"), (2, 3, "dcp"), (2, 1, "dcp"), (1, 2, "dcp")),
+        *(pytest.param(SYNC, *case, id="-".join(map(str, (*case, "sync")))) for case in CASES),
+        *(
+            pytest.param(STREAMING, *case, id="-".join(map(str, (*case, "streaming"))))
+            for case in CASES
+        ),
+        pytest.param(ONE_CHUNK, 2, 2, "own", id="2-2-own-one-chunk"),
+        pytest.param(ONE_CHUNK, 1, 3, "all", id="1-3-all-one-chunk"),
     ],
 )
 def test_worker_goes_on_as_if_nothing_had_happened(

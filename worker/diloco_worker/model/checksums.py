@@ -51,7 +51,8 @@ def differing(tensors: ModelTensors, saved: Mapping[str, Sequence[int]]) -> list
         if name in saved and not _is_of(tensor, saved[name]):
             names[tensor_name(name) if in_pieces else name] = None
 
-    in_pieces = any(map(is_piece, saved))
+    # Without any this process owns nothing, and others may: they look at the model together.
+    in_pieces = not saved or any(map(is_piece, saved))
     tensors.look_at(take, in_pieces=in_pieces)
     return list(names)
 

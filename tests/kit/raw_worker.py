@@ -1,4 +1,4 @@
-"""A worker written from protocol/SPECIFICATION.md alone: plain msgpack and a DEALER, nothing of ours.
+"""A worker written from the pages in protocol/ alone: plain msgpack and a DEALER, nothing of ours.
 
 It keeps the specification honest, and it can misbehave in ways the real worker cannot.
 """
@@ -14,7 +14,10 @@ import torch
 import zmq
 from torch import Tensor
 
+from kit.raw_codecs import encode
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FEW_BITS = ("int8", "int4", "int4z")
 PATIENCE_S = 20.0
 
 Header = dict[str, Any]
@@ -93,7 +96,8 @@ class RawWorker:
     def push(self, push_id: int, delta: Tensor, wire: str | None = None, **fields: Any) -> None:
         """Send a whole pseudo-gradient, in the run's wire dtype unless another is named."""
         name = wire or self.config["wire_dtype"]
-        self._upload(push_id, delta.to(DTYPES[name]), name, base=self.version, **fields)
+        values = delta if name in FEW_BITS else delta.to(DTYPES[name])
+        self._upload(push_id, values, name, base=self.version, **fields)
 
     def _upload(self, push_id: int, values: Tensor, wire: str, **fields: Any) -> None:
         parts = torch.split(values, self.config["chunk_elements"])
@@ -113,7 +117,11 @@ class RawWorker:
         for index, part in enumerate(parts):
             while not credit:
                 credit += len(self.receive("ack")["chunks"])
-            self.send_chunk(push_id, index, bytes(part.view(torch.uint8).numpy()))
+            coded = wire in FEW_BITS
+            payload = (
+                encode(part.tolist(), wire) if coded else bytes(part.view(torch.uint8).numpy())
+            )
+            self.send_chunk(push_id, index, payload)
             credit -= 1
         self.send("commit", session=self.session, push_id=push_id, fragment=0)
 

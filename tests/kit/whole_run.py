@@ -177,6 +177,7 @@ def check(
     steps: int | None = None,
     exact: bool = True,
     config: Mapping[str, Any] | None = None,
+    travels: Callable[[State], State] = lambda delta: delta,
     **run_options: Any,
 ) -> list[Trainee]:
     """A run and the loop, step by step; bit for bit in deterministic mode (`exact`).
@@ -184,6 +185,7 @@ def check(
     Args:
         steps: three cycles and two steps, if nothing is said.
         config: more options of the broker.
+        travels: what becomes of a fragment's delta on its way.
         run_options: of `run`.
 
     Returns:
@@ -194,8 +196,8 @@ def check(
     options = {"workers": workers, "deterministic": exact, **options_of(plan), **(config or {})}
     with Broker(make_config(**options)) as broker:
         got = run(broker, ours, steps, **run_options)
-    wanted = streaming([make(worker) for worker in range(workers)], steps, plan)
-    assert_same(got, wanted, exact=exact)
+    made = [make(worker) for worker in range(workers)]
+    assert_same(got, streaming(made, steps, plan, travels=travels), exact=exact)
     return ours
 
 

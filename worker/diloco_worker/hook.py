@@ -86,7 +86,8 @@ class DiLoCoWorker(RunView):
         sync_every: H, optimizer steps between two pushes of the same fragment. A worker may have its
             own; in a run with rounds a smaller one only.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
-        wire_dtype: of pseudo-gradients: "fp32", "bf16" or "fp16". A worker may have its own.
+        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4" or "int4z". A worker may
+            have its own.
         num_fragments: P, parts of the model that are synchronised one after the other.
         fragment_sync_delay: tau, optimizer steps from sending a fragment to merging the reply; with 0
             training waits for it, with "auto" it is merged as soon as it is here.

@@ -26,7 +26,7 @@ from diloco_broker.config.option import (
 from diloco_broker.config.schedule import CONSTANT, MOST_ROUNDS, OuterSchedule, Schedule
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
 from diloco_protocol.chunks import CHUNK_ELEMENTS
-from diloco_protocol.dtypes import WIRE_DTYPES
+from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 from diloco_protocol.fragments import PATTERNS, longest_delay
 from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 from diloco_protocol.ranges import MOST
@@ -288,10 +288,12 @@ class Options:
     )
     feed: str = WIRE.option(DEFAULT_FEED_ADDRESS, ADDRESS, "Address of the status feed.")
     wire_dtype: str = WIRE.option(
-        "bf16", one_of(*WIRE_DTYPES), "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16."
+        "bf16",
+        one_of(*WIRE_DTYPES),
+        "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16; in few bits int8, int4, int4z.",
     )
     reply_dtype: str = WIRE.option(
-        "fp32", one_of(*WIRE_DTYPES), "Dtype of parameters on the way down: fp32, bf16, fp16."
+        "fp32", one_of(*REPLY_DTYPES), "Dtype of parameters on the way down: fp32, bf16, fp16."
     )
     heartbeat_timeout: float = WIRE.option(
         120.0,

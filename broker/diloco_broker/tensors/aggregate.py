@@ -23,6 +23,7 @@ from diloco_broker.tensors.robust import (
     largest_of_the_middle,
 )
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
+from diloco_protocol.errors import ProtocolError
 from diloco_protocol.tensors.codecs import decode_chunk, is_finite
 from diloco_protocol.tensors.tensor_pool import TensorPool
 
@@ -174,10 +175,14 @@ class StreamingMean:
 
         Returns:
             The sum of its squared values, without the weight; 0 unless they are parameters. None, with
-            nothing changed, when one is not finite.
+            nothing changed, when one is not finite, or they cannot be read.
         """
         span = self._spans[index]
-        segment, values = span.segment, decode_chunk(span, payload, wire or self._wire)
+        try:
+            values = decode_chunk(span, payload, wire or self._wire)
+        except ProtocolError:
+            return None
+        segment = span.segment
         if segment is Segment.INTEGERS:
             self._fold_maximum(index, values)
             return 0.0
@@ -247,13 +252,16 @@ class StagedReducer:
         self._scratch = torch.empty(longest, dtype=torch.float32)
 
     def squares(self, span: ChunkSpan, payload: Any, dtype: str) -> float | None:
-        """The sum of a chunk's squared values, in fp64; None when one is NaN or infinite.
+        """The sum of a chunk's squared values, in fp64; None when one is NaN or infinite, or unreadable.
 
         0 unless it is of parameters: they alone make the length of a submission.
         """
         if span.segment is Segment.INTEGERS:
             return 0.0
-        values = self._decode(span, payload, dtype)
+        try:
+            values = self._decode(span, payload, dtype)
+        except ProtocolError:
+            return None
         if span.segment is Segment.BUFFERS:
             return 0.0 if is_finite(values) else None
         return exact_squares(values)

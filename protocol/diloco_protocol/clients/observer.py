@@ -15,7 +15,7 @@ from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.dtypes import check_wire_dtype
+from diloco_protocol.dtypes import REPLY_DTYPES, check_wire_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Message, RunConfig
@@ -68,7 +68,7 @@ class Observer:
         if not answer.ok:
             raise UsageError(f"{self._address}: {answer.text}")
         config = from_plain(RunConfig, answer.data["config"], "config")
-        check_wire_dtype(config.reply_dtype)
+        check_wire_dtype(config.reply_dtype, REPLY_DTYPES)
         layout = lay_out_plan(
             from_plain(Manifest, answer.data["manifest"], "manifest"),
             answer.data["plan"] or (),

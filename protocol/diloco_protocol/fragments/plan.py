@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from diloco_protocol.dtypes import SIZES, check_wire_dtype
+from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, check_wire_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments.patterns import PATTERNS
 from diloco_protocol.fragments.view import FragmentView, ParameterView, PlanView, buffer_bytes
@@ -212,28 +212,28 @@ class FragmentPlan:
         Args:
             manifest: the model that the plan was made for; `diloco_worker.manifest_of(module)`.
             sync_every: H, steps of a cycle.
-            wire_dtype, reply_dtype: of pushes and of replies: "fp32", "bf16" or "fp16".
+            wire_dtype, reply_dtype: of pushes, one of `WIRE_DTYPES`, and of replies, of `REPLY_DTYPES`.
 
         Raises:
             UsageError: H is below P, no such dtype, or the plan is of another model.
         """
         self.numbers(manifest)  # raises where it is another model's
         due = slots(sync_every, self.num_fragments)
-        for name in (wire_dtype, reply_dtype):
-            check_wire_dtype(name)
+        check_wire_dtype(wire_dtype)
+        check_wire_dtype(reply_dtype, REPLY_DTYPES)
         up, down = SIZES[wire_dtype].element, SIZES[reply_dtype].element
         sizes = {entry.name: (entry.shape, entry.elements) for entry in manifest.entries}
         buffers = sum(map(buffer_bytes, manifest.entries))
         views = []
         for number, names in enumerate(self.fragments):
             parameters = tuple(
-                ParameterView(name, shape, elements, up * elements, down * elements)
+                ParameterView(name, shape, elements, round(up * elements), round(down * elements))
                 for name in names
                 for shape, elements in [sizes[name]]
             )
             elements = sum(each.elements for each in parameters)
             more = buffers if number == self.num_fragments - 1 else 0
-            bytes_up, bytes_down = up * elements + more, down * elements + more
+            bytes_up, bytes_down = round(up * elements) + more, round(down * elements) + more
             views.append(
                 FragmentView(number, due[number], parameters, elements, bytes_up, bytes_down)
             )

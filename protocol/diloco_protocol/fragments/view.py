@@ -52,4 +52,4 @@ def buffer_bytes(entry: TensorEntry) -> int:
     if entry.kind is not Kind.BUFFER:
         return 0
     dtype = BUFFERS_DTYPE if entry.is_floating_point else INTEGERS_DTYPE
-    return entry.elements * SIZES[dtype].element
+    return SIZES[dtype].most(entry.elements)

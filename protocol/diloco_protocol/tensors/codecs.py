@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import check_wire_dtype, travels_in
+from diloco_protocol.tensors import block_codecs
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -31,13 +31,14 @@ class Codec:
 
     dtype: torch.dtype  # what they are rounded to, and kept in, until they are encoded
     encode: Callable[[Tensor], memoryview]  # the bytes of a contiguous 1-D tensor, on the CPU
-    # The values of such bytes, 1-D: fp32, int64, or a float dtype that becomes fp32 exactly.
-    decode: Callable[[Any], Tensor]
+    # The values of such bytes, of so many elements, 1-D: fp32, int64, or a float dtype that becomes fp32
+    # exactly.
+    decode: Callable[[Any, int], Tensor]
 
 
 def _plain(dtype: torch.dtype) -> Codec:
     """The elements as they lie in memory, and nothing else: no copy in either direction."""
-    return Codec(dtype, as_bytes, partial(torch.frombuffer, dtype=dtype))
+    return Codec(dtype, as_bytes, lambda payload, _: torch.frombuffer(payload, dtype=dtype))
 
 
 # By name; `dtypes.SIZES` has the bytes of each.
@@ -45,6 +46,9 @@ CODECS = {
     "fp32": _plain(torch.float32),
     "bf16": _plain(torch.bfloat16),
     "fp16": _plain(torch.float16),
+    "int8": Codec(torch.float32, block_codecs.encode_int8, block_codecs.decode_int8),
+    "int4": Codec(torch.float32, block_codecs.encode_int4, block_codecs.decode_int4),
+    "int4z": Codec(torch.float32, block_codecs.encode_int4z, block_codecs.decode_int4z),
     "int64": _plain(torch.int64),
 }
 
@@ -71,8 +75,11 @@ def decode_chunk(span: ChunkSpan, payload: Any, wire: str) -> Tensor:
     """The values of a chunk whose parameters travel in `wire`, 1-D: see `Codec.decode`.
 
     They may share the memory of the payload, which must have the right length, and not be empty.
+
+    Raises:
+        ProtocolError: the codes of a chunk in int4z cannot be unpacked.
     """
-    return CODECS[travels_in(span.segment, wire)].decode(payload)
+    return CODECS[travels_in(span.segment, wire)].decode(payload, span.elements)
 
 
 def has_nan(values: Tensor) -> bool:

@@ -26,7 +26,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "--min-workers is 3; it must be at most --workers, which is",
     ),
     ({"outer_lr": float("nan")}, "--outer-lr is nan; it must be above 0, at most 10."),
-    ({"wire_dtype": "int3"}, "--wire-dtype is int3; it must be fp32, bf16 or fp16."),
+    (
+        {"wire_dtype": "int3"},
+        "--wire-dtype is int3; it must be fp32, bf16, fp16, int8, int4 or int4z.",
+    ),
+    ({"reply_dtype": "int8"}, "--reply-dtype is int8; it must be fp32, bf16 or fp16."),
     (
         {"heartbeat_timeout": -1},
         "--heartbeat-timeout is -1; it must be from 0 to 2592000 seconds.",

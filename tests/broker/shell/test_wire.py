@@ -24,7 +24,8 @@ from diloco_broker.shell.sockets import Sockets
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Control
 from diloco_worker import DiLoCoClient
-from kit.raw_worker import DTYPES, RawWorker, one_tensor
+from kit.raw_codecs import decode, encode
+from kit.raw_worker import DTYPES, FEW_BITS, RawWorker, one_tensor
 
 ELEMENTS = 50  # seven chunks of 8, the last one shorter
 
@@ -44,6 +45,16 @@ def broker() -> Iterator[Broker]:
         yield running
 
 
+def as_read(delta: Tensor, wire: str) -> Tensor:
+    """What the broker makes of a delta that travels so, chunk by chunk."""
+    if wire in DTYPES:
+        return delta.to(DTYPES[wire]).float()
+    parts = [part.tolist() for part in torch.split(delta, 8)]
+    return torch.tensor(
+        [value for part in parts for value in decode(encode(part, wire), wire, len(part))]
+    )
+
+
 def reference(
     theta: Tensor,
     deltas: list[list[Tensor]],
@@ -58,7 +69,7 @@ def reference(
     optimizer = torch.optim.SGD([parameter], lr=lr, momentum=momentum, nesterov=nesterov)
     history = []
     for of_workers in deltas:
-        travelled = [delta.to(DTYPES[wire]).float() for delta in of_workers]
+        travelled = [as_read(delta, wire) for delta in of_workers]
         parameter.grad = torch.stack(travelled).sum(0) / len(travelled)
         optimizer.step()
         history.append(parameter.detach().clone())
@@ -99,7 +110,10 @@ def play_all(broker: Broker, theta: Tensor, deltas: list[list[Tensor]]) -> list[
 
 @pytest.mark.parametrize(
     ("wire", "momentum", "nesterov"),
-    [("fp32", 0.9, True), ("bf16", 0.9, False), ("fp16", 0.0, False)],
+    [
+        *(("fp32", 0.9, True), ("bf16", 0.9, False), ("fp16", 0.0, False)),
+        *(("int8", 0.9, True), ("int4", 0.9, False), ("int4z", 0.9, True)),
+    ],
 )
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_rounds_equal_the_single_process_reference(
@@ -127,9 +141,11 @@ def test_rounds_equal_the_single_process_reference(
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, {"quorum": 3}, {"aggregate": "clip-median-norm"}]
 )
-def test_workers_of_a_round_may_each_have_their_own_wire_dtype(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("names", [list(DTYPES), list(FEW_BITS)], ids=["plain", "few bits"])
+def test_workers_of_a_round_may_each_have_their_own_wire_dtype(
+    options: dict[str, Any], names: list[str]
+) -> None:
     theta, delta = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
-    names = list(DTYPES)
     with (
         a_broker(3, outer_lr=1.0, outer_momentum=0.0, **options) as broker,
         contextlib.ExitStack() as stack,
@@ -144,7 +160,7 @@ def test_workers_of_a_round_may_each_have_their_own_wire_dtype(options: dict[str
         for number, worker in enumerate(workers):
             worker.push(number, delta, worker.worker_id)
         got = [worker.pull(ELEMENTS, after=0) for worker in workers]
-    travelled = [delta.to(DTYPES[name]).float() for name in sorted(names)]
+    travelled = [as_read(delta, name) for name in sorted(names)]
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     if (
         "aggregate" in options

@@ -1,4 +1,4 @@
-"""How a chunk is written and read: every codec that there is, and one that there might be."""
+"""How a chunk is written and read by each codec, and what becomes of it at the broker."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diloco_broker import Broker
 from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
-from diloco_protocol import dtypes
 from diloco_protocol.chunks import ChunkSpan, Segment, lay_out
 from diloco_protocol.clients import observer
-from diloco_protocol.dtypes import SIZES, WIRE_DTYPES, WireSize, span_bytes
+from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, least_bytes, span_bytes
 from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.records import from_plain
 from diloco_protocol.tensors.codecs import (
     CODECS,
-    Codec,
     as_bytes,
     decode_chunk,
     encode_chunk,
@@ -30,10 +28,11 @@ from diloco_protocol.tensors.codecs import (
 from diloco_worker import DiLoCoClient
 from diloco_worker.model.encoding import encode
 from diloco_worker.model.flat_state import FlatState
+from kit import raw_codecs
 from kit.whole_run import make_config
 
 
-@pytest.mark.parametrize("wire", WIRE_DTYPES)
+@pytest.mark.parametrize("wire", REPLY_DTYPES)
 @pytest.mark.parametrize("segment", Segment)
 def test_chunk_is_read_as_it_was_rounded_and_takes_the_bytes_that_it_should(
     segment: Segment, wire: str
@@ -75,39 +74,37 @@ def test_reader_of_a_broker_with_another_wire_dtype_says_so(
             reader.read()
 
 
-def in_steps(values: Tensor) -> memoryview:
-    """Signed bytes, behind the fp32 step that they count."""
-    step = (values.abs().max() / 127).reshape(1)
-    return memoryview(bytes(as_bytes(step)) + bytes(as_bytes((values / step).round().char())))
-
-
-def out_of_steps(payload: Any) -> Tensor:
-    step = torch.frombuffer(payload, dtype=torch.float32, count=1)
-    return torch.frombuffer(payload, dtype=torch.int8, offset=4) * step
-
-
-def test_codec_with_a_scale_in_each_chunk_is_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "int8", WireSize(1, chunk=4))
-    monkeypatch.setitem(CODECS, "int8", Codec(torch.float32, in_steps, out_of_steps))
-    monkeypatch.setattr(dtypes, "WIRE_DTYPES", (*WIRE_DTYPES, "int8"))
-    layout = lay_out(
-        Manifest((TensorEntry("w", (10,), "float32", Kind.TRAINABLE),)), chunk_elements=4
-    )
+@pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
+def test_model_moves_by_what_a_delta_of_few_bits_reads_as(wire: str) -> None:
+    """Each chunk has blocks of its own: here one of 300 elements and one of 100."""
+    entries = (TensorEntry("w", (400,), "float32", Kind.TRAINABLE),)
+    layout = lay_out(Manifest(entries), chunk_elements=300)
     part = layout.fragments[0]
-    model, delta = torch.randn(10), torch.randn(10)
-    sent = encode(part, {"w": delta}, "int8").wire
-    broker = Parameters(layout, Nesterov(1.0, 0.0), wire="int8", reply="int8")
+    model, delta = torch.randn(400), torch.randn(400)
+    sent = encode(part, {"w": delta}, wire).wire
+    broker = Parameters(layout, Nesterov(1.0, 0.0), wire=wire, reply="fp32")
     arrived = FlatState.empty(part)
+    expected = torch.empty(400)
     for span in part.spans:
         chunk = model[span.start : span.stop].clone()
         assert broker.place(0, span.index, bytearray(as_bytes(chunk))) is not None
         payload = bytearray(sent.chunk(span.index))
-        assert len(payload) == span_bytes(span, "int8") == 4 + span.elements
-        assert broker.fold(0, span.index, payload, 1.0) is not None
+        assert least_bytes(span, wire) <= len(payload) <= span_bytes(span, wire)
+        read = torch.tensor(raw_codecs.decode(bytes(payload), wire, span.elements))
+        expected[span.start : span.stop] = chunk - read
+        assert broker.fold(0, span.index, payload, 1.0) == pytest.approx(float(read.dot(read)))
         (done,) = broker.step(0, span.index, 1.0, 0)
-        arrived.store(span.index, memoryview(bytearray(done.wire)), "int8")
-    steps = 2 * max(float(t.abs().max()) for t in (model, delta, model - delta)) / 127
-    assert torch.allclose(arrived.by_name()["w"], model - delta, rtol=0, atol=steps)
+        arrived.store(span.index, memoryview(bytearray(done.wire)), "fp32")
+    assert torch.equal(arrived.by_name()["w"], expected)
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "clip-median-norm"])
+def test_chunk_that_cannot_be_read_is_refused_as_one_that_is_not_finite(aggregate: str) -> None:
+    layout = lay_out(Manifest((TensorEntry("w", (256,), "float32", Kind.TRAINABLE),)))
+    broker = Parameters(layout, Nesterov(1.0, 0.0), wire="int4z", reply="fp32", aggregate=aggregate)
+    garbage = bytearray(b"\x80\x3f" + bytes(60))
+    assert broker.fold(0, 0, garbage, 1.0) is None
+    assert broker.inspect(0, 0, garbage, "int4z") is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

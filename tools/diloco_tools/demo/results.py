@@ -65,11 +65,11 @@ def data_parallel_bytes(settings: Settings, parameters: int) -> tuple[int, str]:
     bytes for each at our wire dtypes).
     """
     up, down = (SIZES[name].element for name in (settings.wire_dtype, settings.reply_dtype))
-    count = settings.steps * settings.workers * parameters * (up + down)
+    count = round(settings.steps * settings.workers * parameters * (up + down))
     return count, (
         f"data-parallel bytes = steps x workers x trainable parameters x (up + down bytes) = "
         f"{settings.steps} x {settings.workers} x {parameters:,} x "
-        f"({up} in {settings.wire_dtype} + {down} in {settings.reply_dtype}) = {count:,}"
+        f"({up:g} in {settings.wire_dtype} + {down:g} in {settings.reply_dtype}) = {count:,}"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfig, Segment
 from diloco_protocol.chunks import CHUNK_ELEMENTS, MOST_CHUNKS, lay_out_plan
-from diloco_protocol.dtypes import WIRE_DTYPES
+from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import BUFFERS, MERGES, MODES, WEIGHTS, Welcome
 
@@ -94,7 +94,7 @@ def why_unsound(config: RunConfig, manifest: Manifest) -> str | None:
     """What no broker of this release says, as a sentence; None where all of it can be followed."""
     known = {
         "wire_dtype": config.wire_dtype in WIRE_DTYPES,
-        "reply_dtype": config.reply_dtype in WIRE_DTYPES,
+        "reply_dtype": config.reply_dtype in REPLY_DTYPES,
         "weight_by": config.weight_by in WEIGHTS,
         "fragment_update_alpha": 0 <= config.fragment_update_alpha <= 1,
         "chunk_elements": 0 < config.chunk_elements <= CHUNK_ELEMENTS

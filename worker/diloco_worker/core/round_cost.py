@@ -38,8 +38,8 @@ class Exchange:
     """
 
     parameters: int
-    wire_bytes: int
-    reply_bytes: int
+    wire_bytes: float
+    reply_bytes: float
     chunk_elements: int
     fragments: int = 1
     is_whole: bool = False
@@ -47,11 +47,11 @@ class Exchange:
 
     @property
     def bytes_up(self) -> int:
-        return self.parameters * self.wire_bytes
+        return round(self.parameters * self.wire_bytes)
 
     @property
     def bytes_down(self) -> int:
-        return self.parameters * self.reply_bytes
+        return round(self.parameters * self.reply_bytes)
 
 
 def fragment_seconds(exchange: Exchange, line: Line) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group
@@ -19,6 +19,8 @@ from diloco_worker.doctor.faults import Fault
 from diloco_worker.doctor.line import Rate
 
 SHARE = 0.95  # of the time, that training should have
+# Dtypes of pushes and replies, from those that round least to those that need the fewest bytes.
+DTYPES = (("bf16", "fp32"), ("bf16", "bf16"), ("int8", "bf16"), ("int4", "bf16"), ("int4z", "bf16"))
 # What was looked at by the time that each fault is found.
 _ROWS = {
     Fault.NAME: "name",
@@ -64,6 +66,18 @@ class Estimate:
         if self.step_time is None:
             return None
         return round_cost.utilisation(self.exchange, self.line, self.step_time, self.sync_every)
+
+    def with_dtypes(self, wire: str, reply: str) -> Estimate:
+        """The same in a run with these dtypes."""
+        up, down = SIZES[wire].element, SIZES[reply].element
+        exchange = replace(self.exchange, wire_bytes=up, reply_bytes=down)
+        return replace(self, exchange=exchange, wire_dtype=wire, reply_dtype=reply)
+
+    @property
+    def shorter(self) -> list[Estimate]:
+        """Rounds in other dtypes that take less time; those that round least come first."""
+        others = [self.with_dtypes(wire, reply) for wire, reply in DTYPES]
+        return [each for each in others if each.seconds < 0.98 * self.seconds]
 
 
 def estimate(
@@ -176,7 +190,30 @@ def _sentences(found: Estimate) -> list[str]:
             f"H = {found.needed} on; the run's H = {found.sync_every} (sync_every) gives "
             f"{found.utilisation:.0%}."
         )
-    return lines
+    return [*lines, *_of_other_dtypes(found)]
+
+
+def _of_other_dtypes(found: Estimate) -> list[str]:
+    """Which dtypes to take where the run's cost too much time, or what each would take."""
+    if not found.shorter:
+        return []
+    if found.utilisation is None:
+        each = (
+            f"{e.wire_dtype} {_seconds(e.seconds)}"
+            for e in found.shorter
+            if e.reply_dtype == "bf16"
+        )
+        return [f"In fewer bytes, with --reply-dtype bf16 and --wire-dtype: {', '.join(each)}."]
+    if found.utilisation >= SHARE:
+        return ["Its dtypes are good enough for this line."]
+    least = min(each.seconds for each in found.shorter)
+    near = next(each for each in found.shorter if each.seconds <= 1.02 * least)
+    enough = (each for each in found.shorter if (each.utilisation or 0.0) >= SHARE)
+    best = next(enough, near)
+    return [
+        f"With --wire-dtype {best.wire_dtype} --reply-dtype {best.reply_dtype} at the broker a round "
+        f"takes {_seconds(best.seconds)}, and training has {best.utilisation:.0%} of the time."
+    ]
 
 
 def as_plain(findings: Findings, found: Estimate | None) -> dict[str, Any]:
@@ -212,6 +249,15 @@ def as_plain(findings: Findings, found: Estimate | None) -> dict[str, Any]:
             "sync_every": found.sync_every,
             "utilisation": found.utilisation,
             "sync_every_for_95": found.needed,
+            "in_other_dtypes": [
+                {
+                    "wire_dtype": each.wire_dtype,
+                    "reply_dtype": each.reply_dtype,
+                    "seconds": round(each.seconds, 6),
+                    "utilisation": each.utilisation,
+                }
+                for each in found.shorter
+            ],
         },
     }
 

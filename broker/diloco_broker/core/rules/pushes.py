@@ -17,7 +17,7 @@ from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, Segment
-from diloco_protocol.dtypes import WIRE_DTYPES, span_bytes, travels_in
+from diloco_protocol.dtypes import WIRE_DTYPES, least_bytes, span_bytes, travels_in
 from diloco_protocol.errors import Code, ProtocolError
 
 # A weight is a count of tokens or samples; more than this in one round is a mistake. So is less than
@@ -179,14 +179,15 @@ def _check_base(state: RunState, push: messages.Push) -> None:
 
 
 def _check_chunk(chunk: messages.Chunk, payload: Any, layout: FragmentLayout, wire: str) -> int:
-    """Bytes of the chunk, which are as many as they must be."""
+    """Bytes of the chunk, which are as many as they may be."""
     if not 0 <= chunk.index < layout.chunks:
         text = f"There is no chunk {chunk.index}; fragment {layout.fragment} has {layout.chunks}."
         raise ProtocolError(Code.BAD_CHUNK, text)
     span = layout.spans[chunk.index]
-    wanted = span_bytes(span, wire)
+    least, most = least_bytes(span, wire), span_bytes(span, wire)
     size = int(payload.nbytes)
-    if size != wanted:
+    if not least <= size <= most:
+        wanted = f"{most}" if least == most else f"{least} to {most}"
         raise ProtocolError(
             Code.BAD_CHUNK,
             f"Chunk {chunk.index} has {size} bytes, it must have {wanted}: "

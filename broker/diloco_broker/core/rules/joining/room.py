@@ -27,12 +27,12 @@ def bytes_per_parameter(config: BrokerConfig, *, has_own_optimizer: bool = False
     if reducer.room_needed is None:
         return kept + MASTER_BYTES / pieces
     # Of 1000 parameters, in fragments of one size: sizes are whole numbers of bytes.
-    sizes = [1000 * SIZES[config.wire_dtype].element // pieces] * pieces
+    sizes = [int(1000 * SIZES[config.wire_dtype].element) // pieces] * pieces
     many, _, size = reducer.room_needed(config, sizes)
     return kept + many * size / 1000
 
 
-def reply_bytes(config: BrokerConfig) -> int:
+def reply_bytes(config: BrokerConfig) -> float:
     """Of a parameter in wire form, where that is another one than its own."""
     return 0 if config.reply_dtype == "fp32" else SIZES[config.reply_dtype].element
 

@@ -93,7 +93,7 @@ def refused(state: RunState, event: WorkRefused) -> Generator[Effect, None, bool
     state.submissions.drop(submission)
     text = (
         f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are not "
-        "finite; nothing of it counts, the run goes on without it."
+        "finite or cannot be read; nothing of it counts, the run goes on without it."
     )
     yield from grants.refuse(state, work.fragment, submission.key, Code.NON_FINITE, text)
     return True

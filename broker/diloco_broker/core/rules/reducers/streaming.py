@@ -133,7 +133,7 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
     if is_news:
         text = (
             f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are "
-            "not finite; the push is void from there on, the round goes on without it."
+            "not finite or cannot be read; the push is void from there on, the round goes on without it."
         )
         yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text)
     yield from step(state, ready)

@@ -1,0 +1,81 @@
+"""Runs whose pseudo-gradients travel in few bits equal the loop with the codecs in plain Python."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_broker import Broker
+from diloco_worker import DiLoCoClient
+from kit.raw_codecs import decode, encode
+from kit.reference import Plan, State, Trainee
+from kit.whole_run import PATIENCE_S, adamw, an_mlp, check, make_config, run, strided, trainees
+
+CHUNK = 300  # a block and a part of one
+FEW_BITS = ["int8", "int4", "int4z"]
+
+
+def as_read(delta: State, wire: str) -> State:
+    """A fragment's delta behind its way: its tensors one behind the other, cut into chunks."""
+    flat = torch.cat([value.reshape(-1) for value in delta.values()])
+    read: list[float] = []
+    for part in torch.split(flat, CHUNK):
+        read += decode(encode(part.tolist(), wire), wire, len(part))
+    sizes = [value.numel() for value in delta.values()]
+    parts = torch.split(torch.tensor(read), sizes)
+    return {
+        name: part.view_as(value) for (name, value), part in zip(delta.items(), parts, strict=True)
+    }
+
+
+def with_adamw(worker: int) -> Trainee:
+    return an_mlp(worker, adamw)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(3, strided(1)), Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)],
+    ids=["whole", "fragments", "rebase"],
+)
+def test_run_equals_the_loop_bit_for_bit(wire: str, plan: Plan) -> None:
+    check(
+        plan,
+        with_adamw,
+        config={"wire_dtype": wire, "chunk_elements": CHUNK},
+        travels=partial(as_read, wire=wire),
+    )
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+def test_asynchronous_run_stays_near_that_in_fp32(wire: str) -> None:
+    """Alone, so the order of the pushes is known."""
+    options: dict[str, Any] = {"mode": "async", "sync_every": 4, "chunk_elements": CHUNK}
+    ends = []
+    for dtype in ("fp32", wire):
+        with Broker(make_config(**options, wire_dtype=dtype)) as broker:
+            ends.append(run(broker, trainees(1), 24).final)
+    exact, coded = ends
+    for name, value in exact.items():
+        assert not torch.equal(coded[name], value)
+        torch.testing.assert_close(coded[name], value, rtol=0.2, atol=0.05)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+def test_client_may_choose_one_in_a_run_of_another_dtype(wire: str) -> None:
+    model = an_mlp(0).model
+    names = [name for name, _ in model.named_parameters()]
+    config = make_config(chunk_elements=CHUNK, outer_lr=1.0, outer_momentum=0.0)
+    with (
+        Broker(config) as broker,
+        DiLoCoClient(broker.address, wants={"wire_dtype": wire}, timeout=PATIENCE_S) as client,
+    ):
+        start = client.join(model).tensors
+        delta = {name: torch.randn(start[name].shape) for name in names}
+        client.push(delta)
+        moved = client.pull().tensors
+    for name, value in as_read(delta, wire).items():
+        assert torch.equal(moved[name], start[name] - value)

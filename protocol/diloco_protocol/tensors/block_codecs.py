@@ -13,7 +13,6 @@ random would need the state of a generator in every checkpoint, and errs more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ from diloco_protocol.errors import Code, ProtocolError
 
 # Codes are -LARGEST to LARGEST.
 LARGEST_OF_8_BITS, LARGEST_OF_4_BITS = 127, 7
-# Blocks that are worked on at a time: their fp32 values stay in the cache of a core.
-PIECE_BLOCKS = 128
 ZSTD_LEVEL = 1
 HALF = BLOCK // 2
 
@@ -34,11 +31,9 @@ HALF = BLOCK // 2
 def encode_int8(values: Tensor) -> memoryview:
     """The bytes of fp32 values, 1-D and finite."""
     blocks = _blocks_of(values)
-    payload, scales = _room(blocks.shape[0], BLOCK)
-    codes = payload[blocks.shape[0] * SCALE_BYTES :].view(torch.int8).view(-1, BLOCK)
-    for piece, scale, code in _pieces(blocks, scales, codes):
-        scale.copy_(_rounded_up(_largest(piece), LARGEST_OF_8_BITS))
-        code.copy_(_codes(piece, scale, LARGEST_OF_8_BITS))
+    payload, scales, codes = _room(blocks.shape[0], BLOCK)
+    scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_8_BITS))
+    codes.view(torch.int8).copy_(_codes(blocks, scales, LARGEST_OF_8_BITS))
     return payload.numpy().data
 
 
@@ -52,11 +47,9 @@ def decode_int8(payload: Any, elements: int) -> Tensor:
 def encode_int4(values: Tensor) -> memoryview:
     """The bytes of fp32 values, 1-D and finite."""
     blocks = _blocks_of(values)
-    payload, scales = _room(blocks.shape[0], HALF)
-    codes = payload[blocks.shape[0] * SCALE_BYTES :].view(-1, HALF)
-    for piece, scale, code in _pieces(blocks, scales, codes):
-        scale.copy_(_rounded_up(_largest(piece), LARGEST_OF_4_BITS))
-        code.copy_(_nibbles(_codes(piece, scale, LARGEST_OF_4_BITS)))
+    payload, scales, codes = _room(blocks.shape[0], HALF)
+    scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_4_BITS))
+    codes.copy_(_nibbles(_codes(blocks, scales, LARGEST_OF_4_BITS)))
     return payload.numpy().data
 
 
@@ -69,17 +62,10 @@ def decode_int4(payload: Any, elements: int) -> Tensor:
 def encode_int4z(values: Tensor) -> memoryview:
     """The bytes of fp32 values, 1-D and finite; how many depends on the values."""
     blocks = _blocks_of(values)
-    count = blocks.shape[0]
-    made, scales = _room(count, HALF)
-    codes = made[count * SCALE_BYTES :].view(-1, HALF)
-    for piece, scale, code in _pieces(blocks, scales, codes):
-        scale.copy_(_capped(_root_mean_square(piece).to(torch.bfloat16), LARGEST_OF_4_BITS))
-        code.copy_(_nibbles(_codes(piece, scale, LARGEST_OF_4_BITS)))
-    as_array = made.numpy()
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(
-        as_array[count * SCALE_BYTES :].data
-    )
-    return memoryview(as_array[: count * SCALE_BYTES].tobytes() + packed)
+    scales = _capped(_root_mean_square(blocks).to(torch.bfloat16), LARGEST_OF_4_BITS)
+    codes = _nibbles(_codes(blocks, scales, LARGEST_OF_4_BITS))
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(codes.numpy().data)
+    return memoryview(scales.view(torch.uint8).numpy().tobytes() + packed)
 
 
 def decode_int4z(payload: Any, elements: int) -> Tensor:
@@ -115,18 +101,11 @@ def _blocks_of(values: Tensor) -> Tensor:
     return values.view(-1, BLOCK)
 
 
-def _room(blocks: int, code_bytes: int) -> tuple[Tensor, Tensor]:
-    """Memory for so many blocks, and its beginning as their scales."""
+def _room(blocks: int, code_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for so many blocks; the part of the scales, and that of the codes, a row for each block."""
     payload = torch.empty(blocks * (SCALE_BYTES + code_bytes), dtype=torch.uint8)
-    return payload, payload[: blocks * SCALE_BYTES].view(torch.bfloat16)
-
-
-def _pieces(
-    blocks: Tensor, scales: Tensor, codes: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for start in range(0, blocks.shape[0], PIECE_BLOCKS):
-        piece = slice(start, start + PIECE_BLOCKS)
-        yield blocks[piece], scales[piece], codes[piece]
+    ends = blocks * SCALE_BYTES
+    return payload, payload[:ends].view(torch.bfloat16), payload[ends:].view(blocks, code_bytes)
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -165,7 +144,8 @@ def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
 
 def _nibbles(codes: Tensor) -> Tensor:
     """Two codes in each byte: j of the first half of a block with j of the second."""
-    shifted = codes.add_(LARGEST_OF_4_BITS + 1).to(torch.uint8)
+    # By int8, to which torch is three times as fast.
+    shifted = codes.add_(LARGEST_OF_4_BITS + 1).to(torch.int8).view(torch.uint8)
     return shifted[:, :HALF] | (shifted[:, HALF:] << 4)
 
 

@@ -6,8 +6,8 @@ trained, and progress of less than half an ulp would be taken back round by roun
 
 Each fragment has up to three vectors (protocol/SPECIFICATION.md, section 3): parameters and float
 buffers in fp32, integers in int64. Memory of a worker, in units of the fp32 parameters: the global
-parameters it started from (1), the delta in wire dtype (1/2 with bf16; 1 with int8, int4 and int4z, which
-it is encoded in chunk by chunk as it is sent), and the version that is arriving (1). `placement` says where they lie.
+parameters it started from (1), the delta in wire dtype (1/2 with bf16; 1 in few bits, where each chunk
+is encoded when it is sent), and the version that is arriving (1). `placement` says where they lie.
 """
 
 from __future__ import annotations

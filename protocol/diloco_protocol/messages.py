@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import msgpack
 
@@ -426,10 +426,18 @@ def encode(message: Message) -> bytes:
     return bytes(msgpack.packb(plain))
 
 
+def _refuse_extension(code: int, _: bytes) -> NoReturn:
+    """It would be a value that nothing here knows, in an `extra` or in arguments, and be sent on."""
+    problem = f"The header has a msgpack extension (type {code}), which has no place in it."
+    raise ProtocolError(Code.BAD_HEADER, problem)
+
+
 def decode(header: bytes | memoryview) -> Message:
     """Read a header frame; raises ProtocolError with a sentence fit to be sent back."""
     try:
-        plain = msgpack.unpackb(header, use_list=False, strict_map_key=True)
+        plain = msgpack.unpackb(
+            header, use_list=False, strict_map_key=True, ext_hook=_refuse_extension
+        )
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
         problem = f"The header is not a msgpack map ({type(error).__name__})."
         raise ProtocolError(Code.BAD_HEADER, problem) from None

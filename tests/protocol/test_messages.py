@@ -236,3 +236,10 @@ def test_longest_join_of_a_worker_that_comes_back_fits_into_a_header() -> None:
         extra={"note": "\U0001f600" * (MAX_EXTRA_LENGTH - 20)},
     )
     assert len(encode(in_a_header(join))) <= LONGEST_OF_A_STRANGER
+
+
+def test_extension_types_are_refused_wherever_they_are() -> None:
+    arguments = {"name": [msgpack.ExtType(39, b"abc")]}
+    header = {"v": 1, "kind": "control", "action": "set", "request": 1, "arguments": arguments}
+    with pytest.raises(ProtocolError, match=r"msgpack extension \(type 39\)"):
+        decode(msgpack.packb(header))

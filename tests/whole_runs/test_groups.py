@@ -58,7 +58,11 @@ def preloaded(processes: Processes) -> None:
     processes.begin_with("torch.distributed.tensor.parallel", "torch.distributed.fsdp")
 
 
-@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
+@pytest.mark.parametrize(
+    "mode",
+    [SYNC, STREAMING, {**SYNC, "wire_dtype": "int4z"}],
+    ids=["sync", "streaming", "few-bits"],
+)
 def test_ddp_comes_bit_for_bit_to_what_one_process_comes_to(
     processes: Processes, mode: dict[str, Any]
 ) -> None:

@@ -225,7 +225,7 @@ class ConnectionWatch:
         self._by_number: dict[int, Connection] = {}
         self._by_route: dict[bytes, Connection] = {}
         # Routes of connections that have ended, and whether we have ended them: what of theirs still
-        # waits is of nobody else.
+        # waits is of nobody else. Nothing does once there was nothing left to receive.
         self._gone: dict[bytes, bool] = {}
         self._newest: dict[int, int] = {}  # counter of each fragment that a chunk was sent of
 
@@ -248,6 +248,11 @@ class ConnectionWatch:
                 self._gone[connection.route] = connection.is_ended
                 if len(self._gone) > GONE_REMEMBERED:
                     del self._gone[next(iter(self._gone))]
+
+    def has_received_all(self) -> None:
+        """There is nothing left to receive."""
+        self.turns += EVERYBODY
+        self._gone.clear()
 
     def of(self, route: bytes) -> Connection | None:
         return self._by_route.get(route)

@@ -15,7 +15,6 @@ from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
 from diloco_broker.shell.chunks_on_the_way import Piece
 from diloco_broker.shell.connection_watch import (
     CURVE_ADDS,
-    EVERYBODY,
     MOST_STRANGERS,
     READERS_MAY_OWE,
     Connection,
@@ -135,7 +134,7 @@ class Sockets:
         if self._arrivals.descriptor in found:
             self._watch.stirred(self._arrivals.take(), now())
         if self._router not in found:
-            self._watch.turns += EVERYBODY
+            self._watch.has_received_all()
         return self._router in found
 
     def rest(self, seconds: float) -> bool:
@@ -162,7 +161,7 @@ class Sockets:
         try:
             first = last = self._router.recv(NOW, copy=False)
         except zmq.Again:
-            self._watch.turns += EVERYBODY
+            self._watch.has_received_all()
             return None
         self._watch.turns += 1
         frames: list[zmq.Frame] = []
@@ -242,7 +241,7 @@ class Sockets:
 
         `members` has the routes of all who have joined.
         """
-        self._readers.turns += EVERYBODY  # ZeroMQ itself reads what they say
+        self._readers.has_received_all()  # ZeroMQ itself reads what they say
         return [*self._watch.look(members, now), *self._readers.look((), now)]
 
     def _see_changes(self) -> None:

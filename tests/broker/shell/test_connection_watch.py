@@ -419,9 +419,10 @@ def test_what_waits_of_an_ended_connection_never_names_another(on: Watching) -> 
     on.watch.opened(7, again)
     late = on.watch.name(drawn, 7, None)
     assert (late.transport, late.is_ended) == (None, True)
-    on.watch.turns += EVERYBODY
+    on.watch.has_received_all()
     on.watch.end(drawn)
     assert not again.is_shut
+    assert not on.watch._gone
 
 
 def test_name_that_was_of_another_number_is_taken_back(on: Watching) -> None:

@@ -27,8 +27,9 @@ from diloco_protocol.errors import ProtocolError
 from diloco_protocol.tensors.codecs import decode_chunk, is_finite
 from diloco_protocol.tensors.tensor_pool import TensorPool
 
-# Elements that are worked on at a time: a few fp32 pieces of this size stay in the cache of a core.
-PIECE_ELEMENTS = 1 << 16
+# Elements that are worked on at a time: a few fp32 pieces of this size stay in the caches near a core.
+# Two folds and a step of a chunk took 1.3 times as long with 1 << 16, for the calls.
+PIECE_ELEMENTS = 1 << 18
 # Contributions that are held as they came: 1 MiB each in bf16, 2 MiB in fp32.
 HELD = 6
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diloco_worker import DiLoCoWorker
+from diloco_worker.model.spread import ranks
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
@@ -141,7 +142,7 @@ def train_island(
     `options`: `steps`; `even` (the model that tensor parallelism divides); `rule` (the gradients of a
     pipeline, for a plain worker, too); `dies_in` and `dies_as` (a phase, and the rank that is killed in
     it); `pause` (seconds behind each step); `differs` (the processes ask for different things); `late`
-    (the others leave when the leader has left).
+    (the others leave when the leader has left); `alone` (what the process of this rank calls alone).
     """
     torch.set_num_threads(1)
     forbid_words_while_leaving()
@@ -178,12 +179,23 @@ def train_island(
             diloco.report(loss=loss, tokens=8)
             step += 1
             print(f"step {step}", flush=True)
+            if step == 4 and options.get("alone", ("", None))[1] == rank:
+                ranks.SAYS_AFTER_S = 0.5
+                call_alone(diloco, options["alone"][0])
             threading.Event().wait(options.get("pause", 0.0))  # a slower machine
         if options.get("late") and rank:
             lane = diloco._link.lane  # type: ignore[union-attr]
             assert lane.wait_for_the_end(PATIENCE_S), "the leader does not wait for the others"
     torch.save({"steps": step, "rounds": diloco.sync_count, "stop": diloco.stop_reason}, out)
     print("done", flush=True)
+
+
+def call_alone(diloco: DiLoCoWorker, name: str) -> None:
+    """What all processes have to call."""
+    if name == "global_parameters":
+        with diloco.global_parameters():
+            return
+    getattr(diloco, name)()
 
 
 def forbid_words_while_leaving() -> None:

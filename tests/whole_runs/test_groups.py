@@ -134,6 +134,33 @@ def test_leader_waits_at_the_end_without_a_word_to_the_others(
     assert slow.ends() == [0]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["state_dict", "force_sync", "load_global", "global_parameters"])
+def test_what_one_process_calls_alone_ends_all_with_a_sentence(
+    processes: Processes, tmp_path: Path, name: str, rank: int
+) -> None:
+    """`if rank == 0: torch.save(diloco.state_dict(), ...)` would wait for half an hour."""
+    _, address = processes.serve("--sync-every", "3")
+    island = Island(
+        *(processes, tmp_path, "pipeline", 2, address, "a"), rule=True, alone=(name, rank)
+    )
+    assert all(code > 0 for code in island.ends())
+    one, other = (
+        (f"{name}()", "optimizer.step()") if rank == 0 else ("optimizer.step()", f"{name}()")
+    )
+    for each in island.ranks:
+        said = f"Process 0 of this worker is at {one}, and process 1 at {other}"
+        assert said in each.output, each.output
+
+
+def test_process_that_waits_alone_says_for_what(processes: Processes, tmp_path: Path) -> None:
+    """The other one waits for it in the backward pass of DDP, which nobody here can see."""
+    _, address = processes.serve("--sync-every", "3")
+    island = Island(processes, tmp_path, "ddp", 2, address, "a", alone=("state_dict", 0))
+    island.ranks[0].says("state_dict() waits for the other processes of this worker")
+    island.kill()
+
+
 def test_processes_that_ask_for_different_things_are_told_so(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -83,6 +83,9 @@ class ModelTensors:
         """The model is cut like this."""
         self._layout = layout
 
+    def begin_view(self) -> None:
+        """Other values will be in the model for a while."""
+
     @property
     def leads(self) -> bool:
         """Whether this process is the one that counts what concerns the worker as a whole."""

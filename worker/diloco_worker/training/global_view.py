@@ -18,6 +18,7 @@ def in_the_model(tensors: ModelTensors, states: Sequence[FlatState]) -> Iterator
 
     Costs a copy of what is trained, on its device.
     """
+    tensors.begin_view()
     local = {
         entry.name: tensor.clone()
         for entry, tensor in tensors.live()

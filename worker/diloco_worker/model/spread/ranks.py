@@ -7,7 +7,10 @@ breaks is told as `GroupBroken` at each of those that are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import msgpack
@@ -20,6 +23,18 @@ from diloco_protocol import UsageError
 # A text that fits in here takes one message.
 ROOM = 1 << 10
 _LENGTH = 8  # bytes of a length in front of it
+logger = logging.getLogger("diloco.worker")
+
+# What all processes begin together, each time that the script calls for it.
+STEP, FORCE, LOAD, VIEW, SAVE = DEEDS = (
+    "optimizer.step()",
+    "force_sync()",
+    "load_global()",
+    "global_parameters()",
+    "state_dict()",
+)
+# Seconds that one of them waits for the others before it says so.
+SAYS_AFTER_S = 30.0
 WORLD = "world"
 
 T = TypeVar("T")
@@ -99,6 +114,25 @@ class Ranks:
         self._do(lambda: dist.all_reduce(sums, group=self._group))
         return [float(each) for each in sums]
 
+    def meet(self, deed: str, number: float = 0.0) -> float:
+        """Begin one of `DEEDS`, as all of them do now. Returns the sum of the numbers.
+
+        Raises:
+            GroupBroken: another one begins something else; at all of them.
+        """
+        code = 1 + DEEDS.index(deed)
+        with _said_when_long(deed) if deed != STEP else nullcontext():
+            total, codes, squares = self.total([number, code, code * code])
+        if self.count * squares != codes * codes:
+            told = self.gather(deed)
+            other = next(rank for rank, each in enumerate(told) if each != told[0])
+            raise GroupBroken(
+                f"Process 0 of this worker is at {told[0]}, and process {other} at {told[other]}: they "
+                "cannot go on together. Call it in all processes, at the same step, not only where "
+                "rank == 0."
+            )
+        return total
+
     def exchange(
         self, sent: Tensor, sizes: Sequence[int], room: Tensor, wanted: Sequence[int]
     ) -> None:
@@ -141,6 +175,19 @@ class Ranks:
                 f"{str(error).splitlines()[0]:.300}. Let the launcher start all of them again "
                 "(torchrun --max-restarts)."
             ) from error
+
+
+@contextmanager
+def _said_when_long(deed: str) -> Iterator[None]:
+    """The others may wait for this one elsewhere, in a collective of the script, unseen from here."""
+    text = f"{deed} waits for the other processes of this worker. Call it in all, at the same step."
+    timer = threading.Timer(SAYS_AFTER_S, logger.warning, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def group_of(given: object) -> dist.ProcessGroup:

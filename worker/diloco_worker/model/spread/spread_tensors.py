@@ -33,7 +33,7 @@ from diloco_worker.model.model_watch import ModelWatch
 from diloco_worker.model.spread.agreement import Agreement, agree
 from diloco_worker.model.spread.blocks import local
 from diloco_worker.model.spread.exchange import Exchange, Live, ProcessFailed, Values
-from diloco_worker.model.spread.ranks import GroupBroken, Ranks
+from diloco_worker.model.spread.ranks import VIEW, GroupBroken, Ranks
 from diloco_worker.model.spread.saved_share import by_process, part_of, shared_out
 from diloco_worker.model.spread.shares import Piece, owners_of, share_of, tensor_name
 from diloco_worker.model.spread.slices import Slice, slices_of
@@ -98,6 +98,10 @@ class SpreadTensors(ModelTensors):
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
         """What this process owns of a fragment, as a layout of its own."""
         return self.shares[layout.fragment]
+
+    def begin_view(self) -> None:
+        """Other values will be in the model for a while, of all processes."""
+        self.ranks.meet(VIEW)
 
     @property
     def leads(self) -> bool:

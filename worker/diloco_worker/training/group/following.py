@@ -20,13 +20,13 @@ from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.sync.patience import HASTY_S
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.model.spread.ranks import GroupBroken, Ranks
+from diloco_worker.model.spread.ranks import SAVE, STEP, GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.shell.lanes.lane import LaneThread
 from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training.fragment_sync import FragmentSync
 from diloco_worker.training.group import orders
-from diloco_worker.training.group.leading import others_of
+from diloco_worker.training.group.leading import DEED_OF, others_of
 from diloco_worker.training.group.orders import Agreed
 from diloco_worker.training.reports import Reports
 from diloco_worker.training.resumption import Resumption
@@ -161,12 +161,13 @@ class Follower:
         self.link.last_error = text
 
     def after_step(self, step: int) -> None:
-        self.ranks.total([float(self.termination.is_asked)])
+        self.ranks.meet(STEP, float(self.termination.is_asked))
         self.reports.read(self.clock())
         self._follow()
 
     def between_steps(self, action: object) -> Any:
         """The leader makes what the script asks for here, too. Returns what came of it there."""
+        self.ranks.meet(DEED_OF[action])
         self._follow()
         return self.agreed.result
 
@@ -183,9 +184,8 @@ class Follower:
 
     def saved(self) -> Plain | None:
         """This process's part of what the worker saves; the leader has what is the same for all."""
-        order = self.ranks.broadcast()
-        if order[0] != orders.SAVE:
-            raise GroupBroken("Only this process saves its state; all have to, at the same step.")
+        self.ranks.meet(SAVE)
+        self.ranks.broadcast()
         sums = checksums(self.tensors)
         told = self.ranks.broadcast()
         if told is None:

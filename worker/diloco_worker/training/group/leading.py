@@ -7,18 +7,18 @@ script's checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import msgpack
 
 from diloco_worker.core import events
-from diloco_worker.core.sync import effects
+from diloco_worker.core.sync import boundary, effects
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
 from diloco_worker.core.sync.news import Arrival, Sight, Work
 from diloco_worker.core.sync.state import SyncState
-from diloco_worker.model.spread.ranks import GroupBroken, Ranks
+from diloco_worker.model.spread.ranks import FORCE, LOAD, SAVE, STEP, GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.group import orders
@@ -28,6 +28,9 @@ from diloco_worker.training.saved_state import Plain
 # Seconds after which the others hear again that there is nothing to do: far less than a collective of
 # torch.distributed waits.
 WORD_EVERY_S = 20.0
+
+# What a script calls to have these done.
+DEED_OF: Mapping[object, str] = {boundary.force: FORCE, boundary.load: LOAD}
 
 T = TypeVar("T")
 
@@ -62,11 +65,11 @@ class LeadingDriver(Driver):
     # Between steps.
 
     def after_step(self, step: int) -> None:
-        asked = self.ranks.total([float(self.termination.is_asked)])[0] > 0
-        self._is_asked = asked
+        self._is_asked = self.ranks.meet(STEP, float(self.termination.is_asked)) > 0
         self._together(lambda: super(LeadingDriver, self).after_step(step))
 
     def between_steps(self, action: Callable[[SyncState], Steps[T]]) -> T | None:
+        self.ranks.meet(DEED_OF[action])
         return self._together(lambda: super(LeadingDriver, self).between_steps(action))
 
     def _together(self, action: Callable[[], T]) -> T:
@@ -111,6 +114,7 @@ class LeadingDriver(Driver):
     def saved(self) -> Plain | None:
         """The part of the checkpoint that this process keeps; the others make theirs."""
         assert isinstance(self.tensors, SpreadTensors)
+        self.ranks.meet(SAVE)
         self.ranks.broadcast([orders.SAVE])
         plain = super().saved()
         self.ranks.broadcast(None if plain is None else without_vectors(plain))

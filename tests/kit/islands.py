@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diloco_worker import DiLoCoWorker
-from diloco_worker.model.spread import ranks
+from diloco_worker.training.group import waiting
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
@@ -180,7 +180,7 @@ def train_island(
             step += 1
             print(f"step {step}", flush=True)
             if step == 4 and options.get("alone", ("", None))[1] == rank:
-                ranks.SAYS_AFTER_S = 0.5
+                waiting.SAYS_AFTER_S = 0.5
                 call_alone(diloco, options["alone"][0])
             threading.Event().wait(options.get("pause", 0.0))  # a slower machine
         if options.get("late") and rank:

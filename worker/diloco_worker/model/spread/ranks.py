@@ -7,10 +7,8 @@ breaks is told as `GroupBroken` at each of those that are left.
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import msgpack
@@ -23,8 +21,6 @@ from diloco_protocol import UsageError
 # A text that fits in here takes one message.
 ROOM = 1 << 10
 _LENGTH = 8  # bytes of a length in front of it
-logger = logging.getLogger("diloco.worker")
-
 # What all processes begin together, each time that the script calls for it.
 STEP, FORCE, LOAD, VIEW, SAVE = DEEDS = (
     "optimizer.step()",
@@ -33,8 +29,6 @@ STEP, FORCE, LOAD, VIEW, SAVE = DEEDS = (
     "global_parameters()",
     "state_dict()",
 )
-# Seconds that one of them waits for the others before it says so.
-SAYS_AFTER_S = 30.0
 WORLD = "world"
 
 T = TypeVar("T")
@@ -68,6 +62,8 @@ class Ranks:
         self.rank: int = dist.get_rank(self._group)
         self.count: int = len(members)
         self._text = torch.zeros(_LENGTH + ROOM, dtype=torch.uint8)
+        # What is done while one of `DEEDS` waits for the others: it may be said.
+        self.waits_for: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @property
     def leads(self) -> bool:
@@ -121,7 +117,7 @@ class Ranks:
             GroupBroken: another one begins something else; at all of them.
         """
         code = 1 + DEEDS.index(deed)
-        with _said_when_long(deed) if deed != STEP else nullcontext():
+        with self.waits_for(deed) if deed != STEP else nullcontext():
             total, codes, squares = self.total([number, code, code * code])
         if self.count * squares != codes * codes:
             told = self.gather(deed)
@@ -175,19 +171,6 @@ class Ranks:
                 f"{str(error).splitlines()[0]:.300}. Let the launcher start all of them again "
                 "(torchrun --max-restarts)."
             ) from error
-
-
-@contextmanager
-def _said_when_long(deed: str) -> Iterator[None]:
-    """The others may wait for this one elsewhere, in a collective of the script, unseen from here."""
-    text = f"{deed} waits for the other processes of this worker. Call it in all, at the same step."
-    timer = threading.Timer(SAYS_AFTER_S, logger.warning, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def group_of(given: object) -> dist.ProcessGroup:

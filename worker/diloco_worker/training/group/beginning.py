@@ -29,6 +29,7 @@ from diloco_worker.training import start
 from diloco_worker.training.group import orders
 from diloco_worker.training.group.following import Follower, LaneLink
 from diloco_worker.training.group.leading import LeadingDriver
+from diloco_worker.training.group.waiting import said_when_long
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.settings import Settings
 from diloco_worker.training.stay import Stay
@@ -90,6 +91,7 @@ def begin_together(stay: Stay, ranks: Ranks) -> LeadingDriver | Follower:
     """Join as one worker; raises as `DiLoCoWorker.start` does, at all processes."""
     tensors = stay.tensors
     assert isinstance(tensors, SpreadTensors)
+    ranks.waits_for = said_when_long
     return _lead(stay, ranks, tensors) if ranks.leads else _follow(stay, ranks, tensors)
 
 

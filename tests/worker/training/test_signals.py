@@ -6,6 +6,7 @@ see whether it was told (a worker that only vanishes counts as dead).
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from diloco_broker import Broker
 from diloco_broker.core.state.streaming_round import StreamingRound
 from diloco_protocol.messages import Leave
+from diloco_worker import DiLoCoWorker
 from diloco_worker.shell.sigterm import EXIT_CODE, Termination
 from kit.process_kit import Processes, a_free_address
 from kit.scripted_broker import ScriptedBroker
@@ -141,8 +143,22 @@ def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Process
     assert "unwound" in worker.output
 
 
+def ctrl_c() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def is_waiting(worker: DiLoCoWorker) -> bool:
+    link = worker._link
+    assert link is not None
+    return bool(link.condition._waiters)  # type: ignore[attr-defined]
+
+
+# The second is what a signal does that comes just before a wait begins: it does not end the wait.
+@pytest.mark.parametrize("press", [ctrl_c, _thread.interrupt_main])
 def test_second_ctrl_c_does_not_wait(
-    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
+    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, press: Callable[[], None]
 ) -> None:
     monkeypatch.setattr("diloco_worker.core.sync.boundary.HASTY_S", 2 * SOON_S)
     worker = training.begins(config={"fragment_sync_delay": 3})
@@ -150,9 +166,8 @@ def test_second_ctrl_c_does_not_wait(
 
     def presses() -> None:
         until(lambda: worker._driver is not None and worker._driver.state.leaving is not None)
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
+        until(lambda: is_waiting(worker))
+        press()
 
     began = time.monotonic()
     training.does(presses)

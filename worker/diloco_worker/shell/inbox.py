@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,9 @@ from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.previous_life import SENT_BEFORE
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import Arrival, LinkState, News, Rejection, Turning
+
+# Seconds after which a signal is looked at that came just before a wait began.
+SIGNALS_WITHIN_S = 1.0
 
 
 class Inbox:
@@ -114,9 +118,19 @@ class Inbox:
             return self.rejections.pop(push_id, None)
 
     def wait_for(self, what: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `what` is true, or the thread has ended, at most `timeout` seconds."""
+        """Wait until `what` is true, or the thread has ended, at most `timeout` seconds.
+
+        A signal that comes just before the waiting begins does not end it: Python looks at it when the
+        waiting is over. So it waits a second at a time.
+        """
+        until = time.monotonic() + timeout
         with self.condition:
-            return self.condition.wait_for(lambda: what() or self.has_ended, timeout) and what()
+            while not (what() or self.has_ended):
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                self.condition.wait(min(left, SIGNALS_WITHIN_S))
+            return what()
 
     # For the I/O thread.
 

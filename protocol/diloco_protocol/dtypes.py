@@ -70,6 +70,11 @@ WIRE_DTYPES = tuple(name for name in SIZES if name != INTEGERS_DTYPE)
 REPLY_DTYPES = ("fp32", "bf16", "fp16")
 
 
+def in_few_bits(name: str) -> bool:
+    """Whether what travels in it is noticeably less than what was meant, so that the rest is kept."""
+    return SIZES[name].element < SIZES["bf16"].element
+
+
 def check_wire_dtype(name: str, known: Sequence[str] = WIRE_DTYPES) -> None:
     """Raise UsageError for a wire dtype that there is not."""
     if name not in known:

@@ -353,7 +353,7 @@ def streaming(
     *,
     report: Report | None = None,
     wires: Sequence[torch.dtype] = (),
-    travels: Callable[[State], State] = lambda delta: delta,
+    travels: Callable[[int, State], State] = lambda _, delta: delta,
 ) -> Outcome:
     """Synchronous (streaming) DiLoCo; with one fragment, DiLoCo.
 
@@ -363,7 +363,8 @@ def streaming(
         report: what a step adds to the weight of the worker's next contribution of each fragment;
             None: all weigh alike.
         wires: what each worker's pseudo-gradients are rounded to on their way; empty: they are not.
-        travels: what becomes of a fragment's parameters on their way, in the model's order.
+        travels: what becomes of a worker's delta of a fragment's parameters, in the model's order, on
+            its way.
     """
     pieces = len(plan.fragments)
     world = GlobalModel(trainees[0].model, plan.fragments, make_outer or nesterov())
@@ -389,8 +390,8 @@ def streaming(
             for delta, wire in zip(deltas, wires, strict=bool(wires)):
                 delta |= {n: delta[n].to(wire).float() for n in base.keys() & world.trained}
             trained = [name for name in sent[0] if name in base and name in world.trained]
-            for delta in deltas:
-                delta.update(travels({name: delta[name] for name in trained}))
+            for worker, delta in enumerate(deltas):
+                delta.update(travels(worker, {name: delta[name] for name in trained}))
             new = world.advance(fragment, deltas, weights.take(len(trainees), fragment))
             flights.append(_Flight(step + delay, sent, new))
         for flight in [flight for flight in flights if flight.due == step]:

@@ -177,7 +177,7 @@ def check(
     steps: int | None = None,
     exact: bool = True,
     config: Mapping[str, Any] | None = None,
-    travels: Callable[[State], State] = lambda delta: delta,
+    travels: Callable[[int, State], State] = lambda _, delta: delta,
     **run_options: Any,
 ) -> list[Trainee]:
     """A run and the loop, step by step; bit for bit in deterministic mode (`exact`).
@@ -185,7 +185,7 @@ def check(
     Args:
         steps: three cycles and two steps, if nothing is said.
         config: more options of the broker.
-        travels: what becomes of a fragment's delta on its way.
+        travels: what becomes of a worker's delta of a fragment on its way.
         run_options: of `run`.
 
     Returns:

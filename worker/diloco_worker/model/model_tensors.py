@@ -95,6 +95,14 @@ class ModelTensors:
         """Of what one or several processes have saved, what this one goes on from."""
         return part_of(saved, layout)
 
+    def numbers_of(self, layout: FragmentLayout) -> Sequence[int]:
+        """Of each chunk that this process has of a fragment, its index in the whole fragment."""
+        return range(layout.chunks)
+
+    def room(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised vector on the host, in memory that others had before."""
+        return self._buffers.take(elements, dtype)
+
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
         """What of a fragment this process has: all of it."""
         return layout

@@ -87,6 +87,7 @@ class Driver:
                 delta=each.delta,
                 set_base=link.set_base,
                 kept_on=self.placement.base,
+                saved=each.feedback,
             )
             for part, each in zip(layout.fragments, saved, strict=True)
         ]
@@ -151,7 +152,12 @@ class Driver:
             )
             return None
         fragments = tuple(
-            SavedFragment(base, each.base, None if base.flight is None else each.delta)
+            SavedFragment(
+                base,
+                each.base,
+                None if base.flight is None else each.delta,
+                each.saved_feedback,
+            )
             for base, each in zip(
                 state.training_bases(self.reports.totals), self._fragments, strict=True
             )

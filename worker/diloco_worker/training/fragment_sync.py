@@ -8,21 +8,26 @@ it is needed:
 - its *anchor*, the model when training ceased to wait for the flight: the steps after that are kept
   whole, on top of the merge as it would have been then.
 
+Where deltas travel in few bits there is a *residual*, too (`model.feedback`), which goes with the next.
+
 A landing may be broken off: the base stays what it was until the model is whole, and the same landing
 goes on where it stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
 
 import torch
 
 from diloco_protocol import Kind, RunConfig
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.dtypes import in_few_bits
 from diloco_worker.core.sync.effects import NonFinite
 from diloco_worker.core.sync.fragment import Flight, Landing, Outcome, overlaps
+from diloco_worker.model.feedback import Feedback, InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
@@ -35,6 +40,14 @@ class DeltaValues:
     wire: FlatState  # as it is sent
     frozen: FlatState | None = None
     anchor: FlatState | None = None
+
+
+@dataclass(frozen=True)
+class SavedFeedback:
+    """The residual of a fragment for a checkpoint, and what it gains by chunks of dropped pushes."""
+
+    residual: FlatState
+    dropped: Mapping[int, FlatState]  # by push id
 
 
 @dataclass(eq=False, repr=False)
@@ -50,10 +63,17 @@ class FragmentSync:
     # Told of each new base, and of what it came as; the former one's memory may be overwritten then.
     set_base: Callable[[int, FlatState, FlatState], None]
     kept_on: torch.device  # where the base is
+    saved: InitVar[SavedFeedback | None] = None
+    feedback: Feedback = field(init=False)
     _change: Change | None = None  # of a landing that was broken off
     _landed: Landing | None = None  # the last one
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, saved: SavedFeedback | None) -> None:
+        self.feedback = Feedback(self.part, self.tensors.room)
+        if saved is not None:
+            self.feedback.restore(saved.residual, saved.dropped)
+        if self.delta is not None and isinstance(self.delta.wire, InFewBits):
+            self.delta.wire.residual.update(self.feedback.chunks)
         self._set_base(self.base.to(self.kept_on), self.base)
 
     def _set_base(self, base: FlatState, came_as: FlatState) -> None:
@@ -85,7 +105,8 @@ class FragmentSync:
         if delta.bad is not None:
             kinds = {entry.name: entry.kind for entry in self.tensors.manifest.entries}
             return NonFinite(delta.bad, kinds[delta.bad] is Kind.BUFFER)
-        self.delta = DeltaValues(delta.wire, frozen)
+        wire = self.feedback.joined(delta.wire) if in_few_bits(dtype) else delta.wire
+        self.delta = DeltaValues(wire, frozen)
         return delta.norm
 
     def keep_anchor(self) -> None:
@@ -149,9 +170,39 @@ class FragmentSync:
             assert delta is not None
             delta.anchor = delta.frozen = new
         else:
+            self._keep_residual(landing)
             if landing.arrival is not None:
                 self._set_base(new, landing.arrival.values or new)
             self.delta = None
+
+    def _keep_residual(self, landing: Landing) -> None:
+        delta, feedback = self.delta, self.feedback
+        match landing.outcome:
+            case Outcome.SUPERSEDED:
+                feedback.clear()
+            case Outcome.REJECTED if delta is not None and landing.flight is not None:
+                feedback.drop(landing.flight.push_id, delta.wire)
+            case Outcome.COUNTED if delta is not None:
+                feedback.settle(landing.arrival, delta.wire, self._own(landing.settled))
+            case Outcome.MOVED | Outcome.LOADED:
+                feedback.settle(landing.arrival, None, self._own(landing.settled))
+
+    def _own(self, settled: Mapping[int, Bitmap]) -> dict[int, set[int]]:
+        """By push, the chunks by their index in what this process has of the fragment."""
+        numbers = self.tensors.numbers_of(self.part)
+        return {
+            push: {own for own, number in enumerate(numbers) if number in chunks}
+            for push, chunks in settled.items()
+        }
+
+    @property
+    def saved_feedback(self) -> SavedFeedback | None:
+        """For a checkpoint; None where nothing was sent in few bits."""
+        feedback = self.feedback
+        if not feedback.is_used:
+            return None
+        dropped = {push: feedback.flat(gains) for push, gains in feedback.dropped.items()}
+        return SavedFeedback(feedback.flat(feedback.chunks), dropped)
 
     def _at_freeze(self) -> FlatState:
         """The values that the flight left in the model."""

@@ -3,7 +3,8 @@
 The script keeps model and optimizer; this is the rest. For each fragment: the version that its delta is
 measured from (*base*), with its ledger; what was done since its last freeze; and the delta in flight, if
 there is one, under its push id. Size: one fp32 copy of the model; with a delta in flight, 1/2 (bf16) to
-1 more of its fragment, and 1 more where the merge is "rebase" or training no longer waited for it.
+1 more of its fragment, and 1 more where the merge is "rebase" or training no longer waited for it. With
+deltas in few bits 1 more for the residual.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from diloco_worker.model.checksums import differing
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.shares import tensor_name
-from diloco_worker.training.fragment_sync import DeltaValues
+from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
 
 # For a state of the old format: how far the distance may be off, as a part of the base's length: a
 # checkpoint in bf16 has rounded each value by up to 1/256.
@@ -37,6 +38,7 @@ class SavedFragment:
     base: TrainingBase
     values: FlatState  # of the base
     delta: DeltaValues | None = None  # of the flight, if there is one
+    feedback: SavedFeedback | None = None  # where deltas travel in few bits
 
 
 @dataclass(frozen=True)

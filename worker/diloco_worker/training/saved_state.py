@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diloco_protocol import (
@@ -25,6 +26,7 @@ from diloco_protocol import (
     VersionId,
 )
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
+from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.records import from_plain as record_of
@@ -32,15 +34,16 @@ from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import as_hex, from_hex
 from diloco_worker.core.compatibility import Terms, cut, why_unsound
 from diloco_worker.core.downloads import Held
-from diloco_worker.core.sync.fragment import Flight, TrainingBase
+from diloco_worker.core.sync.fragment import Dropped, Flight, TrainingBase
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.schedule import SchedulePlace
+from diloco_worker.model.feedback import InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.saved_share import states_in
 from diloco_worker.model.spread.shares import is_piece, overlaps, piece_name
-from diloco_worker.training.fragment_sync import DeltaValues
+from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
 from diloco_worker.training.resumption import Resumption, SavedFragment
 
 # Of this layout; another number than these two is refused with a sentence.
@@ -149,6 +152,10 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
             "tokens": each.base.work.tokens,
             "samples": each.base.work.samples,
             "flight": _flight_plain(each.base.flight, each.delta),
+            "dropped": [
+                {"push_id": as_hex(of.push_id), "versions": of.versions} for of in each.base.dropped
+            ],
+            **vectors_of_feedback(each.feedback, each.base.dropped),
         }
         for each in resumption.fragments
     ]
@@ -191,9 +198,31 @@ _OF_FLIGHT = ("began", "apply_at", "wait_at", "let_go")
 
 
 def vectors_of_delta(delta: DeltaValues) -> dict[str, dict[str, Tensor] | None]:
-    """Those of a flight, which nobody ever writes to."""
+    """Those of a flight, which nobody ever writes to; of chunks in few bits the bytes."""
     found = {"wire": delta.wire, "frozen": delta.frozen, "anchor": delta.anchor}
-    return {name: None if s is None else vectors_of(s) for name, s in found.items()}
+    made = {name: None if s is None else vectors_of(s) for name, s in found.items()}
+    wire = delta.wire
+    made["codes"] = _codes_of(wire) if isinstance(wire, InFewBits) else None
+    return made
+
+
+def _codes_of(wire: InFewBits) -> dict[str, Tensor]:
+    """By chunk. They are kept, since another machine may round a scale otherwise."""
+    indexes = [span.index for span in wire.layout.spans if span.segment is Segment.PARAMETERS]
+    return {
+        str(index): torch.frombuffer(bytearray(wire.chunk(index)), dtype=torch.uint8)
+        for index in indexes
+    }
+
+
+def vectors_of_feedback(
+    feedback: SavedFeedback | None, dropped: Sequence[Dropped]
+) -> dict[str, Any]:
+    """The residual, and what it gains by chunks of dropped pushes, in their order."""
+    if feedback is None:
+        return {"residual": None, "gains": []}
+    gains = [vectors_of(feedback.dropped[each.push_id]) for each in dropped]
+    return {"residual": vectors_of(feedback.residual), "gains": gains}
 
 
 def vectors_of(state: FlatState, *, copy: bool = False) -> dict[str, Tensor]:
@@ -300,7 +329,28 @@ def _fragment(
         flight = _flight(part, _dict(plain["flight"]))
         delta = _delta(values, _dict(plain["flight"]), flight.push.wire_dtype)
     version, ledger = VersionId.from_plain(plain["version"]), Ledger.from_plain(plain["ledger"])
-    return SavedFragment(TrainingBase(version, ledger, work, flight), values, delta)
+    dropped = tuple(
+        Dropped(from_hex(each["push_id"]), _whole(each["versions"]))
+        for each in plain.get("dropped", ())  # an older release has none
+    )
+    base = TrainingBase(version, ledger, work, flight, dropped)
+    return SavedFragment(base, values, delta, _feedback(share, plain, dropped))
+
+
+def _feedback(
+    share: FragmentLayout, plain: Plain, dropped: Sequence[Dropped]
+) -> SavedFeedback | None:
+    if plain.get("residual") is None:
+        return None
+
+    def read(given: object) -> FlatState:
+        of = replace(share, lengths={Segment.PARAMETERS: share.lengths[Segment.PARAMETERS]})
+        return FlatState(share, _vectors(of, given, "fp32"))
+
+    gains = zip(dropped, plain["gains"], strict=True)
+    return SavedFeedback(
+        read(plain["residual"]), {each.push_id: read(given) for each, given in gains}
+    )
 
 
 def _flight(part: FragmentLayout, plain: Plain) -> Flight:
@@ -333,7 +383,22 @@ def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:
         given = plain[name]
         return None if given is None else FlatState(part, _vectors(part, given, "fp32"))
 
-    return DeltaValues(FlatState(part, wire, dtype), copy_of("frozen"), copy_of("anchor"))
+    state = FlatState(part, wire, dtype)
+    if in_few_bits(dtype):
+        state = InFewBits(part, wire, dtype, {}, _codes(part, plain.get("codes") or {}, dtype))
+    return DeltaValues(state, copy_of("frozen"), copy_of("anchor"))
+
+
+def _codes(part: FragmentLayout, given: Mapping[str, Any], dtype: str) -> dict[int, memoryview]:
+    """The bytes of each chunk; those that a state of an older release lacks are encoded anew."""
+    found = {}
+    for name, code in given.items():
+        span = part.spans[int(name)]
+        payload = code.detach().cpu().contiguous().numpy().data
+        if not least_bytes(span, dtype) <= payload.nbytes <= span_bytes(span, dtype):
+            raise ValueError(f"chunk {name} has {payload.nbytes} bytes")
+        found[span.index] = payload
+    return found
 
 
 def _vectors(part: FragmentLayout, plain: object, dtype: str) -> dict[Segment, Tensor]:

@@ -9,13 +9,20 @@ until the model is whole, and the next look goes on with the same landing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
 
 from diloco_protocol import Ledger, RunConfig, VersionId
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import Push
 from diloco_worker.core.sync.news import Arrival, Rejection, Work
+
+# A push that was dropped is looked for in the ledgers of so many versions: the one of the round that was
+# open then, and one that may have been here before it.
+VERSIONS_LOOKED_AT = 2
 
 
 class Outcome(str, Enum):
@@ -72,6 +79,14 @@ class Flight:
         return self.push.steps
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """A push in few bits that was dropped: chunks of it may have counted before that."""
+
+    push_id: int
+    versions: int = 0  # that have come into the model since
+
+
 @dataclass(frozen=True, eq=False)
 class Landing:
     """What a look has brought. Not in the model before somebody has brought it there."""
@@ -83,6 +98,9 @@ class Landing:
     touches_model: bool = True  # False leaves the model as it is, on its base
     is_load: bool = False  # a version was asked for, to be in the model as it is
     is_void: bool = False  # local values are of no use: steps made while it is broken off go too
+    # Of pushes that were dropped earlier, the chunks that the version contains; nothing else of them
+    # will count.
+    settled: Mapping[int, Bitmap] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,6 +111,7 @@ class TrainingBase:
     ledger: Ledger
     work: Work = field(default_factory=Work)  # since the fragment's last freeze
     flight: Flight | None = None
+    dropped: tuple[Dropped, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -100,6 +119,7 @@ class Fragment:
     """See the head of this module."""
 
     number: int
+    worker_id: str
     chunks: int
     base: InitVar[TrainingBase]  # what training stands on
     done_before: Work  # up to its last freeze
@@ -116,6 +136,7 @@ class Fragment:
 
     def __post_init__(self, base: TrainingBase) -> None:
         self.version, self.ledger, self.flight = base.version, base.ledger, base.flight
+        self.dropped = base.dropped
 
     @property
     def is_over(self) -> bool:
@@ -160,14 +181,40 @@ class Fragment:
             if reply is None or reply.version == self.version or not touch_model:
                 self.reply = None
                 return None
-            return Landing(Outcome.MOVED, arrival=reply)
+            return Landing(Outcome.MOVED, arrival=reply, settled=self._settled(reply))
         if reply is not None:
             if step < flight.apply_at and not now:
                 return None
-            return Landing(Outcome.COUNTED, flight, reply, touches_model=touch_model)
+            settled = self._settled(reply)
+            return Landing(
+                Outcome.COUNTED, flight, reply, touches_model=touch_model, settled=settled
+            )
         if rejection is not None:
             return Landing(Outcome.REJECTED, flight, rejection=rejection, touches_model=touch_model)
         return None
+
+    def _settled(self, arrival: Arrival) -> dict[int, Bitmap]:
+        """The pushes dropped earlier of which this version is the last word."""
+        ledger, found = arrival.released.ledger, {}
+        for each in self.dropped:
+            standing = ledger.standing(self.worker_id, each.push_id, self.chunks)
+            if standing or each.versions + 1 >= VERSIONS_LOOKED_AT:
+                found[each.push_id] = standing
+        return found
+
+    def _keep_dropped(self, landing: Landing) -> None:
+        flight = landing.flight
+        match landing.outcome:
+            case Outcome.REJECTED if flight is not None and in_few_bits(flight.push.wire_dtype):
+                self.dropped = (*self.dropped, Dropped(flight.push_id))
+            case Outcome.SUPERSEDED:
+                self.dropped = ()
+            case Outcome.COUNTED | Outcome.MOVED | Outcome.LOADED:
+                self.dropped = tuple(
+                    replace(each, versions=each.versions + 1)
+                    for each in self.dropped
+                    if each.push_id not in landing.settled
+                )
 
     def has_not_begun(self) -> None:
         """The landing was broken off before it touched the model, and is decided anew.
@@ -194,6 +241,7 @@ class Fragment:
             apart = arrival.version.counter - 1 - flight.base.counter
             self.staleness = max(0, apart) if arrival.staleness is None else arrival.staleness
         if landing.touches_model:
+            self._keep_dropped(landing)
             if arrival is not None:
                 self.version, self.ledger = arrival.version, arrival.released.ledger
         elif landing.outcome is not Outcome.SUPERSEDED:
@@ -222,4 +270,7 @@ class Fragment:
             outcome = Outcome.SUPERSEDED
         elif flight is not None and flight.push_id in arrival.counted:
             outcome = Outcome.COUNTED
-        self.landing = Landing(outcome, flight, arrival, is_load=True)
+        # With a delta in flight it is its version that tells of those before it.
+        is_last_word = outcome is Outcome.COUNTED or flight is None
+        settled = self._settled(arrival) if is_last_word else {}
+        self.landing = Landing(outcome, flight, arrival, is_load=True, settled=settled)

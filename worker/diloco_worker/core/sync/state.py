@@ -42,7 +42,7 @@ class SyncState:
     ) -> None:
         config, done = self.link.config, self.done
         self.fragments = [
-            Fragment(number, size, base, done.since(base.work))
+            Fragment(number, self.worker_id, size, base, done.since(base.work))
             for number, (size, base) in enumerate(zip(chunks, bases, strict=True))
         ]
         self.schedule = RoundSchedule(
@@ -90,7 +90,7 @@ class SyncState:
         """What training of each fragment stands on, as far as it is in the model."""
         self.totals = totals
         return [
-            TrainingBase(f.version, f.ledger, self.work(f), f.flight or f.parting)
+            TrainingBase(f.version, f.ledger, self.work(f), f.flight or f.parting, f.dropped)
             for f in self.fragments
         ]
 

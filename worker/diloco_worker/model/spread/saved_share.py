@@ -132,8 +132,26 @@ class Move:
             source = next(spans[owner])
             if self.now[span.index] == self.rank:
                 target = next(own)
+                if span.segment.value not in made:
+                    continue
                 values = found[owner][span.segment.value][source.start : source.stop]
                 made[span.segment.value][target.start : target.stop] = values
+        return made
+
+    def codes(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+        """The bytes of chunks in few bits, by index in the share, of this process's; None for none."""
+        found = [each for each in given if each is not None]
+        if len(found) < len(given):
+            return None
+        then, made = [0] * len(found), {}
+        now = 0
+        for owner, own in zip(self.then, self.now, strict=True):
+            code = found[owner].get(str(then[owner]))
+            then[owner] += 1
+            if own == self.rank:
+                if code is not None:
+                    made[str(now)] = code
+                now += 1
         return made
 
 
@@ -143,7 +161,15 @@ def _fragment(parts: Sequence[Plain], move: Move) -> Plain:
         flight = dict(flight)
         for name in OF_FLIGHT:
             flight[name] = move.of([each["flight"][name] for each in parts])
-    return {**parts[0], "base": move.of([each["base"] for each in parts]), "flight": flight}
+        flight["codes"] = move.codes([each["flight"].get("codes") for each in parts])
+    gains = zip(*(each.get("gains", ()) for each in parts), strict=True)
+    return {
+        **parts[0],
+        "base": move.of([each["base"] for each in parts]),
+        "flight": flight,
+        "residual": move.of([each.get("residual") for each in parts]),
+        "gains": [move.of(each) for each in gains],
+    }
 
 
 def _owners_in(plain: Plain, layout: ModelLayout) -> Owners:

@@ -99,6 +99,11 @@ class SpreadTensors(ModelTensors):
         """What this process owns of a fragment, as a layout of its own."""
         return self.shares[layout.fragment]
 
+    def numbers_of(self, layout: FragmentLayout) -> Sequence[int]:
+        """Of each chunk that this process owns of a fragment, its index in the whole fragment."""
+        owners = self.owners[layout.fragment]
+        return [index for index, owner in enumerate(owners) if owner == self.ranks.rank]
+
     def begin_view(self) -> None:
         """Other values will be in the model for a while, of all processes."""
         self.ranks.meet(VIEW)

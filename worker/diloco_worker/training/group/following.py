@@ -6,17 +6,19 @@ It stands where the driver stands in the process that leads, and its link where 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import torch
 
-from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
+from diloco_protocol import Ledger, ModelLayout, RunConfig, UsageError, VersionId
 from diloco_protocol.messages import Heartbeat, Progress
+from diloco_protocol.version import from_hex
 from diloco_worker.core import events
 from diloco_worker.core.compatibility import Terms
+from diloco_worker.core.sync.fragment import Dropped, TrainingBase
 from diloco_worker.core.sync.patience import HASTY_S
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
@@ -29,8 +31,13 @@ from diloco_worker.training.group import orders
 from diloco_worker.training.group.leading import DEED_OF, others_of
 from diloco_worker.training.group.orders import Agreed
 from diloco_worker.training.reports import Reports
-from diloco_worker.training.resumption import Resumption
-from diloco_worker.training.saved_state import Plain, vectors_of, vectors_of_delta
+from diloco_worker.training.resumption import Resumption, SavedFragment
+from diloco_worker.training.saved_state import (
+    Plain,
+    vectors_of,
+    vectors_of_delta,
+    vectors_of_feedback,
+)
 from diloco_worker.training.settings import Settings
 
 logger = logging.getLogger("diloco.worker")
@@ -192,7 +199,12 @@ class Follower:
             return None
         fragments = []
         for plain, each in zip(told["fragments"], self._fragments, strict=True):
-            made = {**plain, "base": vectors_of(each.base, copy=True)}
+            dropped = [Dropped(from_hex(of["push_id"])) for of in plain["dropped"]]
+            made = {
+                **plain,
+                "base": vectors_of(each.base, copy=True),
+                **vectors_of_feedback(each.saved_feedback, dropped),
+            }
             if plain["flight"] is not None:
                 assert each.delta is not None
                 made["flight"] = {**plain["flight"], **vectors_of_delta(each.delta)}
@@ -242,10 +254,16 @@ class Follower:
                     frozen = self._terms.layout.frozen.fragment
                     self.tensors.put(self._values(frozen, rest[0]))
             case orders.PUT:
-                values = [self._values(number, each) for number, each in enumerate(rest[0])]
-                for each in values:
-                    self.tensors.put(each)
-                self._stand_on(values)
+                begun = [
+                    SavedFragment(
+                        TrainingBase(VersionId.from_plain(each), Ledger()),
+                        self._values(number, each),
+                    )
+                    for number, each in enumerate(rest[0])
+                ]
+                for saved in begun:
+                    self.tensors.put(saved.values)
+                self._stand_on(begun)
             case orders.RESUME:
                 assert self.resumption is not None
                 self._stand_on_checkpoint(self.resumption)
@@ -289,21 +307,20 @@ class Follower:
             self.link.lane.buffers.stand_on(
                 each.values.layout.fragment, each.base.version, each.values
             )
-        self._stand_on([each.values for each in resumption.fragments])
-        for sync, each in zip(self._fragments, resumption.fragments, strict=True):
-            sync.delta = each.delta
+        self._stand_on(resumption.fragments)
 
-    def _stand_on(self, values: list[FlatState]) -> None:
+    def _stand_on(self, fragments: Sequence[SavedFragment]) -> None:
         assert self.link.lane.buffers is not None
         self._fragments = [
             FragmentSync(
                 self.tensors.share_of(part),
                 self.tensors,
                 self._terms.config,
-                base=each,
-                delta=None,
+                base=each.values,
+                delta=each.delta,
                 set_base=self.link.lane.buffers.set_base,
                 kept_on=torch.device("cpu"),
+                saved=each.feedback,
             )
-            for part, each in zip(self._terms.layout.fragments, values, strict=True)
+            for part, each in zip(self._terms.layout.fragments, fragments, strict=True)
         ]

@@ -19,6 +19,7 @@ from diloco_worker.core.sync.effects import Answer, Effect, Steps
 from diloco_worker.core.sync.news import Arrival, Sight, Work
 from diloco_worker.core.sync.state import SyncState
 from diloco_worker.model.spread.ranks import FORCE, LOAD, SAVE, STEP, GroupBroken, Ranks
+from diloco_worker.model.spread.saved_share import OF_FLIGHT
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.group import orders
@@ -190,8 +191,8 @@ def without_vectors(plain: Plain) -> Plain:
     for each in plain["fragments"]:
         flight = each["flight"]
         if flight is not None:
-            flight = {**flight, "wire": None, "frozen": None, "anchor": None}
-        fragments.append({**each, "base": None, "flight": flight})
+            flight = {**flight, **dict.fromkeys((*OF_FLIGHT, "codes"))}
+        fragments.append({**each, "base": None, "flight": flight, "residual": None, "gains": []})
     return {**plain, "fragments": fragments, "checksums": {}}
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_protocol import Ledger, VersionId
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Progress, Push, Released
 from diloco_worker.core.sync.fragment import Flight, Landing, Outcome
 from diloco_worker.core.sync.news import Arrival
@@ -71,11 +72,12 @@ def landing_as_order(number: int, landing: Landing, step: int) -> list[Any]:
         LAND,
         number,
         landing.outcome.value,
-        None if flight is None else flight.began,
+        None if flight is None else [flight.began, flight.push_id],
         None if arrival is None else arrival.version.plain(),
         has_values,
         landing.is_load,
         landing.is_void,
+        [[push, chunks.size, chunks.to_bytes()] for push, chunks in landing.settled.items()],
         step,
     ]
 
@@ -90,12 +92,16 @@ def landing_of(order: Sequence[Any], values: FlatState | None) -> Landing:
 
     Its flight and arrival have only what the values follow from.
     """
-    _, number, outcome, began, version, _, is_load, is_void, _ = order
+    _, number, outcome, flown, version, _, is_load, is_void, dropped, _ = order
     flight = arrival = None
-    if began is not None:
-        push = Push(b"", 0, number, 0, "fp32")
+    if flown is not None:
+        began, push_id = flown
+        push = Push(b"", push_id, number, 0, "fp32")
         flight = Flight(push, began, began, began)
     if version is not None:
         released = Released(number, VersionId.from_plain(version), Ledger())
         arrival = Arrival(released, frozenset(), values)
-    return Landing(Outcome(outcome), flight, arrival, is_load=is_load, is_void=is_void)
+    settled = {push: Bitmap.from_bytes(chunks, size) for push, size, chunks in dropped}
+    return Landing(
+        Outcome(outcome), flight, arrival, is_load=is_load, is_void=is_void, settled=settled
+    )

@@ -1,0 +1,163 @@
+"""Error feedback: what sending in few bits has left out goes with what is sent next.
+
+A chunk in few bits is not quite what was to be sent. With e, the *residual* of the fragment, a = e +
+delta and C(a) is sent; once it has counted, e is a - D(C(a)) (Seide et al. 2014; Karimireddy et al.
+2019, arXiv 1901.09847). So all that was learnt is either counted or in e, and nothing is lost but for
+the rounding of fp32. A push that does not count leaves e as it was; of one that counts in part each
+chunk is settled by itself, once a version says which.
+
+The residual is an fp32 copy of the parameters, kept chunk by chunk; each is replaced by a new one and
+never written to, so that whoever sends may read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diloco_protocol import Segment
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout
+from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, is_finite
+from diloco_worker.model.flat_state import FlatState
+
+# Returns an uninitialised vector.
+Room = Callable[[int, torch.dtype], Tensor]
+ByChunk = Mapping[int, Tensor]  # by index in the layout, of chunks of parameters
+
+
+@dataclass(frozen=True)
+class InFewBits(FlatState):
+    """A frozen delta that goes out with the residual, in a codec of few bits.
+
+    Its vectors are the delta alone, in fp32: the model was at base minus it. A chunk is encoded when it
+    is sent first, in whichever thread, and its bytes stay: what is sent again is the same.
+    """
+
+    residual: dict[int, Tensor] = field(default_factory=dict)  # zeros where a chunk is missing
+    codes: dict[int, memoryview] = field(default_factory=dict)
+
+    def chunk(self, index: int) -> memoryview:
+        """The bytes of one chunk."""
+        if self.layout.spans[index].segment is not Segment.PARAMETERS:
+            return super().chunk(index)
+        code = self.codes.get(index)
+        if code is None:
+            span = self.layout.spans[index]
+            code = self.codes[index] = encode_chunk(span, self._sum(span), self.dtype)
+        return code
+
+    @torch.no_grad()
+    def left_out(self, span: ChunkSpan, room: Room) -> Tensor:
+        """What a chunk of parameters leaves out: the residual once it has counted."""
+        was_sent = decode_chunk(span, self.chunk(span.index), self.dtype)
+        return torch.sub(self._sum(span), was_sent, out=room(span.elements, torch.float32))
+
+    @torch.no_grad()
+    def _sum(self, span: ChunkSpan) -> Tensor:
+        delta = self.vectors[span.segment][span.start : span.stop]
+        residual = self.residual.get(span.index)
+        if residual is None:
+            return delta
+        total = residual + delta
+        # Beyond the range of fp32 the residual is given up; what was learnt now goes on.
+        return total if is_finite(total) else delta
+
+
+@dataclass(eq=False, repr=False)
+class Feedback:
+    """The residual of a fragment. Belongs to the training thread; see the head of this module."""
+
+    layout: FragmentLayout
+    room: Room
+    # False until something was sent in few bits: then there is nothing to keep or to save.
+    is_used: bool = False
+    # By push that was dropped, what the residual gains by each of its chunks that counts all the same.
+    dropped: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    # Each with what it was made for last, which is so done once, although it may be called again.
+    _chunks: dict[int, tuple[Tensor, object]] = field(default_factory=dict)
+
+    @property
+    def spans(self) -> Iterator[ChunkSpan]:
+        """The chunks that have a residual."""
+        return (span for span in self.layout.spans if span.segment is Segment.PARAMETERS)
+
+    @property
+    def chunks(self) -> dict[int, Tensor]:
+        """The residual by chunk; zeros where one is missing."""
+        return {index: values for index, (values, _) in self._chunks.items()}
+
+    def joined(self, delta: FlatState) -> InFewBits:
+        """A delta that was frozen now, to go out with the residual."""
+        self.is_used = True
+        return InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks)
+
+    def settle(
+        self, why: object, counted: FlatState | None, known: Mapping[int, Collection[int]]
+    ) -> None:
+        """A version has come into the model. For the same `why` it may be called again.
+
+        Args:
+            counted: the delta that it contains whole; None where none was under way.
+            known: of pushes that were dropped before, the chunks that count all the same, by index in
+                the layout; such a push is settled with it.
+        """
+        flight = counted if isinstance(counted, InFewBits) else None
+        for span in self.spans:
+            at = span.index
+            before, last = self._chunks.get(at, (None, None))
+            gains = [self.dropped[push][at] for push in known if at in known[push]]
+            if last is why or (flight is None and not gains):
+                continue
+            made = before if flight is None else flight.left_out(span, self.room)
+            for gain in gains:
+                made = gain if made is None else made + gain
+            assert made is not None
+            self._chunks[at] = (made, why)
+            if flight is not None:
+                flight.residual.pop(at, None)  # its memory can be used for the next chunk
+        for push in known:
+            self.dropped.pop(push, None)
+
+    def drop(self, push_id: int, delta: FlatState) -> None:
+        """A push is over without having counted, as far as is known. May be called again."""
+        if isinstance(delta, InFewBits):
+            self.dropped[push_id] = {span.index: self._gain(delta, span) for span in self.spans}
+
+    def _gain(self, delta: InFewBits, span: ChunkSpan) -> Tensor:
+        after = delta.left_out(span, self.room)
+        before = delta.residual.get(span.index)
+        return after if before is None else after.sub_(before)
+
+    def clear(self) -> None:
+        """What was made before counts elsewhere, or nowhere."""
+        self._chunks.clear()
+        self.dropped.clear()
+
+    # For checkpoints.
+
+    def flat(self, chunks: ByChunk) -> FlatState:
+        """Residuals, or gains, of all chunks as one vector; a copy."""
+        vectors: dict[Segment, Tensor] = {}
+        length = self.layout.lengths[Segment.PARAMETERS]
+        if length:
+            vector = vectors[Segment.PARAMETERS] = torch.zeros(length)
+            for span in self.spans:
+                if span.index in chunks:
+                    vector[span.start : span.stop] = chunks[span.index]
+        return FlatState(self.layout, vectors)
+
+    def cut(self, flat: FlatState) -> dict[int, Tensor]:
+        """By chunk, what `flat` made; copies."""
+        vector = flat.vectors.get(Segment.PARAMETERS)
+        if vector is None:
+            return {}
+        return {span.index: vector[span.start : span.stop].clone() for span in self.spans}
+
+    def restore(self, residual: FlatState, dropped: Mapping[int, FlatState]) -> None:
+        """Go on from what was saved."""
+        self.is_used = True
+        self._chunks = {index: (each, None) for index, each in self.cut(residual).items()}
+        self.dropped = {push: self.cut(flat) for push, flat in dropped.items()}

@@ -56,10 +56,10 @@ def a_scenario(mode: str, streams: bool, seed: int, saved: int | None = None) ->
     if mode.startswith("async"):
         fields |= {"staging_slots": dice.randint(1, 3), "staging_deadline": 5.0}
         own = {"sync_every": dice.randint(pieces * (delay + 1), 20)}
-        wants = ({}, {"wire_dtype": "bf16"}, own)
+        wants = ({}, {"wire_dtype": "int4"}, own)
     else:
         own = {"sync_every": dice.randint(pieces * (delay + 1), steps)}
-        wants = ({}, {"wire_dtype": "bf16"}, own)
+        wants = ({}, {"wire_dtype": "int4"}, own)
         fields["min_workers"] = dice.randint(1, workers)
         fields["weight_by"] = dice.choice(("equal", "tokens", "samples"))
     if mode in ("carry", "drop"):

@@ -20,6 +20,7 @@ from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import LinkState, Sight, Work
 from diloco_worker.core.sync.patience import Options
 from diloco_worker.core.sync.state import SyncState
+from simulation.residuals import Residuals
 
 if TYPE_CHECKING:
     from simulation.worker import Worker
@@ -56,6 +57,7 @@ class Training:
         self.leaving = False  # it was asked to finish
         self.waiting_since: float | None = None  # when it began to stand still
         self._frozen: dict[int, tuple[int, float]] = {}  # by fragment, step and second of the last
+        self.residuals = Residuals(worker.name, worker.worker_id)
         self._thread = self._train()
 
     def goes_on(self) -> float | None:
@@ -174,7 +176,12 @@ class Training:
         worker = self.worker
         self.state.schedule.check_invariants()
         match effect:
+            case effects.Land(number, landing):
+                self.residuals.lands(self.state.fragments[number], landing)
             case effects.Look() | effects.Wait():
+                for each in self.state.fragments:
+                    if not each.is_torn:
+                        self.residuals.landed(each)
                 return Sight(worker.inbox.take_news(), self._link_state(), self._totals())
             case effects.ReadReports():
                 return self._totals()
@@ -205,6 +212,7 @@ class Training:
         what = f"step {self.step}: freezes {push.push_id:#x} of {push.fragment}"
         worker.world.tell(worker.name, what)
         worker.referee.offered(worker.name, worker.worker_id, push)
+        self.residuals.frozen(push)
         if worker.units is not None:
             worker.units.frozen(push)
         return push

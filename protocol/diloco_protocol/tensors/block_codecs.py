@@ -65,7 +65,11 @@ def encode_int4z(values: Tensor) -> memoryview:
     scales = _capped(_root_mean_square(blocks).to(torch.bfloat16), LARGEST_OF_4_BITS)
     codes = _nibbles(_codes(blocks, scales, LARGEST_OF_4_BITS))
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(codes.numpy().data)
-    return memoryview(scales.view(torch.uint8).numpy().tobytes() + packed)
+    payload = bytearray(
+        scales.view(torch.uint8).numpy().data
+    )  # not bytes: torch would not read them
+    payload += packed
+    return memoryview(payload)
 
 
 def decode_int4z(payload: Any, elements: int) -> Tensor:

@@ -38,6 +38,7 @@ class InFewBits(FlatState):
 
     residual: dict[int, Tensor] = field(default_factory=dict)  # zeros where a chunk is missing
     codes: dict[int, memoryview] = field(default_factory=dict)
+    unsent: set[int] = field(default_factory=set)  # chunks that an earlier push stands in for
 
     def chunk(self, index: int) -> memoryview:
         """The bytes of one chunk."""
@@ -108,16 +109,20 @@ class Feedback:
         for span in self.spans:
             at = span.index
             before, last = self._chunks.get(at, (None, None))
-            gains = [self.dropped[push][at] for push in known if at in known[push]]
-            if last is why or (flight is None and not gains):
+            if last is why:
                 continue
-            made = before if flight is None else flight.left_out(span, self.room)
+            open_ = self.dropped.keys() & known.keys()
+            gains = [self.dropped[push][at] for push in open_ if at in known[push]]
+            sent = None if flight is None or at in flight.unsent else flight
+            if sent is None and not gains:
+                continue
+            made = before if sent is None else sent.left_out(span, self.room)
             for gain in gains:
                 made = gain if made is None else made + gain
             assert made is not None
             self._chunks[at] = (made, why)
-            if flight is not None:
-                flight.residual.pop(at, None)  # its memory can be used for the next chunk
+            if sent is not None:
+                sent.residual.pop(at, None)  # its memory can be used for the next chunk
         for push in known:
             self.dropped.pop(push, None)
 

@@ -25,6 +25,7 @@ from diloco_protocol import (
     UsageError,
     VersionId,
 )
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes
 from diloco_protocol.manifest import differences, summarise
@@ -153,7 +154,12 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
             "samples": each.base.work.samples,
             "flight": _flight_plain(each.base.flight, each.delta),
             "dropped": [
-                {"push_id": as_hex(of.push_id), "versions": of.versions} for of in each.base.dropped
+                {
+                    "push_id": as_hex(of.push_id),
+                    "stand_ins": _stand_ins(of.stand_ins),
+                    "versions": of.versions,
+                }
+                for of in each.base.dropped
             ],
             **vectors_of_feedback(each.feedback, each.base.dropped),
         }
@@ -189,8 +195,13 @@ def _flight_plain(flight: Flight | None, delta: DeltaValues | None) -> Plain | N
         **{name: getattr(push, name) for name in _OF_PUSH},
         **{name: getattr(flight, name) for name in _OF_FLIGHT},
         "buffers": push.buffers,
+        "stand_ins": _stand_ins(flight.stand_ins),
         **vectors_of_delta(delta),
     }
+
+
+def _stand_ins(chunks: Bitmap | None) -> str:
+    return (chunks or Bitmap(0)).to_bytes().hex()
 
 
 _OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
@@ -330,7 +341,11 @@ def _fragment(
         delta = _delta(values, _dict(plain["flight"]), flight.push.wire_dtype)
     version, ledger = VersionId.from_plain(plain["version"]), Ledger.from_plain(plain["ledger"])
     dropped = tuple(
-        Dropped(from_hex(each["push_id"]), _whole(each["versions"]))
+        Dropped(
+            from_hex(each["push_id"]),
+            _read_stand_ins(each["stand_ins"], part.chunks),
+            _whole(each["versions"]),
+        )
         for each in plain.get("dropped", ())  # an older release has none
     )
     base = TrainingBase(version, ledger, work, flight, dropped)
@@ -369,7 +384,12 @@ def _flight(part: FragmentLayout, plain: Plain) -> Flight:
         buffers=BUFFERS,
     )
     moments = {name: _whole(plain[name]) for name in ("began", "apply_at", "wait_at")}
-    return Flight(push, **moments, let_go=bool(plain["let_go"]))
+    stand_ins = _read_stand_ins(plain.get("stand_ins", ""), part.chunks)
+    return Flight(push, **moments, let_go=bool(plain["let_go"]), stand_ins=stand_ins)
+
+
+def _read_stand_ins(text: object, size: int) -> Bitmap:
+    return Bitmap.from_bytes(bytes.fromhex(_text(text)), size) if text else Bitmap(size)
 
 
 def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:

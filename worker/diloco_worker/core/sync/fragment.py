@@ -63,6 +63,9 @@ class Flight:
     reconnections: int = 0  # of the link, when the flight began
     let_go: bool = False  # training has ceased to wait for it
     is_offered: bool = False  # the link has it
+    # Chunks on which an earlier push of this worker has its vote in place of this one's, as the first
+    # grant has named them; None before that.
+    stand_ins: Bitmap | None = None
 
     @property
     def push_id(self) -> int:
@@ -84,6 +87,7 @@ class Dropped:
     """A push in few bits that was dropped: chunks of it may have counted before that."""
 
     push_id: int
+    stand_ins: Bitmap | None = None  # as in `Flight`
     versions: int = 0  # that have come into the model since
 
 
@@ -198,6 +202,8 @@ class Fragment:
         ledger, found = arrival.released.ledger, {}
         for each in self.dropped:
             standing = ledger.standing(self.worker_id, each.push_id, self.chunks)
+            for index in each.stand_ins or ():
+                standing.discard(index)
             if standing or each.versions + 1 >= VERSIONS_LOOKED_AT:
                 found[each.push_id] = standing
         return found
@@ -206,7 +212,7 @@ class Fragment:
         flight = landing.flight
         match landing.outcome:
             case Outcome.REJECTED if flight is not None and in_few_bits(flight.push.wire_dtype):
-                self.dropped = (*self.dropped, Dropped(flight.push_id))
+                self.dropped = (*self.dropped, Dropped(flight.push_id, flight.stand_ins))
             case Outcome.SUPERSEDED:
                 self.dropped = ()
             case Outcome.COUNTED | Outcome.MOVED | Outcome.LOADED:

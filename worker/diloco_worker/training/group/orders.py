@@ -72,12 +72,14 @@ def landing_as_order(number: int, landing: Landing, step: int) -> list[Any]:
         LAND,
         number,
         landing.outcome.value,
-        None if flight is None else [flight.began, flight.push_id],
+        None
+        if flight is None
+        else [flight.began, flight.push_id, _of_bitmap(flight.stand_ins or Bitmap(0))],
         None if arrival is None else arrival.version.plain(),
         has_values,
         landing.is_load,
         landing.is_void,
-        [[push, chunks.size, chunks.to_bytes()] for push, chunks in landing.settled.items()],
+        [[push, _of_bitmap(chunks)] for push, chunks in landing.settled.items()],
         step,
     ]
 
@@ -95,13 +97,22 @@ def landing_of(order: Sequence[Any], values: FlatState | None) -> Landing:
     _, number, outcome, flown, version, _, is_load, is_void, dropped, _ = order
     flight = arrival = None
     if flown is not None:
-        began, push_id = flown
+        began, push_id, stand_ins = flown
         push = Push(b"", push_id, number, 0, "fp32")
-        flight = Flight(push, began, began, began)
+        flight = Flight(push, began, began, began, stand_ins=_bitmap(stand_ins))
     if version is not None:
         released = Released(number, VersionId.from_plain(version), Ledger())
         arrival = Arrival(released, frozenset(), values)
-    settled = {push: Bitmap.from_bytes(chunks, size) for push, size, chunks in dropped}
+    settled = {push: _bitmap(chunks) for push, chunks in dropped}
     return Landing(
         Outcome(outcome), flight, arrival, is_load=is_load, is_void=is_void, settled=settled
     )
+
+
+def _of_bitmap(chunks: Bitmap) -> list[Any]:
+    return [chunks.size, chunks.to_bytes()]
+
+
+def _bitmap(plain: Sequence[Any]) -> Bitmap:
+    size, raw = plain
+    return Bitmap.from_bytes(raw, size)

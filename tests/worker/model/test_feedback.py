@@ -1,0 +1,175 @@
+"""The residual of a fragment: what was meant is what was counted and what is left, exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco_protocol import Segment
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.tensors.codecs import decode_chunk
+from diloco_worker.core.compatibility import cut
+from diloco_worker.model.feedback import Feedback, InFewBits
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.model_tensors import ModelTensors
+from kit.scripted_broker import run_config
+
+ELEMENTS, CHUNK = 700, 300  # of a chunk a block and a part of one
+
+
+def layout() -> FragmentLayout:
+    model = torch.nn.Sequential(torch.nn.Linear(ELEMENTS, 1, bias=False), torch.nn.BatchNorm1d(1))
+    manifest = ModelTensors.of_module(model).manifest
+    return cut(manifest, run_config(chunk_elements=CHUNK), ()).fragments[0]
+
+
+def room(elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(elements, dtype=dtype)
+
+
+def dyadic(part: FragmentLayout, dice: torch.Generator, wire: str) -> FlatState:
+    """Few significant bits, none of them far from 1: each sum and difference is exact in fp32."""
+    vectors = {
+        segment: torch.randint(-64, 65, (length,), generator=dice).float() / 16
+        for segment, length in part.lengths.items()
+        if length
+    }
+    vectors[Segment.INTEGERS] = torch.ones(1, dtype=torch.int64)
+    return FlatState(part, vectors, wire)
+
+
+def read(delta: InFewBits, index: int) -> Tensor:
+    span = delta.layout.spans[index]
+    return decode_chunk(span, delta.chunk(index), delta.dtype)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_meant_is_what_has_counted_and_what_is_left(wire: str, seed: int) -> None:
+    """Through pushes that count, are dropped, count in part, and landings that are done twice."""
+    part, dice = layout(), torch.Generator().manual_seed(seed)
+    choice = random.Random(seed)
+    feedback = Feedback(part, room)
+    spans = list(feedback.spans)
+    assert len(spans) == 3
+    meant = {span.index: torch.zeros(span.elements) for span in spans}
+    counted = {span.index: torch.zeros(span.elements) for span in spans}
+    dropped: dict[int, InFewBits] = {}
+
+    def counts(delta: InFewBits, index: int) -> None:
+        span = part.spans[index]
+        meant[index] += delta.vectors[span.segment][span.start : span.stop]
+        counted[index] += read(delta, index)
+
+    for push in range(30):
+        delta = feedback.joined(dyadic(part, dice, wire))
+        fate = choice.choice(["counts", "is dropped", "counts", "counts twice"])
+        known = {}
+        if fate == "is dropped":
+            feedback.drop(push, delta)
+            feedback.drop(push, delta)
+            dropped[push] = delta
+            continue
+        for span in spans:
+            counts(delta, span.index)
+        if dropped:
+            last, before = dropped.popitem()
+            known[last] = {span.index for span in spans if choice.random() < 0.5}
+            for index in known[last]:
+                counts(before, index)
+        landing = object()
+        feedback.settle(landing, delta, known)
+        if fate == "counts twice":
+            feedback.settle(landing, delta, known)
+        for span in spans:
+            left = feedback.chunks[span.index]
+            assert torch.equal(meant[span.index], counted[span.index] + left)
+    assert any(bool(left.any()) for left in feedback.chunks.values())
+
+
+@contextmanager
+def breaking_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C before the second chunk."""
+    left_out, calls = InFewBits.left_out, iter([False, True])
+
+    def breaks(delta: InFewBits, *arguments: Any) -> Tensor:
+        if next(calls):
+            raise KeyboardInterrupt
+        return left_out(delta, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InFewBits, "left_out", breaks)
+        yield
+
+
+def test_landing_that_is_broken_off_between_chunks_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = layout()
+    ends = []
+    for is_broken_off in (False, True):
+        feedback, dice = Feedback(part, room), torch.Generator().manual_seed(0)
+        for _ in range(3):
+            delta, landing = feedback.joined(dyadic(part, dice, "int4")), object()
+            if is_broken_off:
+                with breaking_off(monkeypatch), pytest.raises(KeyboardInterrupt):
+                    feedback.settle(landing, delta, {})
+            feedback.settle(landing, delta, {})
+        ends.append(feedback.chunks)
+    for index, values in ends[0].items():
+        assert torch.equal(values, ends[1][index])
+
+
+def test_chunk_on_which_an_earlier_push_has_its_vote_leaves_the_residual() -> None:
+    part, dice = layout(), torch.Generator().manual_seed(0)
+    feedback = Feedback(part, room)
+    feedback.settle(object(), feedback.joined(dyadic(part, dice, "int4")), {})
+    before = feedback.chunks
+    delta = feedback.joined(dyadic(part, dice, "int4"))
+    delta.unsent.add(1)
+    feedback.settle(object(), delta, {})
+    changed = [not torch.equal(before[index], after) for index, after in feedback.chunks.items()]
+    assert changed == [True, False, True]
+
+
+def test_bytes_of_a_chunk_stay_though_it_is_sent_again() -> None:
+    part, dice = layout(), torch.Generator().manual_seed(0)
+    feedback = Feedback(part, room)
+    delta = feedback.joined(dyadic(part, dice, "int4z"))
+    first = [bytes(delta.chunk(span.index)) for span in part.spans]
+    feedback.settle(object(), delta, {})
+    assert [bytes(delta.chunk(span.index)) for span in part.spans] == first
+
+
+def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:
+    part = layout()
+    feedback = Feedback(part, room)
+    length = part.lengths[Segment.PARAMETERS]
+    huge = FlatState(part, {Segment.PARAMETERS: torch.full((length,), 3e38)}, "int4")
+    rest = FlatState(part, {Segment.PARAMETERS: torch.full((length,), 2e38)})
+    feedback.restore(rest, {})
+    delta = feedback.joined(huge)
+    assert bool(torch.isfinite(read(delta, 0)).all())
+    feedback.settle(object(), delta, {})
+    assert all(bool(torch.isfinite(each).all()) for each in feedback.chunks.values())
+
+
+def test_what_is_saved_comes_back() -> None:
+    part, dice = layout(), torch.Generator().manual_seed(0)
+    feedback = Feedback(part, room)
+    feedback.settle(object(), feedback.joined(dyadic(part, dice, "int4")), {})
+    feedback.drop(5, feedback.joined(dyadic(part, dice, "int4")))
+    again = Feedback(part, room)
+    again.restore(
+        feedback.flat(feedback.chunks),
+        {push: feedback.flat(gains) for push, gains in feedback.dropped.items()},
+    )
+    for index, values in feedback.chunks.items():
+        assert torch.equal(again.chunks[index], values)
+        assert torch.equal(again.dropped[5][index], feedback.dropped[5][index])

@@ -84,10 +84,10 @@ CHANGED_BY = {
     "moved_at": "state.members",
     "is_stalled": "state.members",
     "told_at": "state.members",
-    "current": "state.versions",
-    "in_progress": "state.versions",
-    "old": "state.versions",
-    "tags": "state.versions",
+    "current": "state.versions.fragment",
+    "in_progress": "state.versions.store",
+    "old": "state.versions.store",
+    "tags": "state.versions.fragment",
     "expected": "state.update",  # workers that an open round waits for
     "donation": "state.model_source",  # the first parameters, on their way in
     "manifest": "state.model_source",

@@ -67,12 +67,17 @@ SIZES = {
 BUFFERS_DTYPE, INTEGERS_DTYPE = "fp32", "int64"
 # What pseudo-gradients may travel in, and what parameters.
 WIRE_DTYPES = tuple(name for name in SIZES if name != INTEGERS_DTYPE)
-REPLY_DTYPES = ("fp32", "bf16", "fp16")
+REPLY_DTYPES = WIRE_DTYPES
 
 
 def in_few_bits(name: str) -> bool:
     """Whether what travels in it is noticeably less than what was meant, so that the rest is kept."""
     return SIZES[name].element < SIZES["bf16"].element
+
+
+def whole_dtype(reply_dtype: str) -> str:
+    """What parameters travel in that come whole, not as a difference: few bits are for differences."""
+    return "fp32" if in_few_bits(reply_dtype) else reply_dtype
 
 
 def check_wire_dtype(name: str, known: Sequence[str] = WIRE_DTYPES) -> None:

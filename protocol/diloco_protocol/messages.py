@@ -224,6 +224,12 @@ class Chunk(Message):
     session: bytes | None = None
     push_id: int | None = None
     version: VersionId | None = None
+    # Down, in few bits: the payload is what the chunk has more than that of this version, which the
+    # reader holds; a code for each version in between, of these lengths in bytes, to be added in order.
+    # The checksum is that of the chunk which comes of it (`tensors.codecs.checksum`).
+    delta_of: VersionId | None = None
+    parts: tuple[int, ...] | None = None
+    checksum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +251,8 @@ class Pull(Message):
     credit: int = 0  # chunks that it can take now
     held_version: VersionId | None = None  # goes on with a download that broke off
     held: bytes | None = None  # bitmap of its chunks
+    # The reader holds this version whole: a newer one may come as deltas from it.
+    delta_of: VersionId | None = None
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ class GlobalModel:
         fragments: names of the tensors in each fragment, buffers with the last one.
         share: how far a buffer moves to what was sent: 1, all the way, to a mean over the workers,
             1/k to the value of a single worker of k.
+        replies: what becomes of a difference of a fragment's parameters on its way down, in the model's
+            order; None: parameters travel whole.
     """
 
     def __init__(
@@ -196,6 +198,7 @@ class GlobalModel:
         fragments: Sequence[Sequence[str]],
         make_outer: MakeOuter,
         share: float = 1.0,
+        replies: Callable[[State], State] | None = None,
     ) -> None:
         self.model = copy.deepcopy(model)
         self.fragments = fragments
@@ -204,6 +207,8 @@ class GlobalModel:
         self.outers = [make_outer(number) for number in range(len(fragments))]
         self.versions = [0] * len(fragments)
         self.share = share
+        self.replies = replies
+        self.masters: State = {}  # where what everybody holds is another
 
     def state(self) -> State:
         """As a model's state: tied tensors under each of their names, in the model's dtypes."""
@@ -223,7 +228,7 @@ class GlobalModel:
             deltas: for each worker g by name; of buffers the values reached.
             scale: what the gradient, and the share of buffers, is multiplied with.
         """
-        base = self.base(fragment)
+        base = {name: self.masters.get(name, value) for name, value in self.base(fragment).items()}
         gradient, after = {}, {}
         for name, value in base.items():
             parts = [delta[name] for delta in deltas]
@@ -235,9 +240,19 @@ class GlobalModel:
             else:
                 after[name] = blended(value, parts, weights, self.share * scale)
         after |= self.outers[fragment](base, gradient)
+        if self.replies is not None:
+            after |= self._followed(after)
         self.values |= after
         self.versions[fragment] += 1
         return after
+
+    def _followed(self, masters: State) -> State:
+        """EF21-P: what everybody holds follows the master by what is read of the difference."""
+        assert self.replies is not None
+        names = [name for name in self.values if name in masters and name in self.trained]
+        self.masters |= {name: masters[name] for name in names}
+        apart = {name: masters[name] - self.values[name] for name in names}
+        return {name: self.values[name] + read for name, read in self.replies(apart).items()}
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -354,6 +369,7 @@ def streaming(
     report: Report | None = None,
     wires: Sequence[torch.dtype] = (),
     travels: Callable[[int, State], State] = lambda _, delta: delta,
+    replies: Callable[[State], State] | None = None,
 ) -> Outcome:
     """Synchronous (streaming) DiLoCo; with one fragment, DiLoCo.
 
@@ -365,9 +381,12 @@ def streaming(
         wires: what each worker's pseudo-gradients are rounded to on their way; empty: they are not.
         travels: what becomes of a worker's delta of a fragment's parameters, in the model's order, on
             its way.
+        replies: as of `GlobalModel`.
     """
     pieces = len(plan.fragments)
-    world = GlobalModel(trainees[0].model, plan.fragments, make_outer or nesterov())
+    world = GlobalModel(
+        trainees[0].model, plan.fragments, make_outer or nesterov(), replies=replies
+    )
     weights = _Weights(report)
     histories: list[list[State]] = [[] for _ in trainees]
     flights: list[_Flight] = []

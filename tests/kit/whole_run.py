@@ -178,6 +178,7 @@ def check(
     exact: bool = True,
     config: Mapping[str, Any] | None = None,
     travels: Callable[[int, State], State] = lambda _, delta: delta,
+    replies: Callable[[State], State] | None = None,
     **run_options: Any,
 ) -> list[Trainee]:
     """A run and the loop, step by step; bit for bit in deterministic mode (`exact`).
@@ -185,7 +186,8 @@ def check(
     Args:
         steps: three cycles and two steps, if nothing is said.
         config: more options of the broker.
-        travels: what becomes of a worker's delta of a fragment on its way.
+        travels, replies: what becomes of a worker's delta of a fragment on its way, and of a difference
+            of the global parameters.
         run_options: of `run`.
 
     Returns:
@@ -197,7 +199,7 @@ def check(
     with Broker(make_config(**options)) as broker:
         got = run(broker, ours, steps, **run_options)
     made = [make(worker) for worker in range(workers)]
-    assert_same(got, streaming(made, steps, plan, travels=travels), exact=exact)
+    assert_same(got, streaming(made, steps, plan, travels=travels, replies=replies), exact=exact)
     return ours
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from simulation.contents import Contents
-from simulation.tensors import Delta, Wire
+from simulation.tensors import Codes, Delta, Wire, demand
 
 
 class Fragments:
@@ -21,6 +21,8 @@ class Fragments:
     def __init__(
         self, layout_of: Callable[[int], FragmentLayout], gradient: Callable[[int, int, int], Delta]
     ) -> None:
+        # Chunks that came as differences, and the most versions that one of them led over.
+        self.followed = self.longest = 0
         self._layout_of = layout_of
         self._gradient = gradient
         self._held: dict[int, tuple[Wire, ...]] = {}  # by fragment
@@ -32,6 +34,19 @@ class Fragments:
 
     def store(self, fragment: int, index: int, payload: Wire, wire_dtype: str) -> None:
         self._assembly[fragment][index] = payload
+
+    def follow(
+        self, fragment: int, index: int, payload: Codes, wire_dtype: str, parts: Sequence[int]
+    ) -> int:
+        """What is held must be what the first of them leads from, and each what the next does."""
+        held = self._held[fragment][index].contents
+        for code in payload.parts:
+            demand(held is code.before, "chunk {} of {} follows from another one", index, fragment)
+            held = code.after
+        self._assembly[fragment][index] = Wire((fragment, index), held)
+        self.followed += 1
+        self.longest = max(self.longest, len(payload.parts))
+        return 0
 
     def assembled(self, fragment: int) -> tuple[Wire, ...]:
         """The chunks that have arrived, in order."""

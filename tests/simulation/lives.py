@@ -23,7 +23,7 @@ from diloco_protocol.messages import Grant, Message, Released, Standing
 from diloco_protocol.version import Ledger, VersionId
 from simulation.contents import Contents, Key
 from simulation.disk import Disk
-from simulation.tensors import Record, Tensors, Wire, demand
+from simulation.tensors import Record, Tensors, Wire, as_held, demand
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,11 @@ class Lives:
         was = known is not None or is_saved or version.counter == 0
         demand(was, "version {} never was", version)
         if known is not None:
-            demand(known.wires == versions.wires, "{} has other chunks than it had", version)
+            demand(
+                as_held(known.wires) == as_held(versions.wires),
+                "{} has other chunks than it had",
+                version,
+            )
             demand(known.ledger == versions.ledger, "{} has another ledger than it had", version)
         here = [m for m in core.state.members if fragment < len(m.versions)]
         self._check_choice(core, fragment, version, ours, here)

@@ -33,7 +33,7 @@ from diloco_protocol.version import PUSHES_REMEMBERED, VersionId
 from simulation.contents import Key
 from simulation.disk import Disk
 from simulation.lives import Lives, Published
-from simulation.tensors import Record, Tensors, Violation, Wire, demand
+from simulation.tensors import Record, Tensors, Violation, Wire, as_held, demand
 
 if TYPE_CHECKING:
     from simulation.worker import Worker
@@ -128,7 +128,9 @@ class Referee:
         if wires is None:
             demand(held == version, "{} holds {}, and {} is not new", worker_id, held, version)
         else:
-            demand(wires == published.wires, "{} has other chunks of {}", worker_id, version)
+            demand(
+                wires == as_held(published.wires), "{} has other chunks of {}", worker_id, version
+            )
             back = held is not None and version.counter <= held.counter
             lost = (fragment, held) not in self._history
             demand(not back or lost, "{} goes back from {} to {}", worker_id, held, version)

@@ -33,10 +33,13 @@ SAVING: tuple[dict[str, Any], ...] = (
 WEATHERS = (Weather(), Weather(chunk_s=(0.05, 0.4), stall=0.02, stall_s=8.0))
 
 
-def a_scenario(mode: str, streams: bool, seed: int, saved: int | None = None) -> Scenario:
+def a_scenario(
+    mode: str, streams: bool, seed: int, saved: int | None = None, replies: str | None = None
+) -> Scenario:
     """A run of a mode, with everything else drawn: 1 to 12 workers of speeds 0.3 to 3.
 
     `saved` is one of the ways above; by default most runs are saved, and some with each seed are not.
+    `replies` is what parameters travel in.
     """
     dice = random.Random(f"{mode} {streams} {seed}")
     pieces = dice.randint(2, 6) if streams else 1
@@ -64,6 +67,8 @@ def a_scenario(mode: str, streams: bool, seed: int, saved: int | None = None) ->
         fields["weight_by"] = dice.choice(("equal", "tokens", "samples"))
     if mode in ("carry", "drop"):
         fields["quorum"] = dice.randint(fields["min_workers"], workers)
+    if replies is not None:
+        fields["reply_dtype"] = replies
     fields |= SAVING[seed % len(SAVING) if saved is None else saved]
     troubles = Troubles(hangs=0.03, freezes=0.02, fulls=0.03, full_s=6.0)
     if "save_dir" in fields:

@@ -13,10 +13,12 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
+from diloco_broker.core.state.versions.reply import Coded
 from diloco_broker.shell.work_queue import WorkQueue
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import put_back
 from diloco_broker.tensors.parameters import FragmentTensors
+from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.messages import Push
 from diloco_protocol.version import VersionId
 from simulation.contents import Contents, Key
@@ -55,6 +57,49 @@ class Wire:
     spot: Spot
     contents: Contents
     nbytes: int = CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Code:
+    """What leads from a chunk of one version to that of the next."""
+
+    before: Contents
+    after: Contents
+    nbytes: int = 1
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Some of them, one behind the other."""
+
+    parts: tuple[Code, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedWire(Coded):
+    """A finished chunk where replies are in few bits."""
+
+    def joined(self, codes: Sequence[Any]) -> Any:
+        return Codes(tuple(codes))
+
+    @property
+    def contents(self) -> Contents:
+        assert isinstance(self.whole, Wire)
+        return self.whole.contents
+
+    @property
+    def nbytes(self) -> int:
+        assert isinstance(self.whole, Wire)
+        return self.whole.nbytes
+
+
+def as_held(wires: Iterable[Any]) -> tuple[Wire, ...]:
+    """The chunks as who holds all of them has them."""
+    return tuple(wire.whole if isinstance(wire, CodedWire) else wire for wire in wires)
 
 
 @dataclass(frozen=True)
@@ -135,10 +180,18 @@ class Tensors:
         gradients = self._contents[spot].depth
         return Memory(gradients - gradients % self.config.dn_size)
 
-    def wires(self, fragment: int) -> list[Wire]:
+    def wires(self, fragment: int) -> list[Any]:
         """The fragment's chunks as they are sent."""
         spots = sorted(spot for spot in self._contents if spot[0] == fragment)
-        return [Wire(spot, self._contents[spot]) for spot in spots]
+        return [self._sent(spot) for spot in spots]
+
+    def _sent(self, spot: Spot, before: Contents | None = None) -> Any:
+        """A chunk as it is sent; `before` is what the version had that it was made from."""
+        contents = self._contents[spot]
+        wire = Wire(spot, contents)
+        if not in_few_bits(self.config.reply_dtype):
+            return wire
+        return CodedWire(wire, None if before is None else Code(before, contents), 0)
 
     def put_back(self, fragment: int, kept: FragmentTensors) -> None:
         contents: Sequence[Any] = kept.chunks
@@ -210,14 +263,14 @@ class Tensors:
         base, current = record.push.base, self.versions[record.push.fragment]
         return max(0, current.counter - base.counter) if base else 0
 
-    def _place(self, spot: Spot, contents: Contents) -> Wire:
+    def _place(self, spot: Spot, contents: Contents) -> Any:
         """Parameters take the place of those from a checkpoint, which are some gradients behind."""
         memory = self._memories.get(spot)
         if memory is not None:
             steps = contents.depth - self._contents[spot].depth
             self._memories[spot] = Memory(memory.gradients + steps, memory.buffer)
         self._contents[spot] = contents
-        return Wire(spot, contents)
+        return self._sent(spot)
 
     def _is_good(self, spot: Spot, key: Key, payload: Delta) -> bool:
         right = payload.key == key and payload.spot == spot
@@ -284,4 +337,4 @@ class Tensors:
             demand(once, "the optimizer of {} applies its {} a second time", spot, gradient)
         self._memories[spot] = Memory(had + len(groups), buffer)
         self._contents[spot] = before.plus([*keys, *applied])
-        return events.Stepped(fragment, index, Wire(spot, self._contents[spot]))
+        return events.Stepped(fragment, index, self._sent(spot, before))

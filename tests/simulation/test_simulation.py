@@ -28,6 +28,7 @@ from diloco_broker.storage import resume
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.version import Ledger
 from kit.core_harness import a_config
+from simulation.fragments import Fragments
 from simulation.scenarios import MODES, WEATHERS, a_scenario
 from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
 from simulation.tensors import Violation
@@ -42,6 +43,27 @@ def test_every_promise_holds_through_troubles(mode: str, streams: bool, seed: in
     run = Simulation(a_scenario(mode, streams, seed), seed).run()
     assert run.referee.versions_made > 0
     assert run.counted() > 0
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_promise_holds_where_versions_come_as_differences(
+    monkeypatch: pytest.MonkeyPatch, mode: str, streams: bool
+) -> None:
+    """Each follows from what is held, over breaks, restarts and versions that were missed."""
+    made: list[Fragments] = []
+    begins = Fragments.__init__
+
+    def noted(fragments: Fragments, *arguments: Any) -> None:
+        begins(fragments, *arguments)
+        made.append(fragments)
+
+    monkeypatch.setattr(Fragments, "__init__", noted)
+    for seed in (0, 1):
+        run = Simulation(a_scenario(mode, streams, seed, replies="int4z"), seed).run()
+        assert run.counted() > 0
+    assert sum(each.followed for each in made) > 0
+    assert max(each.longest for each in made) > 1, "nobody has missed a version"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

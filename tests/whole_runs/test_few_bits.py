@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,6 +65,23 @@ def test_run_equals_the_loop_bit_for_bit(wire: str, plan: Plan) -> None:
         with_adamw,
         config={"wire_dtype": wire, "chunk_elements": CHUNK},
         travels=WithFeedback(wire),
+    )
+
+
+@pytest.mark.parametrize("codec", FEW_BITS)
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(3, strided(1)), Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)],
+    ids=["whole", "fragments", "rebase"],
+)
+def test_run_in_few_bits_both_ways_equals_the_loop_bit_for_bit(codec: str, plan: Plan) -> None:
+    """All workers hold the same bits behind each version: those of the loop's one copy."""
+    check(
+        plan,
+        with_adamw,
+        config={"wire_dtype": codec, "reply_dtype": codec, "chunk_elements": CHUNK},
+        travels=WithFeedback(codec),
+        replies=partial(as_read, wire=codec),
     )
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.core.state import run, versions
+from diloco_broker.core.state import run
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL
+from diloco_broker.core.state.versions import fragment
 from diloco_broker.core.story import KEPT, Story
 from diloco_protocol.messages import Pull
 from diloco_worker import DiLoCoClient
@@ -264,7 +265,7 @@ def test_workers_that_came_and_went_leave_nothing_behind(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ledgers remember the last 128 that have left; with these the state is as large as it gets."""
-    monkeypatch.setattr(versions, "TAGS_KEPT", 64)  # of 1,024 versions it takes minutes
+    monkeypatch.setattr(fragment, "TAGS_KEPT", 64)  # of 1,024 versions it takes minutes
     monkeypatch.setattr(run, "CAUSES_KEPT", 8)  # and of 1,000 refusals
     town = Town(**options)
     sizes = []

@@ -293,7 +293,9 @@ class Options:
         "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16; in few bits int8, int4, int4z.",
     )
     reply_dtype: str = WIRE.option(
-        "fp32", one_of(*REPLY_DTYPES), "Dtype of parameters on the way down: fp32, bf16, fp16."
+        "fp32",
+        one_of(*REPLY_DTYPES),
+        "Dtype of parameters on the way down: fp32, bf16, fp16; in few bits int8, int4, int4z.",
     )
     heartbeat_timeout: float = WIRE.option(
         120.0,

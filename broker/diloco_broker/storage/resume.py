@@ -16,6 +16,7 @@ from diloco_broker.storage.own_plan import Split, check_same
 from diloco_broker.tensors.outer.chunked import DELAYED
 from diloco_broker.tensors.outer.make import outer_kind
 from diloco_broker.tensors.parameters import FragmentTensors
+from diloco_broker.tensors.shadow import SHADOW
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 
@@ -88,7 +89,10 @@ def _with_fitting_optimizer(
         return _with_fitting_buffer(config, found, path)
     text = "The outer optimizer was %s in %s and is %s now: it begins without momentum."
     logger.warning(text, had, path, has)
-    bare = {f: FragmentTensors(each.chunks) for f, each in found.tensors.items()}
+    bare = {
+        f: FragmentTensors(each.chunks, {n: s for n, s in each.outer.items() if n == SHADOW})
+        for f, each in found.tensors.items()
+    }
     return replace(found, tensors=bare)
 
 

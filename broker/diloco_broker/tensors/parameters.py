@@ -25,7 +25,9 @@ from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import placed
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.reply_chunk import Reply
+from diloco_broker.tensors.shadow import SHADOW, Shadows
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
+from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, is_finite, segment_dtype
 from diloco_protocol.tensors.state_dict import cut_chunk
@@ -85,11 +87,12 @@ class Parameters:
         self._outer, self._schedule = outer, schedule
         self.layout = layout
         self._layouts = layout.all
-        self._reply = reply
+        self._reply = whole_dtype(reply)  # of what is not a difference
         self._is_round = is_round
         self._share = share
         self._initial = initial
         self._buffers = buffers = TensorPool()
+        self._shadows = Shadows(reply, buffers)
         self._means = [StreamingMean(part, wire, buffers) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0), trim)
@@ -130,6 +133,9 @@ class Parameters:
             return None
         self._masters[fragment][index] = values
         self._make_whole(fragment, index)
+        if self._shadows.has(span):
+            self._shadows.begin(fragment, index, values)
+            return self._shadows.whole(fragment, index)
         return encode_chunk(span, reply, self._reply)
 
     def drop(self, fragments: Iterable[int]) -> bool:
@@ -138,6 +144,7 @@ class Parameters:
             self._masters[fragment] = [None] * len(self._masters[fragment])
             self._states[fragment] = [{} for _ in self._states[fragment]]
             self._wholes.pop(fragment, None)
+            self._shadows.forget(fragment)
         return any(value is not None for masters in self._masters for value in masters)
 
     def forget_initial(self) -> None:
@@ -196,7 +203,7 @@ class Parameters:
 
     def wires(self, fragment: int) -> list[Any]:
         """The fragment's chunks as they are sent."""
-        return [self._done(fragment, s, False).wire for s in self._layouts[fragment].spans]
+        return [self._as_held(fragment, span) for span in self._layouts[fragment].spans]
 
     def fragment_tensors(self, fragment: int) -> FragmentTensors:
         """The fragment's values and what its outer optimizer remembers. They never change."""
@@ -204,6 +211,7 @@ class Parameters:
         chunks = [placed(masters, index) for index in range(len(masters))]
         names = sorted({name for state in states for name in state})
         outer = {name: [state.get(name) for state in states] for name in names}
+        outer |= self._shadows.kept(fragment, len(masters))
         whole = self._wholes.get(fragment)
         return FragmentTensors(chunks, outer, whole.fragment.state_dict() if whole else None)
 
@@ -212,10 +220,28 @@ class Parameters:
         self._masters[fragment][:] = kept.chunks
         for index in range(len(kept.chunks)):
             found = {name: tensors[index] for name, tensors in kept.outer.items()}
+            self._put_back_shadow(fragment, index, found.pop(SHADOW, None))
             self._states[fragment][index] = {n: t for n, t in found.items() if t is not None}
             self._make_whole(fragment, index)
         if kept.optimizer is not None:
             self._wholes[fragment].fragment.load_state_dict(dict(kept.optimizer))
+
+    def _put_back_shadow(self, fragment: int, index: int, shadow: Tensor | None) -> None:
+        span, master = self._layouts[fragment].spans[index], placed(self._masters[fragment], index)
+        if self._shadows.has(span):
+            self._shadows.begin(fragment, index, master, shadow)
+        elif shadow is not None:
+            # Replies were in few bits: what workers hold is what the run goes on from.
+            self._masters[fragment][index] = shadow
+
+    def _as_held(self, fragment: int, span: ChunkSpan) -> Any:
+        """A chunk of the current version as it is sent."""
+        if self._shadows.has(span):
+            return self._shadows.whole(fragment, span.index)
+        master = placed(self._masters[fragment], span.index)
+        reply = self._in_wire_form(fragment, span, master)
+        assert reply is not None, "a chunk that could not be sent was stored"
+        return encode_chunk(span, reply, self._reply)
 
     def forget_buffer(self, fragment: int) -> None:
         """Throw away the gradients that the outer optimizer has collected of a fragment."""
@@ -258,11 +284,14 @@ class Parameters:
     def _done(
         self, fragment: int, span: ChunkSpan, overflow: bool, reply: Tensor | None = None
     ) -> Stepped:
-        if reply is None:
+        if self._shadows.has(span):
             master = placed(self._masters[fragment], span.index)
-            reply = self._in_wire_form(fragment, span, master)
-        assert reply is not None, "a chunk that could not be sent was stored"
-        return Stepped(fragment, span.index, encode_chunk(span, reply, self._reply), overflow)
+            wire: Any = self._shadows.follow(fragment, span, master)
+        elif reply is None:
+            wire = self._as_held(fragment, span)
+        else:
+            wire = encode_chunk(span, reply, self._reply)
+        return Stepped(fragment, span.index, wire, overflow)
 
     def _apply(
         self, fragment: int, span: ChunkSpan, gradient: Gradient | Blend, count: int

@@ -15,7 +15,7 @@ from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.dtypes import REPLY_DTYPES, check_wire_dtype
+from diloco_protocol.dtypes import REPLY_DTYPES, check_wire_dtype, whole_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Message, RunConfig
@@ -76,7 +76,7 @@ class Observer:
             chunk_elements=config.chunk_elements,
         )
         found = {
-            part.fragment: self._pull(part, config.reply_dtype)
+            part.fragment: self._pull(part, whole_dtype(config.reply_dtype))
             for part in layout.all
             if part.chunks
         }

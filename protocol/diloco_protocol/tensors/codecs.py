@@ -82,6 +82,11 @@ def decode_chunk(span: ChunkSpan, payload: Any, wire: str) -> Tensor:
     return CODECS[travels_in(span.segment, wire)].decode(payload, span.elements)
 
 
+def checksum(values: Tensor) -> int:
+    """Sum of the bit patterns of fp32 values, each a signed number of 32 bits; modulo 2**64."""
+    return int(values.view(torch.int32).sum(dtype=torch.int64)) % (1 << 64)
+
+
 def has_nan(values: Tensor) -> bool:
     """True when an element is NaN; infinities do not count. One pass, no temporary."""
     if values.numel() == 0 or not values.is_floating_point():

@@ -30,7 +30,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"wire_dtype": "int3"},
         "--wire-dtype is int3; it must be fp32, bf16, fp16, int8, int4 or int4z.",
     ),
-    ({"reply_dtype": "int8"}, "--reply-dtype is int8; it must be fp32, bf16 or fp16."),
+    (
+        {"reply_dtype": "int2"},
+        "--reply-dtype is int2; it must be fp32, bf16, fp16, int8, int4 or int4z.",
+    ),
     (
         {"heartbeat_timeout": -1},
         "--heartbeat-timeout is -1; it must be from 0 to 2592000 seconds.",

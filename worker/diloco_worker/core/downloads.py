@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from diloco_protocol import Bitmap, Ledger, ModelLayout, VersionId, messages
+from diloco_protocol.dtypes import in_few_bits
 from diloco_worker.core import effects
 from diloco_worker.core.connection import Connection
 from diloco_worker.core.lanes import Lanes
@@ -47,6 +48,8 @@ class Download:
     # Counter of the newest version that the broker is known to have; -1 = it has none, None = it has
     # not said.
     theirs: int | None = None
+    takes_deltas: bool = False  # replies of the run are in few bits
+    is_doubted: bool = False  # what is held was seen to be another copy than the broker's
     own: VersionId | None = None  # what the model itself may be, by the name that its values have
 
     def __post_init__(self) -> None:
@@ -69,7 +72,19 @@ class Download:
             credit=credit,
             held_version=self.version if resume else None,
             held=self.arrived.to_bytes() if resume else None,
+            delta_of=self.base,
         )
+
+    @property
+    def base(self) -> VersionId | None:
+        """What deltas may be from."""
+        is_good = self.takes_deltas and not self.is_doubted
+        return self.held.version if self.held is not None and is_good else None
+
+    def spoilt(self) -> None:
+        """What is held is not what the broker has under its name: the next version comes whole."""
+        self.is_doubted = True
+        self.version, self.arrived = None, Bitmap(self.size)
 
     def resume(self, theirs: VersionId | None, *, in_flight: bool) -> bool:
         """After a welcome that told the broker's version: whether one is to be asked for."""
@@ -153,7 +168,7 @@ class Download:
         self.seen = released.version
         self.after = self.theirs = released.version.counter
         self.arrived = Bitmap(self.size)
-        self.wanted = self.takes_any = False
+        self.wanted = self.takes_any = self.is_doubted = False
         return released
 
 
@@ -179,6 +194,22 @@ class Downloads:
         self.by_fragment = {
             part.fragment: Download(part.fragment, part.chunks) for part in layout.all
         }
+
+    def set_reply(self, dtype: str) -> None:
+        """What parameters of the run travel in on their way down."""
+        for download in self.by_fragment.values():
+            download.takes_deltas = in_few_bits(dtype)
+
+    def spoilt(self, fragment: int) -> Iterator[effects.Effect]:
+        """A difference from what is held has led to something else than the broker's version."""
+        download = self.by_fragment[fragment]
+        download.spoilt()
+        yield effects.Say(
+            f"Fragment {fragment} here is not what the broker has under that name; it is fetched whole.",
+            trouble=True,
+        )
+        if self._connection.is_joined and download.wanted:
+            yield self.pull(fragment)
 
     def of(self, fragment: int) -> Download:
         """The download of a fragment; raises ValueError for one that there is not."""
@@ -267,6 +298,8 @@ class Downloads:
 
     def _take(self, chunk: messages.Chunk, *, is_here: bool) -> Iterator[effects.Effect]:
         download, version = self.by_fragment.get(chunk.fragment), chunk.version
+        if download is not None and chunk.delta_of not in (None, download.base):
+            return  # of a pull that was given up: what it is a difference from is not held any more
         if download is None or version is None or not 0 <= chunk.index < download.size:
             yield effects.Say(
                 f"The broker sent chunk {chunk.index}, which does not exist.", trouble=True
@@ -284,7 +317,11 @@ class Downloads:
             if chunk.index not in download.arrived:
                 download.arrived.add(chunk.index)
                 if is_here:
-                    yield effects.StoreChunk(chunk.fragment, chunk.index)
+                    is_delta = chunk.delta_of is not None
+                    parts, checksum = (
+                        (chunk.parts or (), chunk.checksum or 0) if is_delta else ((), 0)
+                    )
+                    yield effects.StoreChunk(chunk.fragment, chunk.index, parts, checksum)
 
     def _is_newest(self, fragment: int, version: VersionId) -> bool:
         """False for a version that another lane has left behind: on a connection they only rise."""

@@ -71,10 +71,16 @@ class BeginVersion(Effect):
 
 @dataclass(frozen=True)
 class StoreChunk(Effect):
-    """Decode the chunk at hand into the version that is being assembled."""
+    """Decode the chunk at hand into the version that is being assembled.
+
+    Where it has `parts` it is what the chunk has more than that of the version held: codes of these
+    lengths, whose sum must come to this checksum. If it does not, the shell answers with `Spoilt`.
+    """
 
     fragment: int
     index: int
+    parts: tuple[int, ...] = ()
+    checksum: int = 0
 
 
 @dataclass(frozen=True)

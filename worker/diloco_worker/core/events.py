@@ -123,6 +123,13 @@ class Prepared(Event):
 
 
 @dataclass(frozen=True)
+class Spoilt(Event):
+    """A chunk that came as a difference does not come to what it must: the copy held here is another."""
+
+    fragment: int
+
+
+@dataclass(frozen=True)
 class FrozenNamed(Event):
     """The tag that a version of the model's own frozen parameters has; see `NameFrozen`.
 

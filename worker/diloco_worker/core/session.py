@@ -134,6 +134,8 @@ class Session:
                 yield from self._of_several_processes(event, now)
             case events.Prepared(push_id):
                 yield from self.uploads.prepared(push_id)
+            case events.Spoilt(fragment):
+                yield from self.downloads.spoilt(fragment)
             case events.FrozenNamed(tag):
                 self._frozen_tag, self._is_naming = tag, False
                 yield from self._pull_frozen() if tag is not None else self._fetch_frozen()
@@ -355,6 +357,7 @@ class Session:
             self.downloads.set_layout(terms.layout)
             self._frozen_tag, self._is_naming = None, False  # other chunks have another one
         self.terms = terms
+        self.downloads.set_reply(terms.config.reply_dtype)
 
     def _failed(self, error: messages.Error, now: float) -> Iterator[Effect]:
         if self.phase is Phase.JOINING:

@@ -12,7 +12,7 @@ is encoded when it is sent), and the version that is arriving (1). `placement` s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,12 @@ from torch import Tensor
 
 from diloco_protocol import Segment, TensorEntry
 from diloco_protocol.chunks import FragmentLayout, Place
-from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, segment_dtype
+from diloco_protocol.tensors.codecs import (
+    checksum,
+    decode_chunk,
+    encode_chunk,
+    segment_dtype,
+)
 from diloco_protocol.tensors.tensor_pool import mapped
 
 
@@ -75,6 +80,26 @@ class FlatState:
         span = self.layout.spans[index]
         values = decode_chunk(span, payload, wire)
         self.vectors[span.segment][span.start : span.stop].copy_(values)
+
+    def follow(
+        self, index: int, base: FlatState, payload: memoryview, parts: Sequence[int], wire: str
+    ) -> int:
+        """Decode a chunk of parameters that is a difference from that of `base`, into its place.
+
+        Args:
+            parts: the lengths in bytes of the codes to be added, in order; their sum is the payload's.
+
+        Returns:
+            The checksum of what comes of it.
+        """
+        span = self.layout.spans[index]
+        target = self.vectors[span.segment][span.start : span.stop]
+        target.copy_(base.vectors[span.segment][span.start : span.stop])
+        start = 0
+        for size in parts:
+            target += decode_chunk(span, payload[start : start + size], wire)
+            start += size
+        return checksum(target)
 
     def by_name(self) -> dict[str, Tensor]:
         """The values of each tensor, in its shape: views."""

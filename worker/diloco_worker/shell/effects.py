@@ -5,12 +5,13 @@ Sockets and memory are handed in: the link has real ones, a simulation its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from diloco_protocol import Code
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push
 from diloco_worker.core import effects, events
 from diloco_worker.core.session import Session
@@ -82,6 +83,12 @@ class Memory(Protocol):
     # Keep a chunk that has arrived.
     def store(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> None: ...
 
+    # Keep one that is a difference from what is held, in codes of these lengths; returns the checksum of
+    # what comes of it, None where nothing is held.
+    def follow(
+        self, fragment: int, index: int, payload: Any, wire_dtype: str, parts: Sequence[int]
+    ) -> int | None: ...
+
     # The version that was assembled is whole, and held from now on. Returns its values.
     def finish(self, fragment: int) -> Any: ...
 
@@ -145,9 +152,13 @@ class Executor:
                 network.send(replace(beat, state="pushing") if uploading else beat)
             case effects.BeginVersion(fragment):
                 memory.begin(self._part(fragment))
-            case effects.StoreChunk(fragment, index):
+            case effects.StoreChunk(fragment, index, parts, wanted):
                 assert self.session.config is not None
-                memory.store(fragment, index, self.payload, self.session.config.reply_dtype)
+                wire = self.session.config.reply_dtype
+                if not parts:
+                    memory.store(fragment, index, self.payload, whole_dtype(wire))
+                elif memory.follow(fragment, index, self.payload, wire, parts) != wanted:
+                    self.feed(events.Spoilt(fragment))
             case effects.Deliver(released, _, unchanged):
                 fragment = released.fragment
                 return memory.held(fragment) if unchanged else memory.finish(fragment)

@@ -7,16 +7,16 @@ it is room for the next version: two vectors a fragment take turns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from typing import TypeVar
 
 import torch
 
-from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig
-from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.dtypes import span_bytes
+from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, Segment
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout
+from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes, whole_dtype
 from diloco_protocol.messages import Chunk, Message
 from diloco_worker.model.flat_state import FlatState
 
@@ -32,9 +32,25 @@ def check_length(
     spans = layout.all[message.fragment].spans if 0 <= message.fragment < len(layout.all) else ()
     if not 0 <= message.index < len(spans):
         return  # the session says that there is no such chunk
-    wanted = span_bytes(spans[message.index], config.reply_dtype)
+    span = spans[message.index]
+    if message.delta_of is not None:
+        check_parts(message, payload, span, config.reply_dtype)
+        return
+    wanted = span_bytes(span, whole_dtype(config.reply_dtype))
     if payload.nbytes != wanted:
         text = f"chunk {message.index} has {payload.nbytes} bytes instead of {wanted}."
+        raise ProtocolError(Code.BAD_CHUNK, text)
+
+
+def check_parts(message: Chunk, payload: memoryview, span: ChunkSpan, wire: str) -> None:
+    """Raise ProtocolError when a difference has not the lengths that its place needs."""
+    parts = message.parts or ()
+    least, most = least_bytes(span, wire), span_bytes(span, wire)
+    fits = all(least <= size <= most for size in parts) and sum(parts) == payload.nbytes
+    if not fits or not parts or span.segment is not Segment.PARAMETERS or not in_few_bits(wire):
+        text = (
+            f"chunk {message.index} has {payload.nbytes} bytes, which are no difference in {wire}."
+        )
         raise ProtocolError(Code.BAD_CHUNK, text)
 
 
@@ -92,6 +108,16 @@ class FragmentBuffers:
     def store(self, fragment: int, index: int, payload: memoryview, wire_dtype: str) -> None:
         """Decode a chunk into its place; the payload has the right length."""
         self._assembly[fragment].store(self._number(fragment, index), payload, wire_dtype)
+
+    def follow(
+        self, fragment: int, index: int, payload: memoryview, wire_dtype: str, parts: Sequence[int]
+    ) -> int | None:
+        """The same of a difference from what is held; returns the checksum of what comes of it."""
+        held = self._held.get(fragment)
+        if held is None:
+            return None
+        number = self._number(fragment, index)
+        return self._assembly[fragment].follow(number, held, payload, parts, wire_dtype)
 
     def finish(self, fragment: int) -> FlatState:
         state = self._held[fragment] = self._assembly.pop(fragment)

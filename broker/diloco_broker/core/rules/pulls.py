@@ -149,7 +149,7 @@ def _check(state: RunState, pull: messages.Pull) -> None:
 
 def _read(state: RunState, reader: Reader, pull: messages.Pull) -> effects.Effects:
     held = (pull.held_version, pull.held) if pull.held_version and pull.held else None
-    yield from state.versions.pull(reader, pull.fragment, pull.after, held)
+    yield from state.versions.pull(reader, pull.fragment, pull.after, held, pull.delta_of)
     yield from state.versions.add_credit(reader, pull.credit, state.now)
 
 

@@ -120,6 +120,8 @@ class Hub:
         elif int.from_bytes(frames[0], "big") == self._generation:  # else of a connection before
             if what == words.BROKEN:
                 yield events.Disconnected(frames[1].decode())
+            elif what == words.SPOILT:
+                yield events.Spoilt(int.from_bytes(frames[1], "big"))
             elif what == words.CHUNK:
                 self.bytes_down += int.from_bytes(frames[2], "big")
                 message = _read(frames[1])

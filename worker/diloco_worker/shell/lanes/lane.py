@@ -26,7 +26,7 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.shell.connections import NOW, dealer
 from diloco_worker.shell.forks import inode_of, keep_from_children
 from diloco_worker.shell.lanes import words
-from diloco_worker.shell.lanes.lane_buffers import LaneBuffers
+from diloco_worker.shell.lanes.lane_buffers import AnotherCopy, LaneBuffers
 from diloco_worker.shell.lanes.words import Meeting
 
 logger = logging.getLogger("diloco.worker")
@@ -282,7 +282,13 @@ class LaneThread:
             self._broker.send(encode(Credit(self._owed, self._session)), NOW)
             self._owed = 0
         version = chunk.version
-        if version is None or not self.buffers.store(chunk.fragment, version, chunk.index, payload):
+        try:
+            is_ours = version is not None and self.buffers.store(chunk, version, payload)
+        except AnotherCopy:
+            fragment = chunk.fragment.to_bytes(4, "big")
+            self._leader.send_multipart([words.SPOILT, self._generation, fragment])
+            return
+        if not is_ours:
             self._broken(f"The broker sent chunk {chunk.index}, which is not of this process.")
             return
         size = payload.nbytes.to_bytes(8, "big")

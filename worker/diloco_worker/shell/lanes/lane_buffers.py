@@ -11,10 +11,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from diloco_protocol import VersionId
+from diloco_protocol import ProtocolError, VersionId
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.dtypes import span_bytes
+from diloco_protocol.dtypes import span_bytes, whole_dtype
+from diloco_protocol.messages import Chunk
 from diloco_worker.model.flat_state import FlatState
+from diloco_worker.shell.fragment_buffers import check_parts
+
+
+class AnotherCopy(Exception):
+    """What is held of a version is not what the broker has under its name."""
 
 
 @dataclass(eq=False)
@@ -46,12 +52,23 @@ class LaneBuffers:
     _taken: dict[int, VersionId] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def store(self, fragment: int, version: VersionId, index: int, payload: memoryview) -> bool:
-        """Keep a chunk; False where it is not one of this process's, or of a wrong length."""
+    def store(self, chunk: Chunk, version: VersionId, payload: memoryview) -> bool:
+        """Keep a chunk; False where it is not one of this process's, or of a wrong length.
+
+        Raises:
+            AnotherCopy: it is a difference from a version of which this process has something else.
+        """
+        fragment, index = chunk.fragment, chunk.index
         if not 0 <= fragment < len(self.shares) or index not in self.numbers[fragment]:
             return False
         share, number = self.shares[fragment], self.numbers[fragment][index]
-        if payload.nbytes != span_bytes(share.spans[number], self.reply_dtype):
+        span, whole = share.spans[number], whole_dtype(self.reply_dtype)
+        if chunk.delta_of is not None:
+            try:
+                check_parts(chunk, payload, span, self.reply_dtype)
+            except ProtocolError:
+                return False
+        elif payload.nbytes != span_bytes(span, whole):
             return False
         with self._lock:
             if version in self._whole.get(fragment, {}):
@@ -63,12 +80,27 @@ class LaneBuffers:
                 room = self._spare.pop(fragment, None) or FlatState.empty(share, pinned=self.pinned)
                 arriving = Arriving(version, room, set(range(share.chunks)))
                 self._arriving[fragment] = arriving
-            arriving.state.store(number, payload, self.reply_dtype)
+            if chunk.delta_of is None:
+                arriving.state.store(number, payload, whole)
+            else:
+                held = self._held(fragment, chunk.delta_of)
+                parts, wire = chunk.parts or (), self.reply_dtype
+                if (
+                    held is None
+                    or arriving.state.follow(number, held, payload, parts, wire) != chunk.checksum
+                ):
+                    raise AnotherCopy
             arriving.missing.discard(number)
             if not arriving.missing:
                 del self._arriving[fragment]
                 self._whole.setdefault(fragment, {})[version] = arriving.state
         return True
+
+    def _held(self, fragment: int, version: VersionId) -> FlatState | None:
+        base = self._bases.get(fragment)
+        if base is not None and base[0] == version:
+            return base[1]
+        return self._whole.get(fragment, {}).get(version)
 
     def take(self, fragment: int, version: VersionId) -> FlatState:
         """The share of a version that the leader has called whole.

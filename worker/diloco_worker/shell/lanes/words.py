@@ -21,8 +21,8 @@ from diloco_worker.shell.connections import RECONNECT_MAX_MS, RECONNECT_MS
 OPEN, CLOSE, SEND = b"open", b"close", b"send"
 DONATE, OVER, END = b"donate", b"over", b"end"
 # To the leader: it is there; a chunk has come (generation, its header, its bytes); its connection broke
-# (generation, why); bytes that were sent.
-HERE, CHUNK, BROKEN, SENT = b"here", b"chunk", b"broken", b"sent"
+# (generation, why); bytes that were sent; what it has of a fragment is another copy than the broker's.
+HERE, CHUNK, BROKEN, SENT, SPOILT = b"here", b"chunk", b"broken", b"sent", b"spoilt"
 # No word is longer; the longest has a bitmap of the chunks of each fragment.
 LONGEST = 1 << 20
 

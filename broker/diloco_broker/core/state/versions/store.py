@@ -12,207 +12,31 @@ no more than `OLD_VERSIONS_KEPT` old versions, others that are behind are moved 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.uploads import Account
+from diloco_broker.core.state.versions.fragment import (
+    OLD_VERSIONS_KEPT,
+    FragmentVersions,
+    VersionInProgress,
+    WholeVersion,
+)
+from diloco_broker.core.state.versions.readers import (
+    MAX_OBSERVER_CREDIT,
+    NO_LANE,
+    Download,
+    Outlet,
+    Reader,
+    lane_credit,
+)
+from diloco_broker.core.state.versions.reply import code_of, reply_of
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.messages import Chunk, Progress, Push, Released
-from diloco_protocol.version import Ledger, VersionId
-
-# More credit than this is not believed, of a worker and of a reader that has not joined: chunks that
-# were sent and not read are memory, also when newer versions have taken their place. Ours use 16,
-# enough for 1 Gb/s with a round trip of 100 ms. (ZeroMQ's high-water mark is 1000 messages.)
-MAX_READER_CREDIT = 64
-MAX_OBSERVER_CREDIT = 16
-# Seconds after which a reader in the middle of a version is given up, if it has used up its credit and
-# asks for nothing: one that has not joined, and a worker. Ours give credit after four chunks of 2 MiB:
-# 0.6 Mb/s.
-OBSERVER_GOES_ON_WITHIN_S = 120.0
-WORKER_GOES_ON_WITHIN_S = 300.0
-# Old versions of a fragment that are kept until their readers are done.
-OLD_VERSIONS_KEPT = 2
-# Names of versions that are remembered, of each fragment: two numbers each.
-TAGS_KEPT = 1024
-# And in a checkpoint, which is written each round.
-TAGS_SAVED = 128
-# Readers that have not joined; more are refused.
-MAX_OBSERVERS = 256
-
-
-# The lane of chunks that belong to none which is bound.
-NO_LANE = -1
-
-
-def lane_credit(lanes: int) -> int:
-    """Chunks that a worker may have on their way on each of so many connections."""
-    return max(4, MAX_READER_CREDIT // lanes)
-
-
-@dataclass
-class Download:
-    """One reader at one version of one fragment."""
-
-    version: VersionId
-    left: int  # chunks not sent yet, ready or not
-    # By lane, the chunks that can be sent now.
-    ready: dict[int, deque[int]] = field(default_factory=dict)
-
-    def is_ready(self, lane: int, index: int) -> None:
-        """This chunk can be sent on this lane."""
-        self.ready.setdefault(lane, deque()).append(index)
-
-
-@dataclass
-class Outlet:
-    """One connection of a reader: how many chunks it takes now."""
-
-    route: effects.Route
-    credit: int = 0
-
-
-@dataclass
-class Reader:
-    """Somebody who takes chunks. `announce` is where its `released` goes.
-
-    A worker of several processes takes them on several connections, its *lanes*, each of which has a
-    share of the chunks. All others have lane 0 alone, which has all of them.
-    """
-
-    route: effects.Route  # of lane 0
-    announce: effects.Route
-    account: Account
-    joined: bool
-    heard_at: float  # when it last asked for something
-    lanes: dict[int, Outlet] = field(default_factory=dict)
-    lane_map: list[list[int]] | None = (
-        None  # by fragment, the lane of each chunk; None: it is lane 0
-    )
-    probed_at: float = 0.0
-    downloads: dict[int, Download] = field(default_factory=dict)  # by fragment
-    waiting: dict[int, int] = field(default_factory=dict)  # fragment -> counter that it has
-
-    def has_stopped(self, now: float) -> bool:
-        """It does not go on with a version that it has begun."""
-        within = WORKER_GOES_ON_WITHIN_S if self.joined else OBSERVER_GOES_ON_WITHIN_S
-        lacks_credit = any(
-            each.ready.get(lane)
-            for lane, outlet in self.lanes.items()
-            if not outlet.credit
-            for each in self.downloads.values()
-        )
-        return lacks_credit and now - self.heard_at > within
-
-    @property
-    def credit(self) -> int:
-        """Chunks that it takes now, on all its connections."""
-        return sum(outlet.credit for outlet in self.lanes.values())
-
-    def lane_of(self, fragment: int, index: int) -> int:
-        """The lane of a chunk; `NO_LANE` while it is not bound."""
-        return 0 if self.lane_map is None else self.lane_map[fragment][index]
-
-    def give(self, fragment: int, lane: int, share: Bitmap) -> None:
-        """These chunks come on this lane, but for those that another has already."""
-        assert self.lane_map is not None
-        owners = self.lane_map[fragment]
-        for index in share:
-            if owners[index] == NO_LANE:
-                owners[index] = lane
-        download = self.downloads.get(fragment)
-        waiting = download.ready.pop(NO_LANE, ()) if download is not None else ()
-        for index in waiting:
-            assert download is not None
-            download.is_ready(owners[index], index)
-
-
-@dataclass(frozen=True)
-class WholeVersion:
-    """A version of which every chunk is there: `wires`, in wire form, and what is known of it."""
-
-    record: FragmentRecord
-    wires: tuple[Any, ...]
-
-    @property
-    def version(self) -> VersionId:
-        return self.record.version
-
-
-@dataclass
-class VersionInProgress:
-    """A version that is being made: its chunks so far."""
-
-    version: VersionId
-    gradients: int  # that the outer optimizer has had of the fragment when it is done
-    wires: list[Any]
-    left: int
-
-
-@dataclass
-class FragmentVersions:
-    """One fragment: its current version, the one being made, and old ones that are still read."""
-
-    layout: FragmentLayout
-    current: WholeVersion | None = None
-    in_progress: VersionInProgress | None = None
-    old: list[WholeVersion] = field(default_factory=list)
-    contributions: int = 0  # whole ones in its versions since the broker started
-    tags: dict[int, int] = field(default_factory=dict)  # of its last versions, by counter
-
-    @property
-    def record(self) -> FragmentRecord:
-        """Of the current version, which there must be."""
-        assert self.current is not None
-        return self.current.record
-
-    @property
-    def version(self) -> VersionId | None:
-        return self.current.version if self.current else None
-
-    @property
-    def wires(self) -> tuple[Any, ...]:
-        return self.current.wires if self.current else ()
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.current.record.ledger if self.current else Ledger()
-
-    @property
-    def gradients(self) -> int:
-        """How many the outer optimizer has had of it, those being applied included."""
-        if self.in_progress is not None:
-            return self.in_progress.gradients
-        return self.current.record.gradients if self.current else 0
-
-    def set_current(self, whole: WholeVersion) -> None:
-        self.current = whole
-        self.tags.update(whole.record.tags)
-        self.tags[whole.version.counter] = whole.version.tag
-        while len(self.tags) > TAGS_KEPT:
-            del self.tags[next(iter(self.tags))]
-
-    def newest_tags(self) -> dict[int, int]:
-        return dict(list(self.tags.items())[-TAGS_SAVED:])
-
-    def name_of(self, counter: int) -> VersionId:
-        """The version of this broker's branch that has this counter."""
-        assert self.version is not None
-        return VersionId(self.version.run, counter, self.tags[counter])
-
-    def is_of_another_branch(self, version: VersionId) -> bool:
-        """Has this broker another version with the same counter? False where it is too long ago."""
-        return self.tags.get(version.counter, version.tag) != version.tag
-
-    def staleness(self, push: Push) -> int:
-        """Versions released since the one that a push starts from."""
-        if self.version is None or push.base is None:
-            return 0
-        return max(0, self.version.counter - push.base.counter)
+from diloco_protocol.messages import Chunk, Progress, Released
+from diloco_protocol.version import VersionId
 
 
 class VersionStore:
@@ -244,11 +68,14 @@ class VersionStore:
         """Begin a version. Readers that wait for one follow it from now on."""
         versions = self[fragment]
         chunks = versions.layout.chunks
-        versions.in_progress = VersionInProgress(version, gradients, [None] * chunks, chunks)
+        made = VersionInProgress(version, gradients, [None] * chunks, [None] * chunks, chunks)
+        versions.in_progress = made
+        if versions.version is not None:
+            versions.chain.follows(version, versions.version, made.codes)
         for reader in self.readers.values():
             after = reader.waiting.get(fragment)
             if after is not None and after < version.counter:
-                reader.downloads[fragment] = Download(version, chunks)
+                reader.downloads[fragment] = Download(version, chunks, reader.holds.get(fragment))
 
     def install(self, fragment: int, whole: WholeVersion) -> None:
         """This version is the first one of its fragment."""
@@ -269,6 +96,7 @@ class VersionStore:
         in_progress = self[fragment].in_progress
         assert in_progress is not None and in_progress.wires[index] is None
         in_progress.wires[index] = wire
+        in_progress.codes[index] = code_of(wire)
         in_progress.left -= 1
         for reader in self.readers.values():
             download = reader.downloads.get(fragment)
@@ -353,13 +181,24 @@ class VersionStore:
         return [reader for reader in self.readers.values() if not reader.joined]
 
     def pull(
-        self, reader: Reader, fragment: int, after: int, held: tuple[VersionId, bytes] | None
+        self,
+        reader: Reader,
+        fragment: int,
+        after: int,
+        held: tuple[VersionId, bytes] | None,
+        delta_of: VersionId | None = None,
     ) -> effects.Effects:
-        """Give a reader the newest version above `after`, now or when there is one."""
+        """Give a reader the newest version above `after`, now or when there is one.
+
+        `held` is a version of which it has these chunks; `delta_of` one that it has whole.
+        """
         versions = self[fragment]
         if reader.downloads.pop(fragment, None) is not None:
             self._sweep()
         reader.waiting.pop(fragment, None)
+        reader.holds.pop(fragment, None)
+        if delta_of is not None:
+            reader.holds[fragment] = delta_of
         chunks = versions.layout.chunks
 
         def have_of(version: VersionId) -> Bitmap:
@@ -373,7 +212,7 @@ class VersionStore:
         in_progress = versions.in_progress
         if in_progress is not None and in_progress.version.counter > after:
             have = have_of(in_progress.version)
-            download = Download(in_progress.version, chunks - len(have))
+            download = Download(in_progress.version, chunks - len(have), delta_of)
             reader.downloads[fragment] = download
             for index, wire in enumerate(in_progress.wires):
                 if wire is not None and index not in have:
@@ -384,16 +223,19 @@ class VersionStore:
         """Send what is ready while there is credit."""
         for fragment, download in list(reader.downloads.items()):
             wires = self._wires(fragment, download.version)
+            held = download.held
+            chain = self[fragment].chain.between(held, download.version) if held else None
             for lane, outlet in reader.lanes.items():
                 ready = download.ready.get(lane)
                 while ready and outlet.credit > 0:
                     index = ready.popleft()
                     outlet.credit -= 1
                     download.left -= 1
-                    reader.account.bytes_down += wires[index].nbytes
-                    self.bytes_down += wires[index].nbytes
-                    message = Chunk(fragment, index, version=download.version)
-                    yield effects.Send(outlet.route, message, wires[index])
+                    reply = reply_of(chain, wires[index], index, held)
+                    reader.account.bytes_down += reply.payload.nbytes
+                    self.bytes_down += reply.payload.nbytes
+                    message = Chunk(fragment, index, version=download.version, **reply.says)
+                    yield effects.Send(outlet.route, message, reply.payload)
             if not download.left:
                 del reader.downloads[fragment]
                 self._sweep()
@@ -403,7 +245,8 @@ class VersionStore:
         assert versions.version is not None
         reader.waiting.pop(fragment, None)
         missing = list(have.missing())
-        download = reader.downloads[fragment] = Download(versions.version, len(missing))
+        held = reader.holds.get(fragment)
+        download = reader.downloads[fragment] = Download(versions.version, len(missing), held)
         for index in missing:
             download.is_ready(reader.lane_of(fragment, index), index)
         yield effects.Send(reader.announce, self._released(fragment, reader))

@@ -5,6 +5,7 @@ It keeps the specification honest, and it can misbehave in ways the real worker 
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from kit.raw_codecs import encode
+from kit.raw_codecs import decode, encode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FEW_BITS = ("int8", "int4", "int4z")
@@ -35,6 +36,9 @@ class RawWorker:
         self.config: Header = {}
         self.version: Header | None = None
         self.ledger: Header = {}
+        self.values = torch.empty(0)
+        self.takes_deltas = True
+        self.deltas = 0  # chunks that came as differences
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
@@ -126,15 +130,28 @@ class RawWorker:
         self.send("commit", session=self.session, push_id=push_id, fragment=0)
 
     def pull(self, elements: int, after: int = -1) -> Tensor:
-        """The newest parameters above a counter, as the flat fp32 vector."""
-        self.send("pull", session=self.session, fragment=0, after=after)
-        dtype, length = DTYPES[self.config["reply_dtype"]], self.config["chunk_elements"]
+        """The newest parameters above a counter, as the flat fp32 vector.
+
+        In few bits they come as differences from those that were pulled last.
+        """
+        reply, held = self.config["reply_dtype"], {}
+        if reply in FEW_BITS and self.version is not None and self.takes_deltas:
+            held = {"delta_of": self.version}
+        fields: Header = {"fragment": 0, "after": after, **held}
+        self.send("pull", session=self.session, **fields)
+        dtype, length = DTYPES.get(reply, torch.float32), self.config["chunk_elements"]
         values = torch.zeros(elements)
         left = dict.fromkeys(range(-(-elements // length)))
         versions = set()
         while left:
             chunk = self.receive("chunk", on=self.bulk)
-            part = torch.frombuffer(bytearray(chunk["payload"]), dtype=dtype).float()
+            if chunk.get("delta_of") is not None:
+                assert chunk["delta_of"] == self.version
+                start = chunk["index"] * length
+                part = self._followed(chunk, self.values[start : start + length].clone())
+                self.deltas += 1
+            else:
+                part = torch.frombuffer(bytearray(chunk["payload"]), dtype=dtype).float()
             values[chunk["index"] * length :][: len(part)] = part
             left.pop(chunk["index"])
             versions.add(chunk["version"]["tag"])
@@ -142,6 +159,19 @@ class RawWorker:
         released = self.receive("released")
         assert versions == {released["version"]["tag"]}, "a torn version"
         self.version, self.ledger = released["version"], released["ledger"]
+        self.values = values
+        return values.clone()
+
+    def _followed(self, chunk: Header, values: Tensor) -> Tensor:
+        start = 0
+        for size in chunk["parts"]:
+            code = chunk["payload"][start : start + size]
+            read = decode(code, self.config["reply_dtype"], len(values))
+            values += torch.tensor(read)
+            start += size
+        assert start == len(chunk["payload"])
+        patterns = struct.unpack(f"<{len(values)}i", values.numpy().tobytes())
+        assert sum(patterns) % 2**64 == chunk["checksum"]
         return values
 
 

@@ -23,6 +23,7 @@ from diloco_protocol import (
     unpack,
 )
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Ack,
@@ -175,7 +176,7 @@ class ScriptedBroker:
         fragment = state.layout.fragment
         for span in state.layout.spans:
             values = state.vectors[span.segment][span.start : span.stop]
-            wire = self.config.reply_dtype
+            wire = whole_dtype(self.config.reply_dtype)
             payload = bytes(encode_chunk(span, values.to(segment_dtype(span.segment, wire)), wire))
             self.says(Chunk(fragment, span.index, version=what), payload)
         ledger = Ledger({worker: tuple(Counted(push_id) for push_id in counted)})

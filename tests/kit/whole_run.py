@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_protocol import Segment, VersionId
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.reference import Outcome, Plan, State, Trainee, one_thread, state_of, streaming
 
@@ -124,6 +125,7 @@ def run(
     """
 
     address = broker if isinstance(broker, str) else broker.address
+    held: list[Copies] = []
 
     def train(worker: int) -> list[State]:
         each = workers[worker]
@@ -145,14 +147,47 @@ def run(
                 if after is not None:
                     after(hook, worker, step)
                 history.append(state_of(each.model))
+            held.append(copies(hook))
             if done is not None:
                 done(hook, worker, steps)
         return history
 
     futures = [_begin(train, worker) for worker in range(len(workers))]
     histories = [future.result(PATIENCE_S) for future in futures]
+    assert_equal_copies(held)
     with DiLoCoClient(address, timeout=PATIENCE_S) as client:
         return Outcome(histories, dict(client.pull().tensors))
+
+
+# By fragment and version, the vectors that a worker holds of it.
+Copies = dict[tuple[int, VersionId], dict[Segment, Tensor]]
+
+
+def copies(hook: DiLoCoWorker) -> Copies:
+    """What a worker's deltas are measured from."""
+    driver = hook._driver
+    assert driver is not None
+    return {
+        (number, fragment.version): {s: v.cpu().clone() for s, v in base.vectors.items()}
+        for number, (fragment, base) in enumerate(
+            zip(driver.state.fragments, driver.bases, strict=True)
+        )
+    }
+
+
+def assert_equal_copies(held: Sequence[Copies]) -> None:
+    """Whoever holds the same version holds the same bits."""
+    first: Copies = {}
+    for each in held:
+        for name, vectors in each.items():
+            other = first.setdefault(name, vectors)
+            for segment, vector in vectors.items():
+                assert torch.equal(bits(vector), bits(other[segment])), name
+
+
+def bits(values: Tensor) -> Tensor:
+    """Also of zeros, which have two signs."""
+    return values.view(torch.int32) if values.dtype is torch.float32 else values
 
 
 def _begin(function: Callable[[int], list[State]], worker: int) -> Future[list[State]]:

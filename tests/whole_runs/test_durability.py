@@ -131,6 +131,45 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_run_in_few_bits_goes_on_from_master_and_shadow_bit_for_bit(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Killed behind each of its rounds, or not at all; a reader that comes late has the same bits."""
+    ends = []
+    for kills in (0, 3):
+        options: dict[str, Any] = {"save_dir": str(tmp_path / f"run {kills}"), "durable": True}
+        options |= {"wire_dtype": "int8", "reply_dtype": "int4", "chunk_elements": 512}
+        options |= {"workers": 1, "bind": a_free_address()}
+        broker = processes.broker(**options)
+        patience = process_kit.PATIENCE_S
+        with DiLoCoClient(broker.address(), worker_id="w0", timeout=patience) as client:
+            client.join(Wide())
+            for round_ in range(4):
+                torch.manual_seed(round_)
+                client.push({name: torch.randn(v.shape) for name, v in Wide().state_dict().items()})
+                held = client.pull()
+                if round_ < kills:
+                    broker.kill()
+                    broker = processes.broker(**options)
+                    broker.address()
+        late = final_of(options["bind"])
+        assert late.versions == held.versions
+        for name, value in held.tensors.items():
+            assert torch.equal(late.tensors[name], value), "what comes whole is what others hold"
+        ends.append(late.tensors)
+    for name, value in ends[0].items():
+        assert torch.equal(ends[1][name], value), name
+
+
+class Wide(nn.Module):
+    """Chunks of several blocks, which are shorter in few bits than whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(40, 40)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_everything_counts_exactly_once_through_kills_of_the_broker(
     processes: Processes, tmp_path: Path, name: str

@@ -60,7 +60,7 @@ def preloaded(processes: Processes) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [SYNC, STREAMING, {**SYNC, "wire_dtype": "int4z"}],
+    [SYNC, STREAMING, {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z"}],
     ids=["sync", "streaming", "few-bits"],
 )
 def test_ddp_comes_bit_for_bit_to_what_one_process_comes_to(

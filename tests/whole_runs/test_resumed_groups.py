@@ -57,7 +57,11 @@ CASES = [
         pytest.param(ONE_CHUNK, 1, 3, "all", id="1-3-all-one-chunk"),
         # With a residual, and chunks in flight of which the bytes are kept.
         *(
-            pytest.param({**STREAMING, "wire_dtype": "int4z"}, *case, id=f"{case}-few-bits")
+            pytest.param(
+                {**STREAMING, "wire_dtype": "int4z", "reply_dtype": "int4z"},
+                *case,
+                id=f"{case}-few-bits",
+            )
             for case in ((2, 2, "own"), (2, 3, "all"), (2, 1, "dcp"), (1, 2, "dcp"))
         ),
     ],

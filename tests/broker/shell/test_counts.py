@@ -32,11 +32,9 @@ WORKERS, ROUNDS = 2, 6
 class Traffic:
     """Calm rounds through a proxy that notes every message, and what the broker says of its workers."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, chunk: int = CHUNK_ELEMENTS, **options: Any) -> None:
         made = trainees(WORKERS)
-        config = make_config(
-            workers=WORKERS, sync_every=1, chunk_elements=CHUNK_ELEMENTS, **options
-        )
+        config = make_config(workers=WORKERS, sync_every=1, chunk_elements=chunk, **options)
         self.rows: dict[str, Mapping[str, Any]] = {}
 
         def look(hook: Any, worker: int, step: int) -> None:
@@ -85,6 +83,17 @@ def test_bytes_of_a_round_are_those_of_the_parameters_in_wire_dtype(traffic: Tra
     for row in traffic.rows.values():
         assert row["bytes_up"] == ROUNDS * 2 * PARAMETERS
         assert row["bytes_down"] == (ROUNDS + 1) * 4 * PARAMETERS
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_bytes_of_a_round_in_few_bits_are_scales_and_codes(codec: str) -> None:
+    """Up each block of 256 elements; down the same, but for chunks that are shorter whole."""
+    elements, block = 64, {"int8": 258, "int4": 130}[codec]
+    counted = Traffic(wire_dtype=codec, reply_dtype=codec, chunk=elements)
+    whole = [4 * elements, 4 * (PARAMETERS - elements)]
+    for row in counted.rows.values():
+        assert row["bytes_up"] == ROUNDS * len(whole) * block
+        assert row["bytes_down"] == sum(whole) + ROUNDS * sum(min(block, each) for each in whole)
 
 
 def test_chunks_under_way_never_exceed_their_window(traffic: Traffic) -> None:

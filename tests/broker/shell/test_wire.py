@@ -47,9 +47,11 @@ def broker() -> Iterator[Broker]:
 
 def as_read(delta: Tensor, wire: str) -> Tensor:
     """What the broker makes of a delta that travels so, chunk by chunk."""
-    if wire in DTYPES:
-        return delta.to(DTYPES[wire]).float()
-    parts = [part.tolist() for part in torch.split(delta, 8)]
+    return delta.to(DTYPES[wire]).float() if wire in DTYPES else as_read_by(delta, wire, 8)
+
+
+def as_read_by(delta: Tensor, wire: str, length: int) -> Tensor:
+    parts = [part.tolist() for part in torch.split(delta, length)]
     return torch.tensor(
         [value for part in parts for value in decode(encode(part, wire), wire, len(part))]
     )
@@ -106,6 +108,43 @@ def play_all(broker: Broker, theta: Tensor, deltas: list[list[Tensor]]) -> list[
             for i in workers
         ]
         return [run.result(60) for run in runs]
+
+
+@pytest.mark.parametrize("reply", ["int8", "int4", "int4z"])
+def test_versions_in_few_bits_are_those_of_the_reference_bit_for_bit(reply: str) -> None:
+    """The second worker misses three versions, and the third takes each whole; all hold the same."""
+    generator = torch.Generator().manual_seed(1)
+    length, rounds = 512, 6
+    theta = torch.randn(length, generator=generator)
+    deltas = [0.1 * torch.randn(length, generator=generator) for _ in range(rounds)]
+    shadow = theta.clone()
+    alone = {"mode": "async", "outer": "nesterov", "outer_momentum": 0.0}
+    with (
+        a_broker(1, reply_dtype=reply, chunk_elements=256, **alone) as broker,
+        RawWorker(broker.address, "w0") as worker,
+    ):
+        worker.join(one_tensor(length))
+        worker.donate(theta)
+        masters = [worker.pull(length)]
+        with RawWorker(broker.address, "late") as late, RawWorker(broker.address, "whole") as whole:
+            for other in (late, whole):
+                other.join(one_tensor(length))
+                assert torch.equal(other.pull(length), theta)
+            whole.takes_deltas = False
+            one = [[delta] for delta in deltas]
+            outer = reference(theta, one, "fp32", lr=0.7, momentum=0.0, nesterov=False)
+            for number, delta in enumerate(deltas):
+                assert worker.version is not None
+                worker.push(1000 + number, delta, "fp32")
+                got = worker.pull(length, after=worker.version["counter"])
+                shadow = shadow + as_read_by(outer[number] - shadow, reply, 256)
+                torch.testing.assert_close(got, shadow, rtol=0, atol=1e-6)
+                masters.append(got)
+                if number in (2, 5):
+                    assert torch.equal(late.pull(length, after=0), got)
+                assert torch.equal(whole.pull(length, after=number), got)
+            assert worker.deltas == 2 * rounds and whole.deltas == 0
+            assert late.deltas == 4, "two chunks twice, each over three versions"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ChunkSpan, Segment, lay_out
 from diloco_protocol.clients import observer
-from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, least_bytes, span_bytes
+from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, in_few_bits, least_bytes, span_bytes
 from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.records import from_plain
@@ -32,7 +32,7 @@ from kit import raw_codecs
 from kit.whole_run import make_config
 
 
-@pytest.mark.parametrize("wire", REPLY_DTYPES)
+@pytest.mark.parametrize("wire", [name for name in REPLY_DTYPES if not in_few_bits(name)])
 @pytest.mark.parametrize("segment", Segment)
 def test_chunk_is_read_as_it_was_rounded_and_takes_the_bytes_that_it_should(
     segment: Segment, wire: str
@@ -53,7 +53,7 @@ def test_unknown_wire_dtype_names_the_known_ones() -> None:
         segment_dtype(Segment.PARAMETERS, "int3")
 
 
-@pytest.mark.parametrize("other", ["int8", "int64"])
+@pytest.mark.parametrize("other", ["int2", "int64"])
 def test_reader_of_a_broker_with_another_wire_dtype_says_so(
     other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

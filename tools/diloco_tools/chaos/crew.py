@@ -44,6 +44,7 @@ MODES = {
         (
             *("--mode", "sync", "--num-fragments", "2", "--fragment-sync-delay", "2"),
             *("--fragment-merge", "rebase"),  # keeps the steps made while a fragment is under way
+            *("--wire-dtype", "int4z", "--reply-dtype", "int4z"),  # copies follow by differences
         ),
         0.06,
         versions_a_round=2,

@@ -136,8 +136,9 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
     Returns:
         `versions`, the final one of each fragment; `checksum` of its parameters as the drill pulled it,
         `checksums` as each surviving worker did, by name of its life; their `loss`, nats per byte of
-        held-out text; `exits` of the workers that were not killed; `broker_exit` after SIGTERM, None if
-        it had to be killed, and the `broker_seconds` that it took.
+        held-out text; `held`, by life a checksum of each version that training stood on; `exits` of the
+        workers that were not killed; `broker_exit` after SIGTERM, None if it had to be killed, and the
+        `broker_seconds` that it took.
 
     Raises:
         Broken: somebody hangs.
@@ -172,6 +173,9 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
         "checksum": checksum(final),
         "checksums": {
             job.name: json.loads(job.file(RESULT).read_text())["checksum"] for job in pulled
+        },
+        "held": {
+            job.name: json.loads(job.file(RESULT).read_text()).get("held", {}) for job in pulled
         },
         "loss": loss_of(final, held_out),
         "exits": exits,

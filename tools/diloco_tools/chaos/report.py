@@ -163,6 +163,12 @@ def problems(report: Report, least_rounds: int) -> Iterator[str]:
 
 
 def _of_the_end(ending: Record) -> Iterator[str]:
+    first: dict[str, tuple[str, str]] = {}
+    for name, held in ending.get("held", {}).items():
+        for version, told in held.items():
+            who, seen = first.setdefault(version, (name, told))
+            if told != seen:
+                yield f"{name} and {who} hold other values of version {version}."
     checksum = ending["checksum"]
     for name, told in ending["checksums"].items():
         if told != checksum:

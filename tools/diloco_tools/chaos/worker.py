@@ -73,7 +73,21 @@ def train(job: Job) -> dict[str, Any]:
             diloco.report(loss=loss, tokens=tokens.numel())
             time.sleep(job.pause)
         bring_in(diloco, job.file(AUDIT))
-    return {"steps": count.steps, "metrics": dict(diloco.sync_metrics)}
+        held = copies(diloco)
+    return {"steps": count.steps, "metrics": dict(diloco.sync_metrics), "held": held}
+
+
+def copies(diloco: DiLoCoWorker) -> dict[str, str]:
+    """By the name of each version that this worker holds, SHA-256 over every bit of its values."""
+    found = {}
+    resume = diloco.state_dict()["resume"]
+    for number, each in enumerate(resume["fragments"] if resume else ()):
+        digest = hashlib.sha256()
+        for segment, vector in sorted(each["base"].items()):
+            digest.update(segment.encode() + b"\0")
+            digest.update(vector.view(torch.uint8).numpy().data)
+        found[f"{number} {' '.join(map(str, each['version']))}"] = digest.hexdigest()
+    return found
 
 
 def bring_in(diloco: DiLoCoWorker, audit: Path) -> None:

@@ -1,0 +1,144 @@
+"""Versions that come as differences from the one that is held, against a scripted broker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco_protocol import Counted, Ledger, Segment
+from diloco_protocol.messages import Chunk, Commit, Pull, Push, Released
+from diloco_protocol.tensors.codecs import CODECS, checksum
+from kit.scripted_broker import ScriptedBroker, version
+from kit.scripted_training import H, ScriptedTraining
+
+pytest_plugins = ("kit.worker_fixtures",)
+
+
+def few(training: ScriptedTraining) -> None:
+    training.begins(config={"reply_dtype": "int4"})
+
+
+def follows(
+    training: ScriptedTraining,
+    counter: int,
+    push: Push,
+    *,
+    by: float = 1.0,
+    held: int | None = None,
+    spoilt: bool = False,
+) -> None:
+    """A version that is the one held and so much more everywhere; `spoilt`: says another sum."""
+    broker, what = training.broker, version(counter)
+    base = version(counter - 1 if held is None else held)
+    for span in training.filled(0).layout.spans:
+        values = torch.full((span.elements,), by)
+        code = CODECS["int4"].encode(values)
+        read = CODECS["int4"].decode(code, span.elements)
+        wanted = checksum(read + training_base(training, span.index)) + spoilt
+        says = Chunk(0, span.index, version=what, delta_of=base, parts=(code.nbytes,))
+        broker.says(replace(says, checksum=wanted), bytes(code))
+    broker.says(Released(0, what, Ledger({"me": (Counted(push.push_id),)})))
+
+
+def training_base(training: ScriptedTraining, index: int) -> Tensor:
+    driver = training.worker._driver
+    assert driver is not None
+    base = driver.bases[0]
+    span = base.layout.spans[index]
+    return base.vectors[span.segment][span.start : span.stop]
+
+
+def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
+    """A whole push, and the pull for the version that it will be in."""
+    broker = training.broker
+    push = broker.hears(Push)
+    pull = broker.hears_pull()
+    broker.grants(push)
+    broker.takes_chunks(push, push.chunks)
+    assert broker.hears(Commit).push_id == push.push_id
+    return push, pull
+
+
+def test_what_is_held_and_the_difference_are_the_version(training: ScriptedTraining) -> None:
+    few(training)
+    value = 100.0
+    for counter in (1, 2):
+        training.trains(H)
+        push, pull = takes_with_pull(training)
+        assert pull.delta_of == version(counter - 1)
+        follows(training, counter, push, by=7.0)
+        training.done()
+        value += 7.0
+        assert training.values == value
+
+
+def test_copy_that_is_another_is_noticed_and_fetched_whole(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
+) -> None:
+    few(training)
+    training.trains(H)
+    push, pull = takes_with_pull(training)
+    assert pull.delta_of == version(0)
+    follows(training, 1, push, spoilt=True)
+    again = training.broker.hears_pull()
+    assert again.delta_of is None and again.held is None
+    training.serves(50, 1, push)
+    training.done()
+    assert training.values == 50
+    assert "is not what the broker has under that name; it is fetched whole" in caplog.text
+    training.trains(H)
+    push, pull = takes_with_pull(training)
+    assert pull.delta_of == version(1), "what came whole is trusted"
+    follows(training, 2, push, by=7.0)
+    training.done()
+    assert training.values == 57
+
+
+def test_difference_from_a_version_that_is_not_held_is_passed_over(
+    training: ScriptedTraining,
+) -> None:
+    few(training)
+    training.trains(H)
+    push, _ = training.takes()
+    follows(training, 5, push, held=4)
+    training.serves(50, 1, push)
+    training.done()
+    assert training.values == 50
+
+
+@pytest.mark.parametrize("parts", [(), (1,), (130, 130), (129,)])
+def test_difference_of_wrong_lengths_is_said_aloud_and_not_used(
+    training: ScriptedTraining,
+    broker: ScriptedBroker,
+    caplog: pytest.LogCaptureFixture,
+    parts: tuple[int, ...],
+) -> None:
+    few(training)
+    training.trains(H)
+    push, _ = training.takes()
+    says = Chunk(0, 0, version=version(1), delta_of=version(0), parts=parts, checksum=0)
+    broker.says(says, bytes(130))
+    training.serves(50, 1, push)
+    training.done()
+    assert training.values == 50
+    assert "which are no difference in int4" in caplog.text
+
+
+def test_buffers_never_come_as_differences(
+    training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    training.begins(model, config={"reply_dtype": "int4"})
+    assert broker.layout is not None
+    spans = broker.layout.fragments[0].spans
+    index = next(span.index for span in spans if span.segment is Segment.BUFFERS)
+    says = Chunk(0, index, version=version(1), delta_of=version(0), parts=(130,), checksum=0)
+    broker.says(says, bytes(130))
+    training.trains(H)
+    push, _ = training.broker.takes_push()
+    training.serves(50, 1, push)
+    training.done()
+    assert "which are no difference in int4" in caplog.text

@@ -51,6 +51,7 @@ def export(
     from diloco_broker.storage.model_file import model_of, write_model
     from diloco_broker.storage.model_folder import write_like
     from diloco_protocol.clients.observer import Observer
+    from diloco_protocol.dtypes import SIZES, in_few_bits
 
     with failing_in_a_sentence():
         if like is not None and to == Path("model.safetensors"):
@@ -68,9 +69,17 @@ def export(
                 read = observer.read()
             versions = ", ".join(map(str, read.versions))
             model, what = read.tensors, f"version{'s'[: len(read.versions) != 1]} {versions}"
+            if in_few_bits(read.reply_dtype):
+                what += (
+                    f"; these are the values that workers hold (--reply-dtype {read.reply_dtype}), the "
+                    "master is in the checkpoints"
+                )
         else:
             path, found = newest_sound(Path(source), checkpoint.load)
             model, what = model_of(found), f"{path.name}, before round {found.number}"
+            reply = str(found.config.get("reply_dtype", ""))
+            if reply in SIZES and in_few_bits(reply):
+                what += f"; this is the master, which workers hold in {reply} steps behind it"
         size = write_model(model, to) if like is None else write_like(model, to, like)
     typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")
 

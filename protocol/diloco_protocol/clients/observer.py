@@ -34,6 +34,7 @@ class ReadModel:
 
     tensors: dict[str, Tensor]  # its state dict, in its own shapes and dtypes
     versions: tuple[VersionId, ...]  # of each trained fragment, in order
+    reply_dtype: str = "fp32"  # of the run
 
 
 class Observer:
@@ -81,7 +82,8 @@ class Observer:
             if part.chunks
         }
         versions = tuple(found[part.fragment][1] for part in layout.fragments)
-        return ReadModel(assemble(layout, {f: each for f, (each, _) in found.items()}), versions)
+        tensors = assemble(layout, {f: each for f, (each, _) in found.items()})
+        return ReadModel(tensors, versions, config.reply_dtype)
 
     def _pull(self, part: FragmentLayout, wire: str) -> tuple[list[Tensor], VersionId]:
         """All chunks of the fragment's newest version; from the beginning where a newer one comes."""

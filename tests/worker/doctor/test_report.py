@@ -27,12 +27,12 @@ def test_dtypes_that_are_good_enough_stay() -> None:
     ("rate", "is_whole", "named"),
     [
         (GIGABIT / 6, False, "--wire-dtype bf16 --reply-dtype bf16"),
-        # Not enough, and fewer bits on the way up would bring nothing: the way down takes as long.
-        (GIGABIT / 40, False, "--wire-dtype bf16 --reply-dtype bf16"),
+        (GIGABIT / 40, False, "--wire-dtype int4z --reply-dtype int4z"),
         (GIGABIT / 3.2, True, "--wire-dtype bf16 --reply-dtype bf16"),
-        (GIGABIT / 4, True, "--wire-dtype int8 --reply-dtype bf16"),
-        (GIGABIT / 5, True, "--wire-dtype int4 --reply-dtype bf16"),
-        (GIGABIT / 40, True, "--wire-dtype int4z --reply-dtype bf16"),
+        (GIGABIT / 5, True, "--wire-dtype int8 --reply-dtype int8"),
+        (GIGABIT / 10, True, "--wire-dtype int4 --reply-dtype int4"),
+        # Not enough, and none takes fewer.
+        (GIGABIT / 40, True, "--wire-dtype int4z --reply-dtype int4z"),
     ],
 )
 def test_mildest_dtypes_that_are_good_enough_are_named(
@@ -49,7 +49,7 @@ def test_mildest_dtypes_that_are_good_enough_are_named(
 
 def test_each_dtype_has_its_seconds_where_steps_are_not_known() -> None:
     said = _sentences(a_run(GIGABIT / 10, step_time=None, is_whole=True))[-1]
-    assert said.startswith("In fewer bytes, with --reply-dtype bf16 and --wire-dtype: bf16 ")
+    assert said.startswith("In fewer bytes, with --wire-dtype and --reply-dtype: bf16 ")
     assert [word for word in said.replace(",", "").split() if word.startswith("int")] == [
         "int8",
         "int4",

@@ -20,7 +20,13 @@ from diloco_worker.doctor.line import Rate
 
 SHARE = 0.95  # of the time, that training should have
 # Dtypes of pushes and replies, from those that round least to those that need the fewest bytes.
-DTYPES = (("bf16", "fp32"), ("bf16", "bf16"), ("int8", "bf16"), ("int4", "bf16"), ("int4z", "bf16"))
+DTYPES = (
+    ("bf16", "fp32"),
+    ("bf16", "bf16"),
+    ("int8", "int8"),
+    ("int4", "int4"),
+    ("int4z", "int4z"),
+)
 # What was looked at by the time that each fault is found.
 _ROWS = {
     Fault.NAME: "name",
@@ -201,9 +207,9 @@ def _of_other_dtypes(found: Estimate) -> list[str]:
         each = (
             f"{e.wire_dtype} {_seconds(e.seconds)}"
             for e in found.shorter
-            if e.reply_dtype == "bf16"
+            if e.reply_dtype == e.wire_dtype
         )
-        return [f"In fewer bytes, with --reply-dtype bf16 and --wire-dtype: {', '.join(each)}."]
+        return [f"In fewer bytes, with --wire-dtype and --reply-dtype: {', '.join(each)}."]
     if found.utilisation >= SHARE:
         return ["Its dtypes are good enough for this line."]
     least = min(each.seconds for each in found.shorter)

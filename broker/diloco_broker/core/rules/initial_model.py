@@ -24,7 +24,7 @@ from diloco_broker.core.state.model_source import Intake, Resumption
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.dtypes import span_bytes
+from diloco_protocol.dtypes import span_bytes, whole_dtype
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import summarise
 from diloco_protocol.version import VersionId
@@ -365,7 +365,7 @@ def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
     names = summarise(state.versions[work.fragment].layout.names_in(work.index))
     text = (
         f"The parameters of {work.worker_id or 'the model file'} are not all finite in "
-        f"{state.config.reply_dtype}, in {names}; they cannot begin a run."
+        f"{whole_dtype(state.config.reply_dtype)}, in {names}; they cannot begin a run."
     )
     yield effects.Log("error", text)
     donor = state.members.named(work.worker_id)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.run import RunState
-from diloco_protocol.dtypes import SIZES
+from diloco_broker.core.state.versions.reply import LONGEST_CHAIN
+from diloco_protocol.dtypes import SIZES, in_few_bits
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.messages import Join
@@ -33,7 +34,12 @@ def bytes_per_parameter(config: BrokerConfig, *, has_own_optimizer: bool = False
 
 
 def reply_bytes(config: BrokerConfig) -> float:
-    """Of a parameter in wire form, where that is another one than its own."""
+    """Of a parameter in wire form, where that is another one than its own.
+
+    In few bits that is the shadow, in fp32, and the codes of the last versions.
+    """
+    if in_few_bits(config.reply_dtype):
+        return MASTER_BYTES + LONGEST_CHAIN * SIZES[config.reply_dtype].element
     return 0 if config.reply_dtype == "fp32" else SIZES[config.reply_dtype].element
 
 

@@ -32,7 +32,7 @@ from diloco_tools.demo.experiment import (
 )
 from diloco_tools.demo.model import WARMUP, GPTConfig, Recipe, build_model, learning_rate_factor
 from diloco_tools.demo.plot import draw
-from diloco_tools.demo.results import data_parallel_bytes, table
+from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes, table
 from diloco_tools.demo.settings import Settings
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
@@ -199,6 +199,11 @@ def test_data_parallel_bytes_are_steps_workers_parameters_and_both_ways() -> Non
     assert data_parallel_bytes(wide, 1000)[0] == 100 * 2 * 1000 * (4 + 4)
 
 
+def test_bytes_in_few_bits_are_a_whole_version_and_codes_both_ways() -> None:
+    """100 steps in rounds of 25, 2 workers."""
+    assert few_bits_bytes(SETTINGS, 1000) == 2 * (4000 + 4 * 2 * 275)
+
+
 def test_summary_is_the_stored_one() -> None:
     matches("demo_summary.json", json.dumps(RESULTS, indent=1))
 
@@ -207,7 +212,7 @@ def test_table_shows_both_losses_and_the_bytes() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(table(RESULTS))
     shown = console.export_text()
-    for words in ("2.5000", "2.0000", "4 (every 25 steps)", "1.2 MB"):
+    for words in ("2.5000", "2.0000", "4 (every 25 steps)", "1.2 MB", "int4z (computed)"):
         assert words in shown
 
 

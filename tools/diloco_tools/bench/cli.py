@@ -73,7 +73,7 @@ fold
 round --workers 2,4,8 --reply-dtype fp32,bf16 --parameters 10M,50M
 round --workers 2,4,8 --reply-dtype fp32,bf16 --parameters 125M --repeats 3
 round-limit
-codecs
+codecs --repeats 3
 codecs-wan
 codecs-limited
 async
@@ -92,9 +92,7 @@ transport --repeats 3
 fold --repeats 3 --parameters 10M --pushers 1
 round --repeats 3 --parameters 10M
 round-limit --repeats 3 --parameters 10M
-codecs --repeats 3 --parameters 10M
-codecs-wan --parameters 10M
-codecs-limited --parameters 10M
+codecs --repeats 1 --parameters 10M
 async --repeats 3 --workers 2 --seconds 1
 streaming --repeats 1 --steps 10
 heartbeat --parameters 10M --workers 2

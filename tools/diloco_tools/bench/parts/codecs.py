@@ -1,4 +1,4 @@
-"""A round with each pair of dtypes, up and down, against one with bf16 up and fp32 down.
+"""Rounds of two workers with each pair of dtypes, up and down, against one with bf16 up and fp32 down.
 
 On loopback, through a link that a proxy makes slow, and over a network that the kernel does. Two runs
 live side by side, each with workers of its own, and make rounds in turn. Pseudo-gradients are normal
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import fmean, median
 
 from diloco_protocol.dtypes import REPLY_DTYPES
 from diloco_tools.bench.limited_network import NoNetwork, limited_network
@@ -28,10 +29,12 @@ from diloco_tools.bench.report.arithmetic import against, computed_round, in_tur
 from diloco_tools.bench.report.figures import Figure, figure
 from diloco_tools.bench.sizes import parameters_of
 
-CODECS, CODECS_COMPUTED = "codecs on loopback", "codecs at 10 Gb/s, computed"
+CODECS, CODECS_CPU = "codecs on loopback", "codecs, CPU of a round"
+CODECS_COMPUTED = "codecs at 10 Gb/s, computed"
 CODECS_WAN, CODECS_LIMITED = "codecs through a link", "codecs over a limited network"
 WORKERS = 2
 USUAL = ("bf16", "fp32")  # what all others are compared with
+RATIO = f"/ {'/'.join(USUAL)}"
 FEW_BITS = ("int8", "int4", "int4z")
 BITS_PER_S, ROUND_TRIP_S = 1e9, 0.1  # of the link
 COMPUTED_GB_PER_S = 1.25  # 10 Gb/s
@@ -44,47 +47,54 @@ def pairs(replies: Sequence[str] = REPLY_DTYPES) -> list[Pair]:
     return [("bf16", "bf16"), *((each, each if each in replies else "bf16") for each in FEW_BITS)]
 
 
-def named(pair: Pair) -> str:
-    return "/".join(pair)
+def row_of_pair(size: str, pair: Pair) -> str:
+    return f"{size}, {'/'.join(pair)}"
 
 
 def codecs(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 5) -> list[Figure]:
     """Rounds on loopback with each pair of dtypes: time, bytes, CPU, and what they make of 10 Gb/s."""
     parameters = parameters_of(size)
     trainers = pool.roles("trainer", 2 * WORKERS)
-    figures: list[Figure] = []
-    for pair, usual, rounds in _in_turn(pool, trainers, size, repeats):
-        of_it = partial(figure, CODECS, f"{row_of(size, WORKERS)}, {named(pair)}")
+    found = _in_turn(pool, trainers, size, repeats)
+    on_loopback, of_cpu, at_10_gbits = [], [], []
+    for pair, usual, rounds in found:
+        row = row_of_pair(size, pair)
+        loopback, cpu = partial(figure, CODECS, row), partial(figure, CODECS_CPU, row)
+        computed = partial(figure, CODECS_COMPUTED, row)
+        up, down = (median(getattr(each, way) for each in rounds) for way in ("up", "down"))
         bits = 8e9 / (WORKERS * parameters)  # a parameter, of so many GB
-        found = [
-            of_it("up", [bits * each.up for each in rounds], "bits"),
-            of_it("down", [bits * each.down for each in rounds], "bits"),
-            of_it("round", [each.seconds for each in rounds], "s"),
-            of_it("CPU", [_cpu(each) for each in rounds], "s"),
+        seconds, used, at_speed = (
+            [of(each) for each in rounds] for of in (_seconds, _cpu, _computed)
+        )
+        on_loopback += [
+            loopback("up", bits * up, "bits"),
+            loopback("down", bits * down, "bits"),
+            loopback("round", seconds, "s"),
         ]
-        computed = partial(figure, CODECS_COMPUTED, f"{row_of(size, WORKERS)}, {named(pair)}")
-        at_speed = [_computed(each) for each in rounds]
-        found += [
-            computed("in", [each.up / COMPUTED_GB_PER_S for each in rounds], "s"),
-            computed("out", [each.down / COMPUTED_GB_PER_S for each in rounds], "s"),
-            computed("broker CPU", [each.cpu for each in rounds], "s"),
-            computed("worker CPU", [max(each.workers_cpu) for each in rounds], "s"),
+        of_cpu += [
+            cpu("broker", [each.cpu for each in rounds], "s"),
+            cpu("each worker", [fmean(each.workers_cpu) for each in rounds], "s"),
+            cpu("all", used, "s"),
+        ]
+        at_10_gbits += [
+            computed("in", up / COMPUTED_GB_PER_S, "s"),
+            computed("out", down / COMPUTED_GB_PER_S, "s"),
             computed("round", at_speed, "s"),
         ]
         if usual:
-            ratio = against([each.seconds for each in rounds], [each.seconds for each in usual])
-            of_cpu = against([_cpu(each) for each in rounds], [_cpu(each) for each in usual])
-            at_link = against(at_speed, [_computed(each) for each in usual])
-            found += [
-                of_it("/ bf16/fp32", ratio, "x", target=_target(pair, "int4z loopback")),
-                of_it("CPU / bf16/fp32", of_cpu, "x"),
-                computed("/ bf16/fp32", at_link, "x", target=_target(pair, "int4z 10 Gb/s")),
-            ]
-        figures += found
-    return sorted(figures, key=lambda each: each.part != CODECS)
+            before = [[of(each) for each in usual] for of in (_seconds, _cpu, _computed)]
+            target = partial(_target, pair)
+            on_loopback.append(
+                loopback(RATIO, against(seconds, before[0]), "x", target=target("int4z loopback"))
+            )
+            of_cpu.append(cpu(RATIO, against(used, before[1]), "x"))
+            at_10_gbits.append(
+                computed(RATIO, against(at_speed, before[2]), "x", target=target("int4z 10 Gb/s"))
+            )
+    return [*on_loopback, *of_cpu, *at_10_gbits]
 
 
-def codecs_wan(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 1) -> list[Figure]:
+def codecs_wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 1) -> list[Figure]:
     """Rounds with each pair of dtypes through a link of 1 Gb/s with a round trip of 100 ms.
 
     A proxy makes it, which all workers of a run share in each direction.
@@ -92,10 +102,10 @@ def codecs_wan(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 1) 
     trainers = pool.roles("trainer", 2 * WORKERS)
     network = f"{BITS_PER_S / 1e9:g} Gb/s, {1e3 * ROUND_TRIP_S:g} ms"
     found = _in_turn(pool, trainers, size, repeats, link=_slow)
-    return _seconds(CODECS_WAN, f"{row_of(size, WORKERS)}, {network}", found)
+    return _through(CODECS_WAN, size, network, found)
 
 
-def codecs_limited(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 1) -> list[Figure]:
+def codecs_limited(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 1) -> list[Figure]:
     """Rounds with each pair of dtypes over a network of this kernel, of 1 Gb/s each way; needs root.
 
     The workers are in a namespace of their own, behind a token bucket.
@@ -109,8 +119,7 @@ def codecs_limited(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats =
                 found = _in_turn(
                     pool, trainers, size, repeats, bind=f"{network.address}:*", insecure=True
                 )
-                row = f"{row_of(size, WORKERS)}, {BITS_PER_S / 1e9:g} Gb/s"
-                return _seconds(CODECS_LIMITED, row, found)
+                return _through(CODECS_LIMITED, size, f"{BITS_PER_S / 1e9:g} Gb/s", found)
             finally:
                 pool.dismiss("limited-")
     except NoNetwork as error:
@@ -164,24 +173,30 @@ def _in_turn(
     return [(USUAL, [], all_usual), *measured]
 
 
-def _seconds(part: str, row: str, found: Sequence[Measured]) -> list[Figure]:
-    """Of each pair, and their ratios to the usual."""
+def _through(part: str, size: str, network: str, found: Sequence[Measured]) -> list[Figure]:
+    """Of each pair the time and the bytes of a round, and its ratio to the usual."""
     figures = []
     for pair, usual, rounds in found:
-        of_it = partial(figure, part, f"{row}, {named(pair)}")
-        seconds = [each.seconds for each in rounds]
-        figures.append(of_it("round", seconds, "s"))
-        figures.append(of_it("up", [1e3 * each.up for each in rounds], "MB"))
-        figures.append(of_it("down", [1e3 * each.down for each in rounds], "MB"))
+        of_it = partial(figure, part, f"{row_of_pair(size, pair)}, {network}")
+        seconds = [_seconds(each) for each in rounds]
+        figures += [
+            of_it("up", 1e3 * median(each.up for each in rounds), "MB"),
+            of_it("down", 1e3 * median(each.down for each in rounds), "MB"),
+            of_it("round", seconds, "s"),
+        ]
         if usual:
-            ratio = against(seconds, [each.seconds for each in usual])
-            figures.append(of_it("/ bf16/fp32", ratio, "x", target=_target(pair, "int4z 1 Gb/s")))
+            ratio = against(seconds, [_seconds(each) for each in usual])
+            figures.append(of_it(RATIO, ratio, "x", target=_target(pair, "int4z 1 Gb/s")))
     return figures
 
 
 def _target(pair: Pair, target: str) -> str | None:
     """Targets are about int4z, with the smallest replies that there are."""
     return target if pair[0] == "int4z" else None
+
+
+def _seconds(of: Round) -> float:
+    return of.seconds
 
 
 def _cpu(of: Round) -> float:

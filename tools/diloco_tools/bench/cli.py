@@ -41,7 +41,9 @@ RAW_BYTES, QUICK_RAW_BYTES = 512 << 20, 128 << 20  # that a measurement of raw T
 QUIET_LOAD = 0.7  # of the last minute; above it the figures are those of a busy machine
 WIDTH = 130  # of the tables where there is no terminal
 Out = Annotated[Path, typer.Option(help="Folder for JSON, table, picture and logs.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Under a minute: small models, few repeats.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A minute and a half: small models, few repeats.")
+]
 DEFAULT_OUT = Path("runs/bench")
 
 
@@ -106,7 +108,7 @@ idle --workers 100 --seconds 2
 
 @app.command(name="all")
 def everything(quick: Quick = False, out: Out = DEFAULT_OUT) -> None:
-    """Every part, about a quarter of an hour on two cores (--quick: under one)."""
+    """Every part, under half an hour on two cores (--quick: a minute and a half)."""
     if quick:
         run("quick", parts_of(QUICK), out, QUICK_RAW_BYTES)
     else:

@@ -94,7 +94,7 @@ def codecs(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 5) -> l
     return [*on_loopback, *of_cpu, *at_10_gbits]
 
 
-def codecs_wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 1) -> list[Figure]:
+def codecs_wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 3) -> list[Figure]:
     """Rounds with each pair of dtypes through a link of 1 Gb/s with a round trip of 100 ms.
 
     A proxy makes it, which all workers of a run share in each direction.
@@ -105,7 +105,7 @@ def codecs_wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 1) -
     return _through(CODECS_WAN, size, network, found)
 
 
-def codecs_limited(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 1) -> list[Figure]:
+def codecs_limited(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 3) -> list[Figure]:
     """Rounds with each pair of dtypes over a network of this kernel, of 1 Gb/s each way; needs root.
 
     The workers are in a namespace of their own, behind a token bucket.

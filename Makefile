@@ -25,7 +25,7 @@ help:
 	@echo "make demo      train a small GPT with one broker and two workers, compare with one worker"
 	@echo "make chaos     kill, stop and cut off a run in every mode, then audit it: under 5 minutes"
 	@echo "make attack    floods, forgeries and stolen keys against a broker that trains: what got through, what it cost"
-	@echo "make bench     measure this machine's limits and the product against them: a quarter of an hour"
+	@echo "make bench     measure this machine's limits and the product against them: half an hour"
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
 	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"

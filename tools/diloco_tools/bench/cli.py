@@ -19,7 +19,7 @@ from rich.console import Console
 from diloco_tools import terminal
 from diloco_tools.bench import machine
 from diloco_tools.bench.options import COMMAND, refuse
-from diloco_tools.bench.parts import groups, load, rounds, training, wire
+from diloco_tools.bench.parts import codecs, groups, load, round_limit, rounds, training, wire
 from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import (
     TRANSPORT,
@@ -41,7 +41,9 @@ RAW_BYTES, QUICK_RAW_BYTES = 512 << 20, 128 << 20  # that a measurement of raw T
 QUIET_LOAD = 0.7  # of the last minute; above it the figures are those of a busy machine
 WIDTH = 130  # of the tables where there is no terminal
 Out = Annotated[Path, typer.Option(help="Folder for JSON, table, picture and logs.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Under a minute: small models, few repeats.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A minute and a half: small models, few repeats.")
+]
 DEFAULT_OUT = Path("runs/bench")
 
 
@@ -51,6 +53,10 @@ COMMANDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "transport": (TRANSPORT, wire.transport),
     "fold": (TRANSPORT_WITH_FOLD, wire.fold),
     "round": ("round", rounds.configurations),
+    "round-limit": (round_limit.ROUND_LIMIT, round_limit.round_limit),
+    "codecs": (codecs.CODECS, codecs.codecs),
+    "codecs-wan": (codecs.CODECS_WAN, codecs.codecs_wan),
+    "codecs-limited": (codecs.CODECS_LIMITED, codecs.codecs_limited),
     "async": (training.ASYNCHRONOUS, training.asynchronous),
     "streaming": (training.STREAMING, training.streaming),
     "heartbeat": (load.HEARTBEAT, load.heartbeat),
@@ -68,6 +74,10 @@ transport
 fold
 round --workers 2,4,8 --reply-dtype fp32,bf16 --parameters 10M,50M
 round --workers 2,4,8 --reply-dtype fp32,bf16 --parameters 125M --repeats 3
+round-limit
+codecs --repeats 3
+codecs-wan
+codecs-limited
 async
 streaming
 heartbeat
@@ -83,6 +93,8 @@ limits --repeats 3
 transport --repeats 3
 fold --repeats 3 --parameters 10M --pushers 1
 round --repeats 3 --parameters 10M
+round-limit --repeats 3 --parameters 10M
+codecs --repeats 1 --parameters 10M
 async --repeats 3 --workers 2 --seconds 1
 streaming --repeats 1 --steps 10
 heartbeat --parameters 10M --workers 2
@@ -96,7 +108,7 @@ idle --workers 100 --seconds 2
 
 @app.command(name="all")
 def everything(quick: Quick = False, out: Out = DEFAULT_OUT) -> None:
-    """Every part, about a quarter of an hour on two cores (--quick: under one)."""
+    """Every part, under half an hour on two cores (--quick: a minute and a half)."""
     if quick:
         run("quick", parts_of(QUICK), out, QUICK_RAW_BYTES)
     else:

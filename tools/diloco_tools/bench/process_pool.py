@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +29,16 @@ LOOK_EVERY_S = 0.02
 STATE_BYTES = 12  # per parameter at the broker: parameters, momentum, accumulator, each in fp32
 
 
+# From the address of a broker, for as long as the context lasts, to one that leads there.
+Link = Callable[[str], AbstractContextManager[str]]
+
+
 class RoleProcess(Child):
     """A child that plays a role of `bench.roles` and does what it is asked; see `roles.serve`."""
 
-    def __init__(self, role: str, name: str, folder: Path) -> None:
-        command = [sys.executable, "-m", "diloco_tools.bench.roles.serve", role]
+    def __init__(self, role: str, name: str, folder: Path, inside: Sequence[str] = ()) -> None:
+        """`inside`: a command that runs another one somewhere, in its own place (exec)."""
+        command = [*inside, sys.executable, "-m", "diloco_tools.bench.roles.serve", role]
         self._channel, theirs = Pipe()
         with theirs:
             super().__init__(name, command, folder, stdin=theirs.fileno())
@@ -171,11 +177,11 @@ class ProcessPool(Children):
         self._roles: dict[str, RoleProcess] = {}
         self._raw: Ends | None = None
 
-    def role(self, role: str, name: str = "") -> RoleProcess:
-        """The process of this name, started in its role if it is new."""
+    def role(self, role: str, name: str = "", inside: Sequence[str] = ()) -> RoleProcess:
+        """The process of this name, started in its role if it is new; see `RoleProcess`."""
         name = name or role
         if name not in self._roles:
-            self._roles[name] = self.add(RoleProcess(role, name, self.folder))
+            self._roles[name] = self.add(RoleProcess(role, name, self.folder, inside))
         return self._roles[name]
 
     def roles(self, role: str, count: int = 1) -> list[RoleProcess]:
@@ -224,11 +230,11 @@ class ProcessPool(Children):
 
     @contextlib.contextmanager
     def broker(self, **options: object) -> Iterator[BrokerProcess]:
-        """A broker with these options for as long as the context lasts."""
-        options |= {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*"}
+        """A broker with these options, where True is a flag, for as long as the context lasts."""
+        options = {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*"} | options
         command = [sys.executable, "-m", "diloco_broker", "serve"]
         for name, value in options.items():
-            command += ["--" + name.replace("_", "-"), str(value)]
+            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
         if "save_dir" not in options:
             command.append("--no-save")
         keys = find_keys(str(options["keys"]), Role.MONITOR) if "keys" in options else None
@@ -241,17 +247,25 @@ class ProcessPool(Children):
 
     @contextlib.contextmanager
     def training(
-        self, trainers: Sequence[RoleProcess], size: str, **options: object
+        self,
+        trainers: Sequence[RoleProcess],
+        size: str,
+        link: Link = nullcontext,
+        **options: object,
     ) -> Iterator[BrokerProcess]:
         """A run of these roles, with a boundary behind each step and a model of this size.
 
-        With the option `keys`, a folder of `make_keys`, each has the key of its name.
+        With the option `keys`, a folder of `make_keys`, each has the key of its name. `link` leads to
+        the broker by another address.
         """
         workers = options.pop("workers", len(trainers))
-        with self.broker(workers=workers, sync_every=1, **options) as broker:
+        with (
+            self.broker(workers=workers, sync_every=1, **options) as broker,
+            link(broker.address) as address,
+        ):
             ask_all(trainers, "build", size=size)
             for trainer in trainers:  # all of them before any answers: they wait for each other
-                trainer.tell("join", address=broker.address, keys=key_file(options, trainer.name))
+                trainer.tell("join", address=address, keys=key_file(options, trainer.name))
             for trainer in trainers:
                 trainer.hear()
             yield broker

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from diloco_protocol.feed import Snapshot
-from diloco_tools.bench import options
+from diloco_tools.bench import machine, options
 from diloco_tools.bench.process_pool import BrokerProcess, ProcessPool, RoleProcess, ask_all
 from diloco_tools.bench.report.arithmetic import PHASES, against, around, in_turn, slope
 from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, Parts, figure
@@ -34,12 +34,13 @@ WORKER_HOLDS, BROKER_HOLDS = 4, 5
 
 
 class Round(NamedTuple):
-    """One round: seconds, GB up and down of all workers, CPU seconds of the broker."""
+    """One round: seconds, GB up and down of all workers, CPU seconds of the broker and each worker."""
 
     seconds: float
     up: float
     down: float
     cpu: float
+    workers_cpu: tuple[float, ...]
 
 
 def row_of(size: str, workers: int, reply: str = "") -> str:
@@ -47,19 +48,27 @@ def row_of(size: str, workers: int, reply: str = "") -> str:
     return f"{size}, {workers} worker{'s' if workers > 1 else ''}{reply and f', {reply}'}"
 
 
-def one_round(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> Round:
+def one_round(
+    trainers: Sequence[RoleProcess], broker: BrokerProcess, normal: bool = False
+) -> Round:
     """Let all workers make a boundary at the same time.
 
     It lasts from the start of the last push until the last worker has the parameters in its model.
+    `normal`: with pseudo-gradients of normal values.
     """
-    ask_all(trainers, "drift")
+    ask_all(trainers, "drift", normal=normal)
     cpu = broker.cpu_seconds
+    workers_cpu = [machine.cpu_seconds(each.pid) for each in trainers]
     found = ask_all(trainers, "round")
     return Round(
         max(each["ended"] for each in found) - max(each["began"] for each in found),
         sum(each["up"] for each in found) / 1e9,
         sum(each["down"] for each in found) / 1e9,
         broker.cpu_seconds - cpu,
+        tuple(
+            machine.cpu_seconds(each.pid) - before
+            for each, before in zip(trainers, workers_cpu, strict=True)
+        ),
     )
 
 

@@ -41,11 +41,25 @@ TARGETS: Mapping[str, Target] = {
     "cpu": Target("broker CPU per GB, whole round / raw TCP", 2.0, False, "x"),
     "cpu transport": Target("CPU per GB, transport alone / raw TCP", 1.4, False, "x"),
     "link": Target("share of a 1 Gb/s link, 100 ms", 0.80, True, "%"),
+    "int4z loopback": Target("int4z / bf16/fp32, round on loopback", 1.15, False, "x"),
+    "int4z 1 Gb/s": Target("int4z / bf16/fp32, round at 1 Gb/s", 0.12, False, "x"),
+    "int4z 10 Gb/s": Target("int4z / bf16/fp32, computed at 10 Gb/s", 0.50, False, "x"),
     "attached": Target("step with the hook attached / without", 1.01, False, "times"),
 }
 
 # Digits behind the point, by unit. A share is kept as a fraction and shown in percent.
-_DIGITS = {"x": 2, "times": 3, "GB/s": 2, "s": 3, "ms": 1, "MB": 0, "/s": 1, "%": 1, "s/GB": 2}
+_DIGITS = {
+    "x": 2,
+    "times": 3,
+    "GB/s": 2,
+    "s": 3,
+    "ms": 1,
+    "MB": 0,
+    "/s": 1,
+    "%": 1,
+    "s/GB": 2,
+    "bits": 2,
+}
 RATIOS = ("x", "times")  # shown without a unit
 
 
@@ -69,7 +83,9 @@ class Figure:
     of: str  # what it was measured on; rows of a table
     name: str  # what was measured; columns of a table
     values: tuple[float, ...]  # in the order in which they were measured
-    unit: str  # x (a ratio), times (one near 1), GB/s, s, ms, MB, /s, s/GB, or % for a fraction
+    unit: (
+        str  # x (a ratio), times (one near 1), GB/s, s, ms, MB, /s, s/GB, bits, or % for a fraction
+    )
     target: str | None = None  # key in `TARGETS`
     note: str = ""  # what else one should know
 

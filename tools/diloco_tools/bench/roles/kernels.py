@@ -1,4 +1,4 @@
-"""The role "kernels": copying, folding, stepping at the best speed that torch has. One thread."""
+"""The role "kernels": the tensor work of a round at the best speed that torch has. One thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SGD: dict[str, Any] = {
 
 
 class Kernels:
-    """Each action gives its speed in GB/s."""
+    """Each action gives its speed in GB/s, and CPU seconds for a billion elements."""
 
     def __init__(self, _: object) -> None:
         torch.set_num_threads(1)
@@ -43,6 +43,15 @@ class Kernels:
             lambda i: self._first[i].add_(self._scratch.copy_(self._received[i])), chunks, 2
         )
 
+    def delta(self, chunks: int) -> dict[str, float]:
+        """Subtract fp32 chunks and round to bf16 through a scratch; bytes of parameters."""
+
+        def one(i: int) -> None:
+            torch.sub(self._first[i], self._second[i], out=self._scratch)
+            self._received[i].copy_(self._scratch)
+
+        return _speed(one, chunks, 4)
+
     def outer_step(self, chunks: int) -> dict[str, float]:
         """SGD with Nesterov momentum by torch's fused kernel, chunk by chunk; bytes of parameters."""
         theta, gradient = self._first, self._second.fill_(1e-3)
@@ -57,11 +66,12 @@ class Kernels:
 
 
 def _speed(one: Callable[[int], object], chunks: int, bytes_each: int) -> dict[str, float]:
-    """GB/s of doing something to chunks of elements of so many bytes, after once through all."""
+    """Of doing something to chunks of elements of so many bytes, after once through all."""
     for i in range(WORKING_SET):
         one(i)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     for i in range(chunks):
         one(i % WORKING_SET)
-    gigabytes = chunks * CHUNK_ELEMENTS * bytes_each / 1e9
-    return {"speed": gigabytes / (time.perf_counter() - began)}
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    billions = chunks * CHUNK_ELEMENTS / 1e9
+    return {"speed": billions * bytes_each / seconds, "cpu": cpu / billions}

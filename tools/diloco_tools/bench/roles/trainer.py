@@ -23,6 +23,8 @@ from diloco_tools.demo.model import GPT, VOCABULARY, GPTConfig, build_model
 from diloco_worker import DiLoCoWorker
 
 SAMPLE_S = 0.0005  # between two looks at the counters
+NOISE = 1 << 23  # normal values that pseudo-gradients are made of: many times a chunk
+NOISE_SCALE = 1e-3  # their standard deviation: that of a parameter over some hundred inner steps
 DRIFT = 0.999  # what parameters are multiplied by before a round, so that there is a difference
 START = 0.02  # the value of every parameter where nothing is trained
 BATCH = 1  # windows in a step of real training: a tenth of a second for 10M parameters
@@ -61,6 +63,7 @@ class Trainer:
         self._diloco: DiLoCoWorker
         self._resident = 0  # bytes, before joining
         self._began = 0.0  # when the hook was called last
+        self._noise: torch.Tensor | None = None
 
     def meet(self, port: int, rank: int, count: int) -> None:
         """Be one of the processes of a worker, as a launcher would have them."""
@@ -113,10 +116,23 @@ class Trainer:
         self._began = time.monotonic()
 
     @torch.no_grad()
-    def drift(self) -> None:
-        """What training would have done to the parameters, before the clock runs."""
+    def drift(self, normal: bool = False) -> None:
+        """What training would have done to the parameters, before the clock runs.
+
+        `normal`: by normal values, other ones at each worker and in each round, as a codec needs them
+        whose size depends on what it packs. They are pieces of one vector, from anywhere in it.
+        """
+        if not normal:
+            for parameter in self._model.parameters():
+                parameter.mul_(DRIFT)
+            return
+        if self._noise is None:
+            generator = torch.Generator().manual_seed(os.getpid())
+            self._noise = torch.randn(NOISE, generator=generator).mul_(NOISE_SCALE)
         for parameter in self._model.parameters():
-            parameter.mul_(DRIFT)
+            for piece in parameter.view(-1).split(NOISE // 2):
+                start = int(torch.randint(NOISE // 2, ()))
+                piece.add_(self._noise[start : start + piece.numel()])
 
     def round(self, sampled: bool = False) -> dict[str, Any]:
         """One step with a boundary behind it: from its beginning until the reply is in the model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import zmq
@@ -38,20 +38,34 @@ class RawEnd:
     def accept(self) -> None:
         self._socket, _ = self._listener.accept()
 
+    def hold(self, calls: int) -> dict[str, int]:
+        """From now on send from, and receive into, memory of `calls` buffers, one after the other."""
+        self._buffer = bytearray(b"\1") * (
+            calls * CALL_BYTES
+        )  # not zeros: the pages are to be there
+        return {"bytes": len(self._buffer)}
+
+    def _buffers(self, count: int) -> Iterator[memoryview]:
+        """So many of them, round and round through what it holds."""
+        view = memoryview(self._buffer)
+        for i in range(count):
+            start = i * CALL_BYTES % len(view)
+            yield view[start : start + CALL_BYTES]
+
     def give(self, count: int) -> dict[str, float]:
         """Send `count` buffers."""
         began, cpu = time.monotonic(), time.process_time()
-        for _ in range(count):
-            self._socket.sendall(self._buffer)
+        for each in self._buffers(count):
+            self._socket.sendall(each)
         return {"began": began, "cpu": time.process_time() - cpu}
 
     def take(self, count: int) -> dict[str, float]:
         """Receive what `count` buffers hold."""
-        view, cpu = memoryview(self._buffer), time.process_time()
-        for _ in range(count):
+        cpu = time.process_time()
+        for each in self._buffers(count):
             filled = 0
             while filled < CALL_BYTES:
-                filled += self._socket.recv_into(view[filled:])
+                filled += self._socket.recv_into(each[filled:])
         return {"ended": time.monotonic(), "cpu": time.process_time() - cpu}
 
     def echo(self) -> None:

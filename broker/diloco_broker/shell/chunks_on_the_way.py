@@ -20,18 +20,23 @@ STRANGERS_MAY_KEEP = 32 << 20
 
 
 class Piece(NamedTuple):
-    """What lies in memory: chunk `number` of a fragment, in its version `counter`."""
+    """What lies in memory: chunk `number` of a fragment, in its version `counter`.
+
+    Whole, or as a difference from the version `held`.
+    """
 
     fragment: int
     number: int
     counter: int
+    held: int | None = None
 
 
 def piece_of(message: Message) -> Piece | None:
     """Which chunk of the parameters a message of ours carries, if any."""
     if not isinstance(message, Chunk) or message.version is None:
         return None
-    return Piece(message.fragment, message.index, message.version.counter)
+    held = None if message.delta_of is None else message.delta_of.counter
+    return Piece(message.fragment, message.index, message.version.counter, held)
 
 
 @dataclass

@@ -65,9 +65,8 @@ def encode_int4z(values: Tensor) -> memoryview:
     scales = _capped(_root_mean_square(blocks).to(torch.bfloat16), LARGEST_OF_4_BITS)
     codes = _nibbles(_codes(blocks, scales, LARGEST_OF_4_BITS))
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(codes.numpy().data)
-    payload = bytearray(
-        scales.view(torch.uint8).numpy().data
-    )  # not bytes: torch would not read them
+    # No `bytes`, which torch does not like to read.
+    payload = bytearray(scales.view(torch.uint8).numpy().data)
     payload += packed
     return memoryview(payload)
 

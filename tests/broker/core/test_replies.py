@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_broker.core.state.versions.reply import LONGEST_CHAIN, Chain, Coded, Reply, reply_of
+from diloco_broker.core.state.versions.reply import LONGEST_CHAIN, Chain, Coded, Reply
 from diloco_protocol.version import VersionId
 
 WHOLE = bytes(100)
@@ -21,9 +21,8 @@ def chained(count: int, size: int = 10) -> Chain:
 
 
 def told(chain: Chain, held: VersionId | None, counter: int, size: int = 10) -> Reply:
-    codes = None if held is None else chain.between(held, version(counter))
     last = Coded(memoryview(WHOLE), memoryview(bytes([counter]) * size), 77)
-    return reply_of(codes, last, 0, held)
+    return chain.reply(last, 0, version(counter), held)
 
 
 def test_reader_that_has_the_version_before_gets_one_code() -> None:
@@ -64,4 +63,14 @@ def test_chunk_without_a_code_goes_whole_and_so_it_goes_to_all_behind_it() -> No
 
 
 def test_what_is_no_code_always_goes_as_it_is() -> None:
-    assert reply_of([[None]], b"as it is", 0, version(1)) == Reply(b"as it is")
+    assert chained(2).reply(b"as it is", 0, version(2), version(1)) == Reply(b"as it is")
+
+
+def test_readers_that_have_missed_the_same_share_what_they_are_sent() -> None:
+    chain = chained(5)
+    assert told(chain, version(2), 5).payload is told(chain, version(2), 5).payload
+    assert told(chain, version(3), 5).payload is not told(chain, version(2), 5).payload
+    old = told(chain, version(2), 5).payload
+    chain.follows(version(6), version(5), [memoryview(b"6")])
+    chain.follows(version(7), version(6), [memoryview(b"7")])
+    assert told(chain, version(2), 5).payload is not old, "it is kept while it is the newest"

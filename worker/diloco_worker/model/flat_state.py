@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco_protocol import Segment, TensorEntry
+from diloco_protocol import ProtocolError, Segment, TensorEntry
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.tensors.codecs import (
     checksum,
@@ -83,21 +83,24 @@ class FlatState:
 
     def follow(
         self, index: int, base: FlatState, payload: memoryview, parts: Sequence[int], wire: str
-    ) -> int:
+    ) -> int | None:
         """Decode a chunk of parameters that is a difference from that of `base`, into its place.
 
         Args:
             parts: the lengths in bytes of the codes to be added, in order; their sum is the payload's.
 
         Returns:
-            The checksum of what comes of it.
+            The checksum of what comes of it; None where the codes cannot be read.
         """
         span = self.layout.spans[index]
         target = self.vectors[span.segment][span.start : span.stop]
         target.copy_(base.vectors[span.segment][span.start : span.stop])
         start = 0
         for size in parts:
-            target += decode_chunk(span, payload[start : start + size], wire)
+            try:
+                target += decode_chunk(span, payload[start : start + size], wire)
+            except ProtocolError:
+                return None
             start += size
         return checksum(target)
 

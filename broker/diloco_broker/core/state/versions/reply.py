@@ -41,20 +41,43 @@ class Reply:
 
 @dataclass(eq=False)
 class Chain:
-    """The codes of the last versions of a fragment, which were made one from the other."""
+    """The codes of the last versions of a fragment, which were made one from the other.
+
+    Readers that have missed the same versions share what they are sent.
+    """
 
     _links: deque[tuple[VersionId, VersionId, Sequence[Any]]] = field(
         default_factory=lambda: deque(maxlen=LONGEST_CHAIN)
     )
+    # Of several versions, by the one held, the one sent and the chunk.
+    _joined: dict[tuple[VersionId, VersionId, int], Any] = field(default_factory=dict)
 
     def follows(self, version: VersionId, made_from: VersionId, codes: Sequence[Any]) -> None:
         """A version is being made from another; its `codes` are filled in one by one."""
         while self._links and self._links[-1][1] != made_from:
             self._links.pop()  # it came to nothing, or the broker went back
         self._links.append((made_from, version, codes))
+        self._joined = {key: kept for key, kept in self._joined.items() if key[1] == made_from}
 
-    def forget(self) -> None:
-        self._links.clear()
+    def reply(self, last: Any, index: int, version: VersionId, held: VersionId | None) -> Reply:
+        """How a chunk of a version goes to a reader that holds this one.
+
+        `last` is the chunk: bytes-like where it always goes whole.
+        """
+        if not isinstance(last, Coded):
+            return Reply(last)
+        chain = self.between(held, version) if held is not None else None
+        codes: list[Any] = [each[index] for each in chain or ()]
+        is_shorter = None not in codes and sum(code.nbytes for code in codes) < last.whole.nbytes
+        if held is None or not codes or not is_shorter:
+            return Reply(last.whole)
+        payload, name = codes[0], (held, version, index)
+        if len(codes) > 1:
+            payload = self._joined.get(name)
+            if payload is None:
+                payload = self._joined[name] = last.joined(codes)
+        parts = tuple(code.nbytes for code in codes)
+        return Reply(payload, {"delta_of": held, "parts": parts, "checksum": last.checksum})
 
     def between(self, held: VersionId, version: VersionId) -> list[Sequence[Any]] | None:
         """The codes of each version after `held` up to this one; None where no chain leads there."""
@@ -72,23 +95,3 @@ class Chain:
 def code_of(wire: Any) -> Any:
     """The code of a chunk; None where it always goes whole."""
     return wire.code if isinstance(wire, Coded) else None
-
-
-def reply_of(
-    chain: Sequence[Sequence[Any]] | None, last: Any, index: int, held: VersionId | None
-) -> Reply:
-    """How a chunk goes to a reader whom this chain of codes leads to the version from what it holds.
-
-    `last` is the chunk of that version: bytes-like where it always goes whole.
-    """
-    if not isinstance(last, Coded):
-        return Reply(last)
-    codes: list[Any] = [each[index] for each in chain] if chain else [None]
-    if any(code is None for code in codes):
-        return Reply(last.whole)
-    size = sum(code.nbytes for code in codes)
-    if size >= last.whole.nbytes:
-        return Reply(last.whole)
-    payload = last.joined(codes)
-    parts = tuple(code.nbytes for code in codes)
-    return Reply(payload, {"delta_of": held, "parts": parts, "checksum": last.checksum})

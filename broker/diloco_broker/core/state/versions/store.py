@@ -32,7 +32,7 @@ from diloco_broker.core.state.versions.readers import (
     Reader,
     lane_credit,
 )
-from diloco_broker.core.state.versions.reply import code_of, reply_of
+from diloco_broker.core.state.versions.reply import code_of
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Chunk, Progress, Released
@@ -223,18 +223,17 @@ class VersionStore:
         """Send what is ready while there is credit."""
         for fragment, download in list(reader.downloads.items()):
             wires = self._wires(fragment, download.version)
-            held = download.held
-            chain = self[fragment].chain.between(held, download.version) if held else None
+            chain, version, held = self[fragment].chain, download.version, download.held
             for lane, outlet in reader.lanes.items():
                 ready = download.ready.get(lane)
                 while ready and outlet.credit > 0:
                     index = ready.popleft()
                     outlet.credit -= 1
                     download.left -= 1
-                    reply = reply_of(chain, wires[index], index, held)
+                    reply = chain.reply(wires[index], index, version, held)
                     reader.account.bytes_down += reply.payload.nbytes
                     self.bytes_down += reply.payload.nbytes
-                    message = Chunk(fragment, index, version=download.version, **reply.says)
+                    message = Chunk(fragment, index, version=version, **reply.says)
                     yield effects.Send(outlet.route, message, reply.payload)
             if not download.left:
                 del reader.downloads[fragment]

@@ -170,7 +170,8 @@ class RawWorker:
             values += torch.tensor(read)
             start += size
         assert start == len(chunk["payload"])
-        patterns = struct.unpack(f"<{len(values)}i", values.numpy().tobytes())
+        whole = values.numpy().tobytes() + bytes(4 * (len(values) % 2))
+        patterns = struct.unpack(f"<{len(whole) // 8}Q", whole)
         assert sum(patterns) % 2**64 == chunk["checksum"]
         return values
 

@@ -18,13 +18,7 @@ from torch import Tensor
 from diloco_broker.core.state.versions.reply import Coded
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import in_few_bits
-from diloco_protocol.tensors.codecs import (
-    as_bytes,
-    checksum,
-    decode_chunk,
-    encode_chunk,
-    is_finite,
-)
+from diloco_protocol.tensors.codecs import ENCODERS, as_bytes, checksum, is_finite
 from diloco_protocol.tensors.tensor_pool import TensorPool
 
 # What the shadow is called among what a checkpoint has of each chunk.
@@ -74,12 +68,12 @@ class Shadows:
         apart = torch.sub(master, shadow, out=self.buffers.like(shadow))
         if not is_finite(apart):
             return self._jump(fragment, span, master)
-        code = encode_chunk(span, apart, self.reply)
-        moved = torch.add(shadow, decode_chunk(span, code, self.reply), out=apart)
+        encoded = ENCODERS[self.reply](apart)
+        moved = torch.add(shadow, encoded.read(), out=apart)
         if not is_finite(moved):
             return self._jump(fragment, span, master)
         self._values[fragment, span.index] = moved
-        return _whole(moved, code)
+        return _whole(moved, encoded.payload)
 
     def _jump(self, fragment: int, span: ChunkSpan, master: Tensor) -> Coded:
         """Where no difference in fp32 leads from one to the other: the chunk goes whole."""

@@ -13,6 +13,7 @@ random would need the state of a generator in every checkpoint, and errs more.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +26,34 @@ from diloco_protocol.errors import Code, ProtocolError
 # Codes are -LARGEST to LARGEST.
 LARGEST_OF_8_BITS, LARGEST_OF_4_BITS = 127, 7
 ZSTD_LEVEL = 1
+# Lengths of a block whose squares fp32 has room for.
+SMALL, LARGE = 1e-14, 1e18
 HALF = BLOCK // 2
 
 
-def encode_int8(values: Tensor) -> memoryview:
-    """The bytes of fp32 values, 1-D and finite."""
+@dataclass(frozen=True)
+class Encoded:
+    """What became of fp32 values, 1-D and finite."""
+
+    payload: memoryview
+    codes: Tensor  # fp32, a row for each block
+    scales: Tensor  # bf16, of each block
+    elements: int
+
+    def read(self) -> Tensor:
+        """What whoever decodes the payload reads, bit for bit, without doing so."""
+        values = self.codes.mul_(self.scales.to(torch.float32)[:, None])
+        return values.view(-1)[: self.elements]
+
+
+def encode_int8(values: Tensor) -> Encoded:
+    """In 8 bits."""
     blocks = _blocks_of(values)
-    payload, scales, codes = _room(blocks.shape[0], BLOCK)
+    payload, scales, room = _room(blocks.shape[0], BLOCK)
     scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_8_BITS))
-    codes.view(torch.int8).copy_(_codes(blocks, scales, LARGEST_OF_8_BITS))
-    return payload.numpy().data
+    codes = _codes(blocks, scales, LARGEST_OF_8_BITS)
+    room.view(torch.int8).copy_(codes)
+    return Encoded(payload.numpy().data, codes, scales, values.numel())
 
 
 def decode_int8(payload: Any, elements: int) -> Tensor:
@@ -44,13 +63,14 @@ def decode_int8(payload: Any, elements: int) -> Tensor:
     return values.mul_(scales.to(torch.float32)[:, None]).view(-1)[:elements]
 
 
-def encode_int4(values: Tensor) -> memoryview:
-    """The bytes of fp32 values, 1-D and finite."""
+def encode_int4(values: Tensor) -> Encoded:
+    """In 4 bits."""
     blocks = _blocks_of(values)
-    payload, scales, codes = _room(blocks.shape[0], HALF)
+    payload, scales, room = _room(blocks.shape[0], HALF)
     scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_4_BITS))
-    codes.copy_(_nibbles(_codes(blocks, scales, LARGEST_OF_4_BITS)))
-    return payload.numpy().data
+    codes = _codes(blocks, scales, LARGEST_OF_4_BITS)
+    room.copy_(_nibbles(codes))
+    return Encoded(payload.numpy().data, codes, scales, values.numel())
 
 
 def decode_int4(payload: Any, elements: int) -> Tensor:
@@ -59,16 +79,17 @@ def decode_int4(payload: Any, elements: int) -> Tensor:
     return _of_nibbles(codes, scales, elements)
 
 
-def encode_int4z(values: Tensor) -> memoryview:
-    """The bytes of fp32 values, 1-D and finite; how many depends on the values."""
+def encode_int4z(values: Tensor) -> Encoded:
+    """In 4 bits, packed; how many bytes depends on the values."""
     blocks = _blocks_of(values)
     scales = _capped(_root_mean_square(blocks).to(torch.bfloat16), LARGEST_OF_4_BITS)
-    codes = _nibbles(_codes(blocks, scales, LARGEST_OF_4_BITS))
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(codes.numpy().data)
+    codes = _codes(blocks, scales, LARGEST_OF_4_BITS)
+    nibbles = _nibbles(codes)
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(nibbles.numpy().data)
     # No `bytes`, which torch does not like to read.
     payload = bytearray(scales.view(torch.uint8).numpy().data)
     payload += packed
-    return memoryview(payload)
+    return Encoded(memoryview(payload), codes, scales, values.numel())
 
 
 def decode_int4z(payload: Any, elements: int) -> Tensor:
@@ -132,7 +153,11 @@ def _capped(scales: Tensor, largest: int) -> Tensor:
 
 
 def _root_mean_square(blocks: Tensor) -> Tensor:
-    """fp32 has no room for the squares of large values, nor of small ones: by the largest first."""
+    lengths: Tensor = torch.linalg.vector_norm(blocks, dim=1)
+    # fp32 has no room for the squares of large values, nor of small ones: these by the largest first.
+    low, high = torch.aminmax(lengths)
+    if low >= SMALL and high <= LARGE:
+        return lengths.mul_(BLOCK**-0.5)
     largest = _largest(blocks)
     by = torch.where(largest > 0, largest, 1.0)
     return (blocks / by[:, None]).square_().mean(1).sqrt_().mul_(largest)
@@ -148,7 +173,7 @@ def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
 def _nibbles(codes: Tensor) -> Tensor:
     """Two codes in each byte: j of the first half of a block with j of the second."""
     # By int8, to which torch is three times as fast.
-    shifted = codes.add_(LARGEST_OF_4_BITS + 1).to(torch.int8).view(torch.uint8)
+    shifted = codes.to(torch.int8).add_(LARGEST_OF_4_BITS + 1).view(torch.uint8)
     return shifted[:, :HALF] | (shifted[:, HALF:] << 4)
 
 

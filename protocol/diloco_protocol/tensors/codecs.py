@@ -41,15 +41,29 @@ def _plain(dtype: torch.dtype) -> Codec:
     return Codec(dtype, as_bytes, lambda payload, _: torch.frombuffer(payload, dtype=dtype))
 
 
+Encoder = Callable[[Tensor], block_codecs.Encoded]
+
+
+def _coded(encoder: Encoder, decode: Callable[[Any, int], Tensor]) -> Codec:
+    """Few bits for each element, kept in fp32 until then."""
+    return Codec(torch.float32, lambda values: encoder(values).payload, decode)
+
+
 # By name; `dtypes.SIZES` has the bytes of each.
 CODECS = {
     "fp32": _plain(torch.float32),
     "bf16": _plain(torch.bfloat16),
     "fp16": _plain(torch.float16),
-    "int8": Codec(torch.float32, block_codecs.encode_int8, block_codecs.decode_int8),
-    "int4": Codec(torch.float32, block_codecs.encode_int4, block_codecs.decode_int4),
-    "int4z": Codec(torch.float32, block_codecs.encode_int4z, block_codecs.decode_int4z),
+    "int8": _coded(block_codecs.encode_int8, block_codecs.decode_int8),
+    "int4": _coded(block_codecs.encode_int4, block_codecs.decode_int4),
+    "int4z": _coded(block_codecs.encode_int4z, block_codecs.decode_int4z),
     "int64": _plain(torch.int64),
+}
+# Of those of few bits, what also tells what is read of the bytes.
+ENCODERS: dict[str, Encoder] = {
+    "int8": block_codecs.encode_int8,
+    "int4": block_codecs.encode_int4,
+    "int4z": block_codecs.encode_int4z,
 }
 
 
@@ -83,8 +97,17 @@ def decode_chunk(span: ChunkSpan, payload: Any, wire: str) -> Tensor:
 
 
 def checksum(values: Tensor) -> int:
-    """Sum of the bit patterns of fp32 values, each a signed number of 32 bits; modulo 2**64."""
-    return int(values.view(torch.int32).sum(dtype=torch.int64)) % (1 << 64)
+    """Sum of the bit patterns of fp32 values, two at a time as a number of 64 bits; modulo 2**64.
+
+    Behind the last of an odd number there is a zero.
+    """
+    if values.storage_offset() % 2:  # torch would not see numbers of 64 bits there
+        values = values.clone()
+    even = values.numel() // 2 * 2
+    total = int(values[:even].view(torch.int64).sum())
+    if even < values.numel():
+        total += int(values[even:].view(torch.int32)) % (1 << 32)
+    return total % (1 << 64)
 
 
 def has_nan(values: Tensor) -> bool:

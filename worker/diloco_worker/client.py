@@ -163,7 +163,8 @@ class DiLoCoClient:
 
         Returns when all of it is in at the broker, which may be before its round closes; `pull` then
         waits for the version that contains it. In asynchronous mode the broker takes a few at a time,
-        so this may wait for its turn.
+        so this may wait for its turn. What a wire dtype of few bits leaves out is lost: a client keeps
+        no residual, as a `DiLoCoWorker` does.
 
         Args:
             delta: by name of `state_dict`: all trainable parameters (of the fragment), in any float

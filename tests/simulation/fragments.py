@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from simulation.contents import Contents
-from simulation.tensors import Codes, Delta, Wire, demand
+from simulation.tensors import Code, Codes, Delta, Wire, demand
 
 
 class Fragments:
@@ -36,7 +36,12 @@ class Fragments:
         self._assembly[fragment][index] = payload
 
     def follow(
-        self, fragment: int, index: int, payload: Codes, wire_dtype: str, parts: Sequence[int]
+        self,
+        fragment: int,
+        index: int,
+        payload: Code | Codes,
+        wire_dtype: str,
+        parts: Sequence[int],
     ) -> int:
         """What is held must be what the first of them leads from, and each what the next does."""
         held = self._held[fragment][index].contents

@@ -18,7 +18,7 @@ from diloco_worker.core.downloads import CREDIT_BATCH
 from diloco_worker.core.lanes import Owners
 from simulation.fragments import Fragments
 from simulation.network import Connection, Listener, World
-from simulation.tensors import Codes, Violation
+from simulation.tensors import Code, Codes, Violation
 
 if TYPE_CHECKING:
     from simulation.worker import Worker
@@ -98,7 +98,7 @@ class Lanes:
         for index, owner in enumerate(owners[fragment]):
             if owner and index not in kept:
                 raise Violation(f"process {owner} has not chunk {index} of version {version}")
-            if owner and isinstance(kept[index], Codes):
+            if owner and isinstance(kept[index], Code | Codes):
                 memory.follow(fragment, index, kept[index], "", ())
             elif owner:
                 memory.store(fragment, index, kept[index], "")

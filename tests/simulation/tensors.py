@@ -67,6 +67,10 @@ class Code:
     after: Contents
     nbytes: int = 1
 
+    @property
+    def parts(self) -> tuple[Code, ...]:
+        return (self,)
+
 
 @dataclass(frozen=True)
 class Codes:

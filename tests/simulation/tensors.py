@@ -14,7 +14,7 @@ from typing import Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.state.versions.reply import Coded
-from diloco_broker.shell.work_queue import WorkQueue
+from diloco_broker.shell.tensor_work.queue import WorkQueue
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import put_back
 from diloco_broker.tensors.parameters import FragmentTensors

@@ -13,7 +13,7 @@ import torch
 from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 from diloco_tools.bench import limited_network
 from diloco_tools.bench.limited_network import NoNetwork
-from diloco_tools.bench.parts import codecs, round_limit
+from diloco_tools.bench.parts import codecs, round_limit, tensor_threads
 from diloco_tools.bench.process_pool import Ends, ProcessPool
 from diloco_tools.bench.report import arithmetic
 from diloco_tools.bench.report.figures import Figure
@@ -105,6 +105,16 @@ def test_round_is_measured_against_its_limit(pool: ProcessPool) -> None:
     cores = len(os.sched_getaffinity(0))
     assert limit["over the cores"] == pytest.approx(limit["all CPU"] / cores)
     assert ours["CPU / limit"] == pytest.approx(ours["CPU"] / limit["all CPU"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_threads_are_compared_with_one_and_with_processes(pool: ProcessPool) -> None:
+    found = tensor_threads.tensor_threads(pool, repeats=1)
+    rows = by_row(found, tensor_threads.TENSOR_THREADS)
+    assert {row for row, _ in rows} == {"/".join(pair) for pair in tensor_threads.PAIRS}
+    assert all(each.median > 0 for each in rows.values())
+    assert {each.target for each in found} == {None, "tensor threads"}
 
 
 @pytest.mark.slow

@@ -85,6 +85,18 @@ def test_run_in_few_bits_both_ways_equals_the_loop_bit_for_bit(codec: str, plan:
     )
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_of_the_broker_change_no_bit(threads: int) -> None:
+    options = {"wire_dtype": "int4z", "reply_dtype": "int4z", "chunk_elements": CHUNK}
+    check(
+        Plan(7, strided(2), 1, 0.25),
+        with_adamw,
+        config={**options, "tensor_threads": threads},
+        travels=WithFeedback("int4z"),
+        replies=partial(as_read, wire="int4z"),
+    )
+
+
 @pytest.mark.parametrize("wire", FEW_BITS)
 def test_asynchronous_run_stays_near_that_in_fp32(wire: str) -> None:
     """Alone, so the order of the pushes is known."""

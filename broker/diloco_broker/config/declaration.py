@@ -38,6 +38,7 @@ MOST_DELTA_NORM = 1e30
 # What no run has use for. Whoever may steer may change some of these while the run goes on, and beyond
 # this the change alone would end the training: parameters overflow, a boundary never comes.
 MOST_WORKERS = 10_000
+MOST_TENSOR_THREADS = 64
 MOST_STEPS = 1_000_000  # H
 HIGHEST_LR = 10.0
 LONGEST_GRACE_S = 86_400.0  # a day
@@ -94,6 +95,12 @@ class Options:
         whole(0),
         "Refuse a worker whose model has more elements, of all its tensors; 0: any number.",
         if_none="as many as the machine, or its container, has memory for",
+    )
+
+    tensor_threads: int = RUN.option(
+        1,
+        whole(1, MOST_TENSOR_THREADS),
+        "Threads that decode, add up and step chunks beside each other; the results are the same.",
     )
 
     max_rounds: int | None = RUN.option(

@@ -343,7 +343,7 @@ class Loop:
         while self.tensors.is_ready(state.model.layout) and time.perf_counter() < until:
             if state.has_own_optimizer:  # its step may take long
                 self._executor.acknowledge()
-            for event in self.tensors.do_one(state.model.layout):
+            for event in self.tensors.do_some(state.model.layout):
                 self._executor.feed(event)
 
     # What effects come to.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diloco_broker.core.effects import WholePush
 from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.piece import Piece, Scratch
 from diloco_broker.tensors.robust import (
     AGGREGATES,
     BY_COORDINATE,
@@ -50,7 +51,7 @@ class Gradient:
         total: what has been added up; its memory is used up by reading. None when nothing has.
         waiting: contributions that come on top, in wire dtype, each with its weight.
         divisor: of the sum.
-        scratch: room for two pieces of what is waiting, in fp32.
+        scratch: two rows of a piece each.
         new: returns an uninitialised fp32 tensor with this number of elements.
     """
 
@@ -59,7 +60,7 @@ class Gradient:
         total: Tensor | None,
         waiting: Sequence[tuple[Tensor, float]],
         divisor: float,
-        scratch: Tensor,
+        scratch: Scratch | None,
         new: Callable[[int], Tensor],
     ) -> None:
         assert total is not None or waiting, "a gradient of nothing"
@@ -72,7 +73,7 @@ class Gradient:
     @classmethod
     def of(cls, values: Tensor) -> Gradient:
         """A gradient that is there, of fp32 parameters or int64 integers; it is used up."""
-        return cls(values, (), 1.0, values, torch.empty)
+        return cls(values, (), 1.0, None, torch.empty)
 
     def whole(self) -> Tensor:
         """In a tensor that is the caller's."""
@@ -92,7 +93,8 @@ class Gradient:
             return
         terms = list(self._waiting) if self._total is None else [(self._total, 1.0), *self._waiting]
         weights = [weight for _, weight in terms]
-        first, second = self._scratch
+        assert self._scratch is not None
+        first, second = self._scratch.rows
         for parts in zip(*(pieces_of(values) for values, _ in terms), strict=True):
             size = parts[0].numel()
             piece, room = first[:size], second[:size]
@@ -163,12 +165,21 @@ class StreamingMean:
         self._waiting: dict[int, list[tuple[Tensor, float]]] = {}
         self.held = 0
         longest = max((span.elements for span in layout.spans), default=0)
-        self._scratch = torch.empty(2, min(longest, PIECE_ELEMENTS), dtype=torch.float32)
+        self._scratch = Scratch(2, min(longest, PIECE_ELEMENTS))
 
     def fold(
         self, index: int, payload: Any, weight: float, wire: str | None = None
     ) -> float | None:
-        """Add a chunk.
+        """`folding`, all of it here and now."""
+        squares = self.folding(index, payload, weight, wire)()
+        while (overdue := self.overdue()) is not None:
+            self.adding_up(overdue)()
+        return squares
+
+    def folding(
+        self, index: int, payload: Any, weight: float, wire: str | None = None
+    ) -> Piece[float | None]:
+        """Add a chunk. What is `overdue` then is to be added up.
 
         Args:
             payload: its bytes in wire form, of the right length. They must not change any more.
@@ -178,26 +189,47 @@ class StreamingMean:
             The sum of its squared values, without the weight; 0 unless they are parameters. None, with
             nothing changed, when one is not finite, or they cannot be read.
         """
-        span = self._spans[index]
-        try:
-            values = decode_chunk(span, payload, wire or self._wire)
-        except ProtocolError:
-            return None
-        segment = span.segment
-        if segment is Segment.INTEGERS:
-            self._fold_maximum(index, values)
+        span, wire = self._spans[index], wire or self._wire
+
+        def read() -> tuple[Tensor, float] | None:
+            try:
+                values = decode_chunk(span, payload, wire)
+            except ProtocolError:
+                return None
+            squares = 0.0 if span.segment is Segment.INTEGERS else squares_of(values)
+            return None if squares is None else (values, squares)
+
+        def take_in(found: tuple[Tensor, float] | None) -> float | None:
+            if found is None:
+                return None
+            values, squares = found
+            match span.segment:
+                case Segment.INTEGERS:
+                    self._fold_maximum(index, values)
+                case Segment.BUFFERS:
+                    self._blends.setdefault(index, Blend()).add(values, weight)
+                case Segment.PARAMETERS:
+                    self._waiting.setdefault(index, []).append((values, weight))
+                    self.held += 1
+                    return squares
             return 0.0
-        squares = squares_of(values)
-        if squares is None:
-            return None
-        if segment is Segment.BUFFERS:
-            self._blends.setdefault(index, Blend()).add(values, weight)
-            return 0.0
-        self._waiting.setdefault(index, []).append((values, weight))
-        self.held += 1
-        while self.held > HELD:
-            self._add_up(next(iter(self._waiting)))
-        return squares
+
+        return Piece(read, take_in)
+
+    def overdue(self) -> int | None:
+        """The chunk that has waited longest, where more is held than may be; else None."""
+        return next(iter(self._waiting)) if self.held > HELD else None
+
+    def adding_up(self, index: int) -> Piece[None]:
+        """What is held of a chunk goes into its accumulator."""
+        waiting, total = self._waiting.pop(index), self._sums[index]
+        self._sums[index] = None
+        self.held -= len(waiting)
+
+        def put(total: Tensor) -> None:
+            self._sums[index] = total
+
+        return Piece(lambda: self._added_up(total, waiting), put)
 
     def take(self, index: int, weight: float) -> Gradient | Blend | None:
         """The mean (or maximum) of a chunk, which begins anew; None if nothing reached it."""
@@ -211,19 +243,20 @@ class StreamingMean:
         divisor = 1.0 if self._spans[index].segment is Segment.INTEGERS else weight
         return Gradient(total, waiting, divisor, self._scratch, self._new)
 
-    def _add_up(self, index: int) -> None:
-        """What is held of a chunk goes into its accumulator."""
-        waiting = self._waiting.pop(index)
-        self.held -= len(waiting)
+    def _added_up(self, total: Tensor | None, waiting: Sequence[tuple[Tensor, float]]) -> Tensor:
+        """The sum with what was held; its memory is used."""
+        room = self._scratch.rows[0]
         for values, weight in waiting:
-            total, parts = self._sums[index], pieces_of(values)
+            parts = pieces_of(values)
             if total is None:
-                total = self._sums[index] = self._new(values.numel())
+                total = self._new(values.numel())
                 for place, part in zip(pieces_of(total), parts, strict=True):
                     _weighted(part, weight, place)
             else:
                 for place, part in zip(pieces_of(total), parts, strict=True):
-                    place.add_(_fp32(part, self._scratch[0, : part.numel()]), alpha=weight)
+                    place.add_(_fp32(part, room[: part.numel()]), alpha=weight)
+        assert total is not None, "a sum of nothing"
+        return total
 
     def _new(self, elements: int) -> Tensor:
         return self._buffers.take(elements, torch.float32)
@@ -250,7 +283,7 @@ class StagedReducer:
     def __init__(self, aggregate: str, longest: int, trim: float = 0.2) -> None:
         self._aggregate = AGGREGATES[aggregate](trim)
         self._by_coordinate = aggregate in BY_COORDINATE
-        self._scratch = torch.empty(longest, dtype=torch.float32)
+        self._scratch = Scratch(1, longest)
 
     def squares(self, span: ChunkSpan, payload: Any, dtype: str) -> float | None:
         """The sum of a chunk's squared values, in fp64; None when one is NaN or infinite, or unreadable.
@@ -295,4 +328,4 @@ class StagedReducer:
         values = decode_chunk(span, payload, dtype)
         if values.dtype in (torch.float32, torch.int64):
             return values
-        return self._scratch[: span.elements].copy_(values)
+        return self._scratch.rows[0, : span.elements].copy_(values)

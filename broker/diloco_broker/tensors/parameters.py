@@ -8,28 +8,30 @@ again: a step makes a new tensor, and the old one is freed when the last reader 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from diloco_broker.config.schedule import UNCHANGING, OuterSchedule
 from diloco_broker.core.effects import WholePush
 from diloco_broker.core.events import Stepped
+from diloco_broker.tensors.advance import Advance, Advanced, Kept
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
 from diloco_broker.tensors.outer import chunked
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import placed
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
+from diloco_broker.tensors.piece import Piece
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_broker.tensors.shadow import SHADOW, Shadows
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, is_finite, segment_dtype
+from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, segment_dtype
 from diloco_protocol.tensors.state_dict import cut_chunk
 from diloco_protocol.tensors.tensor_pool import TensorPool
 
@@ -87,12 +89,13 @@ class Parameters:
         self._outer, self._schedule = outer, schedule
         self.layout = layout
         self._layouts = layout.all
-        self._reply = whole_dtype(reply)  # of what is not a difference
+        self._reply = reply
+        self._whole_reply = whole_dtype(reply)  # of what is not a difference
         self._is_round = is_round
         self._share = share
         self._initial = initial
         self._buffers = buffers = TensorPool()
-        self._shadows = Shadows(reply, buffers)
+        self._shadows = Shadows(reply)
         self._means = [StreamingMean(part, wire, buffers) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0), trim)
@@ -134,9 +137,9 @@ class Parameters:
         self._masters[fragment][index] = values
         self._make_whole(fragment, index)
         if self._shadows.has(span):
-            self._shadows.begin(fragment, index, values)
+            self._shadows.put(fragment, index, values)
             return self._shadows.whole(fragment, index)
-        return encode_chunk(span, reply, self._reply)
+        return encode_chunk(span, reply, self._whole_reply)
 
     def drop(self, fragments: Iterable[int]) -> bool:
         """Forget what was placed of these fragments. Returns whether anything is left."""
@@ -157,9 +160,28 @@ class Parameters:
         """Add a chunk of a push, in its own wire dtype or the run's; as `StreamingMean.fold`."""
         return self._means[fragment].fold(index, payload, weight, wire)
 
+    def folding(
+        self, fragment: int, index: int, payload: Any, weight: float, wire: str | None = None
+    ) -> Piece[float | None]:
+        """`fold`, which may be lent; what is `overdue` then is to be added up."""
+        return self._means[fragment].folding(index, payload, weight, wire)
+
+    def overdue(self) -> Iterator[tuple[int, int, Piece[None]]]:
+        """What is held of chunks and has to be added up: fragment, index, and the work."""
+        for fragment, mean in enumerate(self._means):
+            while (index := mean.overdue()) is not None:
+                yield fragment, index, mean.adding_up(index)
+
     def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:
         """The sum of a chunk's squared values (0 unless they are parameters); None if not finite."""
-        return self._staged.squares(self._layouts[fragment].spans[index], payload, wire_dtype)
+        return self.inspecting(fragment, index, payload, wire_dtype)()
+
+    def inspecting(
+        self, fragment: int, index: int, payload: Any, wire_dtype: str
+    ) -> Piece[float | None]:
+        """`inspect`, which may be lent."""
+        span = self._layouts[fragment].spans[index]
+        return Piece(lambda: self._staged.squares(span, payload, wire_dtype), lambda found: found)
 
     def outer_groups(self) -> tuple[OuterGroup, ...]:
         """The groups of the torch optimizers, over all fragments; empty where there are none."""
@@ -186,8 +208,14 @@ class Parameters:
             This chunk. With an optimizer that steps whole tensors nothing for a chunk of parameters
             until the last of them, then all of them.
         """
+        return self.stepping(fragment, index, weight, count)()
+
+    def stepping(
+        self, fragment: int, index: int, weight: float, count: int
+    ) -> Piece[list[Stepped]]:
+        """`step`, which may be lent."""
         mean = self._means[fragment].take(index, weight)
-        return self._advance(fragment, index, [mean], count)
+        return self._advancing(fragment, index, [mean], count)
 
     def merge(
         self, fragment: int, index: int, groups: Sequence[Sequence[WholePush]], count: int
@@ -197,9 +225,15 @@ class Parameters:
         Where a group has no parts, the chunk keeps its value and its state, but for a buffer that is
         due, and the group counts all the same.
         """
+        return self.merging(fragment, index, groups, count)()
+
+    def merging(
+        self, fragment: int, index: int, groups: Sequence[Sequence[WholePush]], count: int
+    ) -> Piece[list[Stepped]]:
+        """`merge`, which may be lent."""
         span = self._layouts[fragment].spans[index]
         reduced = (self._staged.reduced(span, parts) for parts in groups)
-        return self._advance(fragment, index, reduced, count)
+        return self._advancing(fragment, index, reduced, count)
 
     def wires(self, fragment: int) -> list[Any]:
         """The fragment's chunks as they are sent."""
@@ -229,7 +263,7 @@ class Parameters:
     def _put_back_shadow(self, fragment: int, index: int, shadow: Tensor | None) -> None:
         span, master = self._layouts[fragment].spans[index], placed(self._masters[fragment], index)
         if self._shadows.has(span):
-            self._shadows.begin(fragment, index, master, shadow)
+            self._shadows.put(fragment, index, master if shadow is None else shadow)
         elif shadow is not None:
             # Replies were in few bits: what workers hold is what the run goes on from.
             self._masters[fragment][index] = shadow
@@ -241,28 +275,30 @@ class Parameters:
         master = placed(self._masters[fragment], span.index)
         reply = self._in_wire_form(fragment, span, master)
         assert reply is not None, "a chunk that could not be sent was stored"
-        return encode_chunk(span, reply, self._reply)
+        return encode_chunk(span, reply, self._whole_reply)
 
     def forget_buffer(self, fragment: int) -> None:
         """Throw away the gradients that the outer optimizer has collected of a fragment."""
         for index, state in enumerate(self._states[fragment]):
             self._states[fragment][index] = chunked.without_buffer(state)
 
-    def _advance(
+    def _advancing(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
-    ) -> list[Stepped]:
-        span, outer = self._layouts[fragment].spans[index], self._outer
-        is_stepped_whole = isinstance(outer, TorchOuter) and outer.rule != "paper"
-        if is_stepped_whole and span.segment is Segment.PARAMETERS:
-            return self._advance_whole(fragment, index, gradients, count)
-        reply: Tensor | None = None
-        overflow = False
-        for turn, gradient in enumerate(gradients, start=count):
-            reply = None if gradient is None else self._apply(fragment, span, gradient, turn)
-            if reply is None:
-                is_held = self._empty_buffer(fragment, span, turn)
-                overflow |= gradient is not None or not is_held
-        return [self._done(fragment, span, overflow, reply)]
+    ) -> Piece[list[Stepped]]:
+        span = self._layouts[fragment].spans[index]
+        if self._is_stepped_whole and span.segment is Segment.PARAMETERS:
+            advance_whole = partial(self._advance_whole, fragment, index, gradients, count)
+            return Piece(lambda: None, lambda _: advance_whole())
+        advance, kept = self._advance(fragment, span), self._kept(fragment, index)
+
+        def put(found: Advanced) -> list[Stepped]:
+            return [self._put(fragment, span, found)]
+
+        return Piece(lambda: advance.of(kept, gradients, count), put)
+
+    @property
+    def _is_stepped_whole(self) -> bool:
+        return isinstance(self._outer, TorchOuter) and self._outer.rule != "paper"
 
     def _advance_whole(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
@@ -275,79 +311,39 @@ class Parameters:
         for turn, found in enumerate(turns, start=count):
             overflowed |= whole.advance(found, turn, self._schedule.factor(turn))
         spans = self._layouts[fragment].spans
-        return [
-            self._done(fragment, span, span.index in overflowed)
-            for span in spans
-            if span.segment is Segment.PARAMETERS
-        ]
+        done = []
+        for span in spans:
+            if span.segment is Segment.PARAMETERS:
+                kept, overflow = self._kept(fragment, span.index), span.index in overflowed
+                sent = self._advance(fragment, span).sent(kept, overflow=overflow)
+                done.append(self._put(fragment, span, sent))
+        return done
 
-    def _done(
-        self, fragment: int, span: ChunkSpan, overflow: bool, reply: Tensor | None = None
-    ) -> Stepped:
-        if self._shadows.has(span):
-            master = placed(self._masters[fragment], span.index)
-            wire: Any = self._shadows.follow(fragment, span, master)
-        elif reply is None:
-            wire = self._as_held(fragment, span)
+    def _advance(self, fragment: int, span: ChunkSpan) -> Advance:
+        outer: chunked.ChunkOuter | None
+        if not isinstance(self._outer, TorchOuter):
+            outer = self._outer
+        elif span.segment is not Segment.PARAMETERS or self._is_stepped_whole:
+            outer = None
         else:
-            wire = encode_chunk(span, reply, self._reply)
-        return Stepped(fragment, span.index, wire, overflow)
+            # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
+            rates = self._wholes[fragment].fragment.rates(span.index)
+            outer = chunked.DelayedNesterovByGroup(rates, self._outer.size, self._outer.c)
+        return Advance(
+            span, outer, self._schedule, self._reply, self._share, self._is_round, self._buffers
+        )
 
-    def _apply(
-        self, fragment: int, span: ChunkSpan, gradient: Gradient | Blend, count: int
-    ) -> Tensor | None:
-        """Store what a gradient makes of a chunk; None, and nothing stored, when it is not finite.
+    def _kept(self, fragment: int, index: int) -> Kept:
+        master = placed(self._masters[fragment], index)
+        return Kept(master, self._states[fragment][index], self._shadows.of(fragment, index))
 
-        One finite but enormous value would make parameters and momentum infinite for good.
-        """
-        master = placed(self._masters[fragment], span.index)
-        state, new = self._states[fragment][span.index], self._buffers.like
-        reply = Reply(span, self._reply, self._buffers)
-        is_stepped = span.segment is Segment.PARAMETERS
-        outer = self._outer_of(fragment, span, count) if is_stepped else None
-        if isinstance(gradient, Blend):
-            updated = gradient.onto(master, self._share, new)
-        elif outer is None:
-            largest = gradient.whole()
-            updated = largest.clone() if self._is_round else torch.maximum(master, largest)
-        elif isinstance(outer, chunked.Nesterov):
-            pieces = gradient.pieces()
-            updated, state = outer.step_by_pieces(master, pieces, state, new, reply.add)
-        else:
-            updated, state = outer.step(master, gradient.whole(), state, count, new)
-        total = state.get(chunked.DELAYED)
-        # An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
-        if total is not None and not is_finite(total):
-            return None
-        made = reply.of(updated)
-        if made is not None:
-            self._masters[fragment][span.index] = updated
-            self._states[fragment][span.index] = state
-        return made
-
-    def _empty_buffer(self, fragment: int, span: ChunkSpan, count: int) -> bool:
-        """Take a boundary that has no usable gradient with a gradient of 0, if the buffer holds any.
-
-        The count goes on in any case: what stayed in the buffer would be divided by N together with
-        the N gradients to come. A buffer that overflows even so is thrown away, and False returned.
-        """
-        state = self._states[fragment][span.index]
-        if chunked.DELAYED not in state or (count + 1) % self._outer.size:
-            return True
-        nothing = Gradient.of(torch.zeros(span.elements))
-        if self._apply(fragment, span, nothing, count) is not None:
-            return True
-        self._states[fragment][span.index] = chunked.without_buffer(state)
-        return False
-
-    def _outer_of(self, fragment: int, span: ChunkSpan, count: int) -> chunked.ChunkOuter:
-        outer, schedule = self._outer, self._schedule
-        if not isinstance(outer, TorchOuter):
-            return outer.at(schedule, count)
-        # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
-        rates = self._wholes[fragment].fragment.rates(span.index)
-        own = chunked.DelayedNesterovByGroup(rates, outer.size, outer.c)
-        return own.at(schedule, count)
+    def _put(self, fragment: int, span: ChunkSpan, found: Advanced) -> Stepped:
+        kept, index = found.kept, span.index
+        self._masters[fragment][index] = kept.master
+        self._states[fragment][index] = kept.state
+        if kept.shadow is not None:
+            self._shadows.put(fragment, index, kept.shadow)
+        return Stepped(fragment, index, found.wire, found.overflow)
 
     def _make_whole(self, fragment: int, index: int) -> None:
         """Give a fragment its torch optimizer once all its parameters are there."""
@@ -366,11 +362,11 @@ class Parameters:
 
     def _fits(self, span: ChunkSpan, values: Tensor) -> bool:
         """Whether a chunk of trained parameters can be sent."""
-        return Reply(span, self._reply, self._buffers).of(values) is not None
+        return Reply(span, self._whole_reply, self._buffers).of(values) is not None
 
     def _in_wire_form(self, fragment: int, span: ChunkSpan, values: Tensor) -> Tensor | None:
         is_frozen = fragment == self.layout.frozen.fragment
-        return Reply(span, self._reply, self._buffers, frozen=is_frozen).of(values)
+        return Reply(span, self._whole_reply, self._buffers, frozen=is_frozen).of(values)
 
 
 def pool_sizes(layout: ModelLayout, *, remembered: int, means: bool) -> list[int]:

@@ -8,7 +8,7 @@ of code and scale is exact in fp32 and the sum is rounded alike everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from diloco_broker.core.state.versions.reply import Coded
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.tensors.codecs import ENCODERS, as_bytes, checksum, is_finite
-from diloco_protocol.tensors.tensor_pool import TensorPool
 
 # What the shadow is called among what a checkpoint has of each chunk.
 SHADOW = "shadow"
@@ -34,7 +33,6 @@ class Shadows:
     """
 
     reply: str
-    buffers: TensorPool
 
     def __post_init__(self) -> None:
         self._values: dict[tuple[int, int], Tensor] = {}
@@ -43,11 +41,9 @@ class Shadows:
         """Whether a chunk travels as a difference from its shadow."""
         return in_few_bits(self.reply) and span.segment is Segment.PARAMETERS
 
-    def begin(
-        self, fragment: int, index: int, master: Tensor, shadow: Tensor | None = None
-    ) -> None:
-        """Workers hold these values, or those of the master itself."""
-        self._values[fragment, index] = master if shadow is None else shadow
+    def put(self, fragment: int, index: int, shadow: Tensor) -> None:
+        """Workers hold these values."""
+        self._values[fragment, index] = shadow
 
     def forget(self, fragment: int) -> None:
         for key in [key for key in self._values if key[0] == fragment]:
@@ -61,29 +57,31 @@ class Shadows:
         """A chunk as it is sent to those who hold no version that it follows."""
         return _whole(self._values[fragment, index])
 
-    @torch.no_grad()
-    def follow(self, fragment: int, span: ChunkSpan, master: Tensor) -> Coded:
-        """Let the shadow of a chunk follow its master, and return what is sent."""
-        shadow = self._values[fragment, span.index]
-        apart = torch.sub(master, shadow, out=self.buffers.like(shadow))
-        if not is_finite(apart):
-            return self._jump(fragment, span, master)
-        encoded = ENCODERS[self.reply](apart)
-        moved = torch.add(shadow, encoded.read(), out=apart)
-        if not is_finite(moved):
-            return self._jump(fragment, span, master)
-        self._values[fragment, span.index] = moved
-        return _whole(moved, encoded.payload)
-
-    def _jump(self, fragment: int, span: ChunkSpan, master: Tensor) -> Coded:
-        """Where no difference in fp32 leads from one to the other: the chunk goes whole."""
-        self._values[fragment, span.index] = master
-        return _whole(master)
-
     def kept(self, fragment: int, count: int) -> Mapping[str, list[Tensor | None]]:
         """For a checkpoint, by name; empty where there are none."""
         found = [self.of(fragment, index) for index in range(count)]
         return {SHADOW: found} if any(each is not None for each in found) else {}
+
+
+@torch.no_grad()
+def followed(
+    reply: str, shadow: Tensor, master: Tensor, new: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Coded]:
+    """The shadow of a chunk once it has followed its master, and what is sent.
+
+    Where no difference in fp32 leads from one to the other, the chunk goes whole.
+
+    Args:
+        new: returns an uninitialised tensor like the one given.
+    """
+    apart = torch.sub(master, shadow, out=new(shadow))
+    if not is_finite(apart):
+        return master, _whole(master)
+    encoded = ENCODERS[reply](apart)
+    moved = torch.add(shadow, encoded.read(), out=apart)
+    if not is_finite(moved):
+        return master, _whole(master)
+    return moved, _whole(moved, encoded.payload)
 
 
 def _whole(values: Tensor, code: Any = None) -> Coded:

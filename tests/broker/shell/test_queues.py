@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diloco_broker.core.effects import DropInitial, Fold, Send, Step, StoreInitial, TensorWork
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL, Window
 from diloco_broker.shell.effects import Acks
-from diloco_broker.shell.work_queue import PASSED_BY, WorkQueue
+from diloco_broker.shell.tensor_work.queue import PASSED_BY, WorkQueue
 from diloco_protocol.messages import Ack
 
 
@@ -51,6 +51,7 @@ def test_first_of_the_queue_is_what_is_taken_next(indexes: list[int], takes: lis
         left += 1
         if is_taken:
             first = next(iter(queue))
+            assert queue.peek() is first
             assert queue.take() is first
             left -= 1
         assert len(list(queue)) == left

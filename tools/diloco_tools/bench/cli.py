@@ -19,7 +19,16 @@ from rich.console import Console
 from diloco_tools import terminal
 from diloco_tools.bench import machine
 from diloco_tools.bench.options import COMMAND, refuse
-from diloco_tools.bench.parts import codecs, groups, load, round_limit, rounds, training, wire
+from diloco_tools.bench.parts import (
+    codecs,
+    groups,
+    load,
+    round_limit,
+    rounds,
+    tensor_threads,
+    training,
+    wire,
+)
 from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import (
     TRANSPORT,
@@ -54,6 +63,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "fold": (TRANSPORT_WITH_FOLD, wire.fold),
     "round": ("round", rounds.configurations),
     "round-limit": (round_limit.ROUND_LIMIT, round_limit.round_limit),
+    "tensor-threads": (tensor_threads.TENSOR_THREADS, tensor_threads.tensor_threads),
     "codecs": (codecs.CODECS, codecs.codecs),
     "codecs-wan": (codecs.CODECS_WAN, codecs.codecs_wan),
     "codecs-limited": (codecs.CODECS_LIMITED, codecs.codecs_limited),
@@ -75,6 +85,7 @@ fold
 round --workers 2,4,8 --reply-dtype fp32,bf16 --parameters 10M,50M
 round --workers 2,4,8 --reply-dtype fp32,bf16 --parameters 125M --repeats 3
 round-limit
+tensor-threads
 codecs --repeats 3
 codecs-wan
 codecs-limited
@@ -94,6 +105,7 @@ transport --repeats 3
 fold --repeats 3 --parameters 10M --pushers 1
 round --repeats 3 --parameters 10M
 round-limit --repeats 3 --parameters 10M
+tensor-threads --repeats 3
 codecs --repeats 1 --parameters 10M
 async --repeats 3 --workers 2 --seconds 1
 streaming --repeats 1 --steps 10

@@ -41,6 +41,7 @@ TARGETS: Mapping[str, Target] = {
     "cpu": Target("broker CPU per GB, whole round / raw TCP", 2.0, False, "x"),
     "cpu transport": Target("CPU per GB, transport alone / raw TCP", 1.4, False, "x"),
     "link": Target("share of a 1 Gb/s link, 100 ms", 0.80, True, "%"),
+    "tensor threads": Target("64 chunks with two threads, times as fast", 1.6, True, "x"),
     "int4z loopback": Target("int4z / bf16/fp32, round on loopback", 1.15, False, "x"),
     "int4z 1 Gb/s": Target("int4z / bf16/fp32, round at 1 Gb/s", 0.12, False, "x"),
     "int4z 10 Gb/s": Target("int4z / bf16/fp32, computed at 10 Gb/s", 0.50, False, "x"),

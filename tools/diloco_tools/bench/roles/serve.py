@@ -22,6 +22,7 @@ ROLES = {
     "raw": "wire:RawEnd",
     "transport": "wire:TransportEnd",
     "kernels": "kernels:Kernels",
+    "tensor-work": "tensor_work:TensorWork",
     "fake-worker": "fake_worker:FakeWorkers",
     "trainer": "trainer:Trainer",
 }

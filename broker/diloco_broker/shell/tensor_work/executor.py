@@ -1,8 +1,15 @@
-"""The tensor work that the core asks for: queued, and done one chunk at a time."""
+"""The tensor work that the core asks for: queued, and done one chunk at a time.
+
+With several threads pieces that do not need each other are done beside one another, in one call of the
+loop, which waits for them: so it alone owns all state, and the results are bit for bit those of one
+thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -10,12 +17,14 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.model_source import Resumption
-from diloco_broker.shell.work_queue import WorkQueue
+from diloco_broker.shell.tensor_work.queue import WorkQueue
+from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into, put_back
 from diloco_broker.tensors.outer.make import Outer, make_outer, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Parameters, pool_sizes
+from diloco_broker.tensors.piece import Found, Piece
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.version import digest_of
@@ -39,6 +48,9 @@ class TensorExecutor:
         self.initial = initial  # tensors of the model file by name, until the run has its own copy
         self._checkpoint = checkpoint
         self._queue = WorkQueue()
+        self._threads = TensorThreads(config.tensor_threads)
+        self._lent: deque[tuple[Piece[list[events.Event]], Any]] = deque()  # run, not finished
+        self._done: deque[events.Event] = deque()  # what came of those finished, not yet told
         self._parameters: Parameters | None = None
         self.resumption: Resumption | None = None  # what the core has to know of the checkpoint
         if checkpoint is not None:
@@ -51,21 +63,27 @@ class TensorExecutor:
 
     def is_ready(self, layout: ModelLayout | None) -> bool:
         """Can the next piece of work be done at once? The first parameters may wait for memory."""
-        work = next(iter(self._queue), None)
+        if not self._queue:
+            return False
+        work = self._queue.peek()
         if isinstance(work, effects.StoreInitial):
             return self.of(layout).has_room(work.fragment, work.index)
-        return work is not None
+        return True
 
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
         match work:
             case effects.SetOuterOptimizer(config, own):
+                self._finish_all()
                 self._tune(config, own)
             case effects.Revert(fragment):
+                self._finish_all()
                 self._revert(fragment)
             case effects.DropInitial(fragments):
+                self._finish_all()
                 self._queue.add(work)
                 self._drop(fragments)
             case effects.ForgetBuffer(fragment):
+                self._finish_all()
                 assert self._parameters is not None
                 self._parameters.forget_buffer(fragment)
             case _:
@@ -108,25 +126,52 @@ class TensorExecutor:
             )
         return self._parameters
 
-    def do_one(self, layout: ModelLayout | None) -> list[events.Event]:
-        """The next piece of work; of whole-tensor steps only the last chunk has results: all."""
-        work, tensors = self._queue.take(), self.of(layout)
-        match work:
-            case effects.Fold(fragment, index, _, _, weight, dtype, payload):
-                squares = tensors.fold(fragment, index, payload, weight, dtype)
-                return [_looked_at(work, squares)]
-            case effects.Inspect(fragment, index, _, _, dtype, payload):
-                return [_looked_at(work, tensors.inspect(fragment, index, payload, dtype))]
-            case effects.Step(fragment, index, weight, count):
-                return [*tensors.step(fragment, index, weight, count)]
-            case effects.AggregateAndStep(fragment, index, groups, count):
-                return [*tensors.merge(fragment, index, groups, count)]
-            case effects.StoreInitial(fragment, index, payload):
-                wire = tensors.place(fragment, index, payload)
-                if wire is None:
-                    return [events.InitialRefused(work)]
-                is_frozen = fragment == tensors.layout.frozen.fragment
-                return [events.InitialStored(work, wire, digest_of([wire]) if is_frozen else b"")]
+    def do_some(self, layout: ModelLayout | None) -> Iterator[events.Event]:
+        """Do the next work, and give the results in its order.
+
+        As many pieces as the threads can do at a time; of whole-tensor steps only the last chunk has
+        results: all. Each result is in its place when the event that tells of it comes, and those
+        behind it are not, unless somebody asks for what needs them.
+        """
+        pieces = self._next_pieces(self.of(layout))
+        found = self._threads.run([piece.run for piece in pieces])
+        self._lent.extend(zip(pieces, found, strict=True))
+        while self._lent or self._done:
+            if not self._done:
+                self._finish_one()
+            while self._done:
+                yield self._done.popleft()
+
+    def _next_pieces(self, tensors: Parameters) -> list[Piece[list[events.Event]]]:
+        """What can be done at the same time, since none needs the result of another; at least one."""
+        pieces: list[Piece[list[events.Event]]] = []
+        touched: set[tuple[int, int]] = set()  # fragment, index
+        for fragment, index, adding_up in tensors.overdue():
+            touched.add((fragment, index))
+            pieces.append(_telling(adding_up, lambda _: []))
+        most = len(pieces) + self._threads.at_a_time
+        while self._queue and len(pieces) < most:
+            work = self._queue.peek()
+            key = work.fragment, work.index
+            is_step = isinstance(work, effects.Step | effects.AggregateAndStep)
+            is_first = isinstance(work, effects.StoreInitial)
+            if pieces and (is_first or (is_step and key in touched)):
+                break
+            touched.add(key)
+            self._queue.take()
+            pieces.append(_piece_of(work, tensors))
+            if is_first:
+                break
+        return pieces
+
+    def _finish_one(self) -> None:
+        piece, found = self._lent.popleft()
+        self._done += piece.finish(found)
+
+    def _finish_all(self) -> None:
+        """Put in its place what has been done already."""
+        while self._lent:
+            self._finish_one()
 
     def _pool_sizes(self, layout: ModelLayout) -> list[int]:
         """What to have memory at hand for; a checkpoint's tensors are there already."""
@@ -136,6 +181,7 @@ class TensorExecutor:
         return pool_sizes(layout, remembered=self._outer.remembers, means=means)
 
     def close(self) -> None:
+        self._threads.close()
         if self._parameters is not None:
             self._parameters.close()
 
@@ -160,6 +206,38 @@ class TensorExecutor:
         if self.initial is not None and self._parameters is not None:
             self.initial = None
             self._parameters.forget_initial()
+
+
+def _piece_of(work: effects.TensorWork, tensors: Parameters) -> Piece[list[events.Event]]:
+    """What is to be done, and the events that tell of it."""
+    match work:
+        case effects.Fold(fragment, index, _, _, weight, dtype, payload):
+            folding = tensors.folding(fragment, index, payload, weight, dtype)
+            return _telling(folding, lambda squares: [_looked_at(work, squares)])
+        case effects.Inspect(fragment, index, _, _, dtype, payload):
+            inspecting = tensors.inspecting(fragment, index, payload, dtype)
+            return _telling(inspecting, lambda squares: [_looked_at(work, squares)])
+        case effects.Step(fragment, index, weight, count):
+            return _telling(tensors.stepping(fragment, index, weight, count), list)
+        case effects.AggregateAndStep(fragment, index, groups, count):
+            return _telling(tensors.merging(fragment, index, groups, count), list)
+        case effects.StoreInitial():
+            return Piece(lambda: None, lambda _: [_stored(work, tensors)])
+
+
+def _telling(
+    piece: Piece[Found], tell: Callable[[Found], list[events.Event]]
+) -> Piece[list[events.Event]]:
+    """A piece whose result is told as events."""
+    return Piece(piece.run, lambda found: tell(piece.finish(found)))
+
+
+def _stored(work: effects.StoreInitial, tensors: Parameters) -> events.Event:
+    wire = tensors.place(work.fragment, work.index, work.payload)
+    if wire is None:
+        return events.InitialRefused(work)
+    is_frozen = work.fragment == tensors.layout.frozen.fragment
+    return events.InitialStored(work, wire, digest_of([wire]) if is_frozen else b"")
 
 
 def _looked_at(work: effects.Fold | effects.Inspect, squares: float | None) -> events.Event:

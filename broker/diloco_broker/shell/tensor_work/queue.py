@@ -43,6 +43,12 @@ class WorkQueue:
             yield from (fold for key, (fold, _) in self._folds.items() if key != first)
         yield from self._others
 
+    def peek(self) -> TensorWork:
+        """What `take` returns next; raises IndexError when there is nothing."""
+        if self._steps:
+            return self._steps[0]
+        return self._folds[self._next_fold()][0] if self._folds else self._others[0]
+
     def add(self, work: TensorWork | DropInitial) -> None:
         match work:
             case DropInitial():

@@ -1,0 +1,71 @@
+"""A few threads that the loop lends pieces of tensor work to, while it does some of them itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+# Pieces for each thread at a time: the quicker one takes more of them, and a turn stays short.
+PIECES_EACH = 2
+
+
+class TensorThreads:
+    """`count` threads, of which one is the caller's own."""
+
+    def __init__(self, count: int) -> None:
+        self._others = count - 1
+        # As many pieces as are worth having at hand.
+        self.at_a_time = PIECES_EACH * count if self._others else 1
+        self._pool = (
+            ThreadPoolExecutor(
+                self._others,
+                thread_name_prefix="diloco-tensors",
+                # Threads of torch's own would wait for each other more than they would help.
+                initializer=partial(torch.set_num_threads, 1),
+            )
+            if self._others
+            else None
+        )
+
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call all of them, and return what they return, in their order.
+
+        Whatever one raises is raised here, once none is at work any more.
+        """
+        if self._pool is None or len(calls) == 1:
+            return [call() for call in calls]
+        found: list[Any] = [None] * len(calls)
+        left = deque(enumerate(calls))
+
+        def work() -> None:
+            while True:
+                try:
+                    number, call = left.popleft()  # one step for other threads
+                except IndexError:
+                    return
+                found[number] = call()
+
+        lent = [self._pool.submit(work) for _ in range(min(self._others, len(calls) - 1))]
+        try:
+            work()
+        finally:
+            failures = [_outcome(each) for each in lent]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return found
+
+    def close(self) -> None:
+        """End the threads; they have nothing to do."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _outcome(lent: Future[None]) -> BaseException | None:
+    """How it ended, once it has."""
+    return lent.exception()

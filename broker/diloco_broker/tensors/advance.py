@@ -1,0 +1,131 @@
+"""The outer steps of one chunk: what is kept of it, gradients in, what is kept and sent out.
+
+All of it is computed from what is given, and nothing given is changed: so chunks may be advanced beside
+one another, and a step whose result cannot be used leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_broker.config.schedule import OuterSchedule
+from diloco_broker.tensors.aggregate import Gradient
+from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.outer import chunked
+from diloco_broker.tensors.reply_chunk import Reply
+from diloco_broker.tensors.shadow import followed
+from diloco_protocol.chunks import ChunkSpan, Segment
+from diloco_protocol.dtypes import whole_dtype
+from diloco_protocol.tensors.codecs import encode_chunk, is_finite
+from diloco_protocol.tensors.tensor_pool import TensorPool
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What is kept of one chunk; the tensors never change."""
+
+    master: Tensor  # fp32 or int64, 1-D
+    state: chunked.State
+    shadow: Tensor | None = None  # what workers hold, where replies are in few bits
+
+
+@dataclass(frozen=True, eq=False)
+class Advanced:
+    """A chunk after its steps: what is kept, what is sent, and whether a gradient could not be used."""
+
+    kept: Kept
+    wire: Any
+    overflow: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Advance:
+    """How one chunk is advanced.
+
+    `outer` steps parameters, its learning rate and momentum by `schedule`. `reply`, `share` and
+    `is_round` are as in `Parameters`. New tensors come from `buffers`.
+    """
+
+    span: ChunkSpan
+    outer: chunked.ChunkOuter | None  # None where chunks of parameters are stepped whole
+    schedule: OuterSchedule
+    reply: str
+    share: float
+    is_round: bool
+    buffers: TensorPool
+
+    def of(self, kept: Kept, gradients: Iterable[Gradient | Blend | None], count: int) -> Advanced:
+        """One step for each gradient, the first with `count` before it.
+
+        Where there is none the chunk stays as it is, but for a buffer that is due. So it does where a
+        step makes what is not finite: one enormous value would make parameters and momentum infinite
+        for good.
+        """
+        made: Tensor | None = None
+        overflow = False
+        for turn, gradient in enumerate(gradients, start=count):
+            stepped = None if gradient is None else self._step(kept, gradient, turn)
+            if stepped is None:
+                overflow |= gradient is not None
+                stepped, is_held = self._empty_buffer(kept, turn)
+                overflow |= not is_held
+            kept, made = stepped
+        return self.sent(kept, made, overflow=overflow)
+
+    def sent(self, kept: Kept, made: Tensor | None = None, *, overflow: bool) -> Advanced:
+        """What is kept, and what is sent of it; `made`: that in wire form, if it is there."""
+        if kept.shadow is not None:
+            shadow, coded = followed(self.reply, kept.shadow, kept.master, self.buffers.like)
+            return Advanced(replace(kept, shadow=shadow), coded, overflow)
+        whole = whole_dtype(self.reply)
+        if made is None:
+            made = Reply(self.span, whole, self.buffers).of(kept.master)
+            assert made is not None, "a chunk that could not be sent was stored"
+        return Advanced(kept, encode_chunk(self.span, made, whole), overflow)
+
+    def _step(
+        self, kept: Kept, gradient: Gradient | Blend, count: int
+    ) -> tuple[Kept, Tensor | None] | None:
+        """What a gradient makes of a chunk, and that in wire form; None when it is not finite."""
+        master, state, new = kept.master, kept.state, self.buffers.like
+        reply = Reply(self.span, whole_dtype(self.reply), self.buffers)
+        if isinstance(gradient, Blend):
+            updated = gradient.onto(master, self.share, new)
+        elif self.span.segment is Segment.INTEGERS:
+            largest = gradient.whole()
+            updated = largest.clone() if self.is_round else torch.maximum(master, largest)
+        else:
+            assert self.outer is not None
+            outer = self.outer.at(self.schedule, count)
+            if isinstance(outer, chunked.Nesterov):
+                pieces = gradient.pieces()
+                updated, state = outer.step_by_pieces(master, pieces, state, new, reply.add)
+            else:
+                updated, state = outer.step(master, gradient.whole(), state, count, new)
+        total = state.get(chunked.DELAYED)
+        # An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
+        if total is not None and not is_finite(total):
+            return None
+        made = reply.of(updated)
+        return None if made is None else (Kept(updated, state, kept.shadow), made)
+
+    def _empty_buffer(self, kept: Kept, count: int) -> tuple[tuple[Kept, Tensor | None], bool]:
+        """Take a boundary that has no usable gradient with a gradient of 0, if the buffer holds any.
+
+        The count goes on in any case: what stayed in the buffer would be divided by N together with
+        the N gradients to come. A buffer that overflows even so is thrown away, and False returned.
+        """
+        if chunked.DELAYED not in kept.state or self.outer is None:
+            return (kept, None), True
+        if (count + 1) % self.outer.size:
+            return (kept, None), True
+        nothing = Gradient.of(torch.zeros(self.span.elements))
+        stepped = self._step(kept, nothing, count)
+        if stepped is not None:
+            return stepped, True
+        return (replace(kept, state=chunked.without_buffer(kept.state)), None), False

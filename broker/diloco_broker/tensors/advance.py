@@ -80,7 +80,7 @@ class Advance:
     def sent(self, kept: Kept, made: Tensor | None = None, *, overflow: bool) -> Advanced:
         """What is kept, and what is sent of it; `made`: that in wire form, if it is there."""
         if kept.shadow is not None:
-            shadow, coded = followed(self.reply, kept.shadow, kept.master, self.buffers.like)
+            shadow, coded = followed(self.reply, kept.shadow, kept.master, self.buffers)
             return Advanced(replace(kept, shadow=shadow), coded, overflow)
         whole = whole_dtype(self.reply)
         if made is None:

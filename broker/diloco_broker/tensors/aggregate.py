@@ -24,6 +24,7 @@ from diloco_broker.tensors.robust import (
     largest_of_the_middle,
 )
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
+from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.tensors.codecs import decode_chunk, is_finite
 from diloco_protocol.tensors.tensor_pool import TensorPool
@@ -192,8 +193,10 @@ class StreamingMean:
         span, wire = self._spans[index], wire or self._wire
 
         def read() -> tuple[Tensor, float] | None:
+            is_decoded = span.segment is Segment.PARAMETERS and in_few_bits(wire)
+            out = self._new(span.elements) if is_decoded else None
             try:
-                values = decode_chunk(span, payload, wire)
+                values = decode_chunk(span, payload, wire, out)
             except ProtocolError:
                 return None
             squares = 0.0 if span.segment is Segment.INTEGERS else squares_of(values)
@@ -325,7 +328,9 @@ class StagedReducer:
                 return Gradient.of(self._aggregate(chunks, parts))
 
     def _decode(self, span: ChunkSpan, payload: Any, dtype: str) -> Tensor:
-        values = decode_chunk(span, payload, dtype)
+        is_decoded = span.segment is Segment.PARAMETERS and in_few_bits(dtype)
+        out = self._scratch.rows[0, : span.elements] if is_decoded else None
+        values = decode_chunk(span, payload, dtype, out)
         if values.dtype in (torch.float32, torch.int64):
             return values
         return self._scratch.rows[0, : span.elements].copy_(values)

@@ -8,7 +8,7 @@ of code and scale is exact in fp32 and the sum is rounded alike everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from diloco_broker.core.state.versions.reply import Coded
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.tensors.codecs import ENCODERS, as_bytes, checksum, is_finite
+from diloco_protocol.tensors.tensor_pool import TensorPool
 
 # What the shadow is called among what a checkpoint has of each chunk.
 SHADOW = "shadow"
@@ -65,20 +66,17 @@ class Shadows:
 
 @torch.no_grad()
 def followed(
-    reply: str, shadow: Tensor, master: Tensor, new: Callable[[Tensor], Tensor]
+    reply: str, shadow: Tensor, master: Tensor, buffers: TensorPool
 ) -> tuple[Tensor, Coded]:
     """The shadow of a chunk once it has followed its master, and what is sent.
 
     Where no difference in fp32 leads from one to the other, the chunk goes whole.
-
-    Args:
-        new: returns an uninitialised tensor like the one given.
     """
-    apart = torch.sub(master, shadow, out=new(shadow))
+    apart = torch.sub(master, shadow, out=buffers.like(shadow))
     if not is_finite(apart):
         return master, _whole(master)
-    encoded = ENCODERS[reply](apart)
-    moved = torch.add(shadow, encoded.read(), out=apart)
+    encoded = ENCODERS[reply](apart, lambda count: buffers.take(count, torch.uint8))
+    moved = encoded.read(out=apart).add_(shadow)
     if not is_finite(moved):
         return master, _whole(master)
     return moved, _whole(moved, encoded.payload)

@@ -13,6 +13,8 @@ random would need the state of a generator in every checkpoint, and errs more.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,55 +38,87 @@ class Encoded:
     """What became of fp32 values, 1-D and finite."""
 
     payload: memoryview
-    codes: Tensor  # fp32, a row for each block
+    codes: Tensor  # fp32, a row for each block; gone with the next encoding of this thread
     scales: Tensor  # bf16, of each block
     elements: int
 
-    def read(self) -> Tensor:
-        """What whoever decodes the payload reads, bit for bit, without doing so."""
-        values = self.codes.mul_(self.scales.to(torch.float32)[:, None])
-        return values.view(-1)[: self.elements]
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """What whoever decodes the payload reads, bit for bit, without doing so; in `out` if given."""
+        # What was rounded to -0.0 is sent as the integer 0, and read as 0.0: in a sum with -0.0 the
+        # sign shows.
+        codes, values = self.codes.add_(0.0), _rows(self.scales.numel(), out)
+        torch.mul(codes, self.scales.to(torch.float32)[:, None], out=values)
+        return _put(values, self.elements, out)
 
 
-def encode_int8(values: Tensor) -> Encoded:
+class _Between(threading.local):
+    """Memory for what is between values and bytes: each thread has its own, and uses it again.
+
+    Fresh memory of the size of a chunk costs the system a page for every 4 KiB, each time.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised; until the next call for the same name."""
+        elements = rows * columns
+        room = self._rooms.get(name)
+        if room is None or room.numel() < elements:
+            room = self._rooms[name] = torch.empty(elements, dtype=dtype)
+        return room[:elements].view(rows, columns)
+
+
+_between = _Between()
+# Returns uninitialised memory of so many bytes, for a payload.
+NewBytes = Callable[[int], Tensor]
+
+
+def _new_bytes(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def encode_int8(values: Tensor, new: NewBytes = _new_bytes) -> Encoded:
     """In 8 bits."""
     blocks = _blocks_of(values)
-    payload, scales, room = _room(blocks.shape[0], BLOCK)
+    payload, scales, room = _room(blocks.shape[0], BLOCK, new)
     scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_8_BITS))
     codes = _codes(blocks, scales, LARGEST_OF_8_BITS)
     room.view(torch.int8).copy_(codes)
     return Encoded(payload.numpy().data, codes, scales, values.numel())
 
 
-def decode_int8(payload: Any, elements: int) -> Tensor:
-    """The fp32 values of such bytes."""
+def decode_int8(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
+    """The fp32 values of such bytes, in `out` if it is given."""
     scales, codes = _split(payload, elements, BLOCK)
-    values = codes.view(torch.int8).view(-1, BLOCK).to(torch.float32)
-    return values.mul_(scales.to(torch.float32)[:, None]).view(-1)[:elements]
+    values = _rows(scales.numel(), out)
+    values.copy_(codes.view(torch.int8).view(-1, BLOCK))
+    return _put(values.mul_(scales.to(torch.float32)[:, None]), elements, out)
 
 
-def encode_int4(values: Tensor) -> Encoded:
+def encode_int4(values: Tensor, new: NewBytes = _new_bytes) -> Encoded:
     """In 4 bits."""
     blocks = _blocks_of(values)
-    payload, scales, room = _room(blocks.shape[0], HALF)
+    payload, scales, room = _room(blocks.shape[0], HALF, new)
     scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_4_BITS))
     codes = _codes(blocks, scales, LARGEST_OF_4_BITS)
-    room.copy_(_nibbles(codes))
+    _nibbles(codes, room)
     return Encoded(payload.numpy().data, codes, scales, values.numel())
 
 
-def decode_int4(payload: Any, elements: int) -> Tensor:
-    """The fp32 values of such bytes."""
+def decode_int4(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
+    """The fp32 values of such bytes, in `out` if it is given."""
     scales, codes = _split(payload, elements, HALF)
-    return _of_nibbles(codes, scales, elements)
+    return _of_nibbles(codes, scales, elements, out)
 
 
-def encode_int4z(values: Tensor) -> Encoded:
-    """In 4 bits, packed; how many bytes depends on the values."""
+def encode_int4z(values: Tensor, new: NewBytes = _new_bytes) -> Encoded:
+    """In 4 bits, packed; how many bytes depends on the values, so `new` is of no use."""
     blocks = _blocks_of(values)
     scales = _capped(_root_mean_square(blocks).to(torch.bfloat16), LARGEST_OF_4_BITS)
     codes = _codes(blocks, scales, LARGEST_OF_4_BITS)
-    nibbles = _nibbles(codes)
+    nibbles = _between.take("nibbles", codes.shape[0], HALF, torch.uint8)
+    _nibbles(codes, nibbles)
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(nibbles.numpy().data)
     # No `bytes`, which torch does not like to read.
     payload = bytearray(scales.view(torch.uint8).numpy().data)
@@ -92,8 +126,8 @@ def encode_int4z(values: Tensor) -> Encoded:
     return Encoded(memoryview(payload), codes, scales, values.numel())
 
 
-def decode_int4z(payload: Any, elements: int) -> Tensor:
-    """The fp32 values of such bytes.
+def decode_int4z(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
+    """The fp32 values of such bytes, in `out` if it is given.
 
     Raises:
         ProtocolError: they cannot be unpacked, or not to as many codes as there must be.
@@ -107,14 +141,15 @@ def decode_int4z(payload: Any, elements: int) -> Tensor:
     try:
         # What the frame says of its size is asked first: it would be believed, and the memory taken.
         size = zstandard.frame_content_size(packed)
-        codes = zstandard.ZstdDecompressor().decompress(packed) if size == wanted else b""
+        unpack = zstandard.ZstdDecompressor().decompress
+        codes = unpack(packed, allow_extra_data=False) if size == wanted else b""
     except zstandard.ZstdError as error:
         raise ProtocolError(Code.BAD_CHUNK, f"Its codes cannot be unpacked: {error}.") from error
     if len(codes) != wanted:
         text = f"Its codes unpack to {size} bytes, they must be {wanted}."
         raise ProtocolError(Code.BAD_CHUNK, text)
     scales = torch.frombuffer(given, dtype=torch.bfloat16, count=count)
-    return _of_nibbles(torch.frombuffer(bytearray(codes), dtype=torch.uint8), scales, elements)
+    return _of_nibbles(torch.frombuffer(bytearray(codes), dtype=torch.uint8), scales, elements, out)
 
 
 def _blocks_of(values: Tensor) -> Tensor:
@@ -125,15 +160,16 @@ def _blocks_of(values: Tensor) -> Tensor:
     return values.view(-1, BLOCK)
 
 
-def _room(blocks: int, code_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
+def _room(blocks: int, code_bytes: int, new: NewBytes) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for so many blocks; the part of the scales, and that of the codes, a row for each block."""
-    payload = torch.empty(blocks * (SCALE_BYTES + code_bytes), dtype=torch.uint8)
+    payload = new(blocks * (SCALE_BYTES + code_bytes))
     ends = blocks * SCALE_BYTES
     return payload, payload[:ends].view(torch.bfloat16), payload[ends:].view(blocks, code_bytes)
 
 
 def _largest(blocks: Tensor) -> Tensor:
-    return blocks.abs().amax(1)
+    # With no copy of them all.
+    return torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
 
 
 def _rounded_up(magnitudes: Tensor, largest: int) -> Tensor:
@@ -167,23 +203,40 @@ def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
     """fp32; a block whose scale is 0 has zeros."""
     by = scales.to(torch.float32)
     by = torch.where(by > 0, by, torch.inf)
-    return torch.div(blocks, by[:, None]).round_().clamp_(-largest, largest)
+    codes = _between.take("codes", blocks.shape[0], BLOCK, torch.float32)
+    return torch.div(blocks, by[:, None], out=codes).round_().clamp_(-largest, largest)
 
 
-def _nibbles(codes: Tensor) -> Tensor:
+def _nibbles(codes: Tensor, room: Tensor) -> None:
     """Two codes in each byte: j of the first half of a block with j of the second."""
     # By int8, to which torch is three times as fast.
-    shifted = codes.to(torch.int8).add_(LARGEST_OF_4_BITS + 1).view(torch.uint8)
-    return shifted[:, :HALF] | (shifted[:, HALF:] << 4)
+    whole = _between.take("shifted", codes.shape[0], BLOCK, torch.int8)
+    shifted = whole.copy_(codes).add_(LARGEST_OF_4_BITS + 1).view(torch.uint8)
+    torch.bitwise_left_shift(shifted[:, HALF:], 4, out=room)
+    room.bitwise_or_(shifted[:, :HALF])
 
 
-def _of_nibbles(codes: Tensor, scales: Tensor, elements: int) -> Tensor:
+def _of_nibbles(codes: Tensor, scales: Tensor, elements: int, out: Tensor | None) -> Tensor:
     rows = codes.view(-1, HALF)
-    values = torch.empty(rows.shape[0], BLOCK, dtype=torch.float32)
-    values[:, :HALF] = rows & 15
-    values[:, HALF:] = rows >> 4
+    values = _rows(rows.shape[0], out)
+    half = _between.take("half", rows.shape[0], HALF, torch.uint8)
+    values[:, :HALF].copy_(torch.bitwise_and(rows, 15, out=half))
+    values[:, HALF:].copy_(torch.bitwise_right_shift(rows, 4, out=half))
     values.sub_(LARGEST_OF_4_BITS + 1).mul_(scales.to(torch.float32)[:, None])
-    return values.view(-1)[:elements]
+    return _put(values, elements, out)
+
+
+def _rows(blocks: int, out: Tensor | None) -> Tensor:
+    """Room for decoded values, a row for each block: in `out` where its last block is a whole one."""
+    if out is not None and out.numel() == blocks * BLOCK:
+        return out.view(blocks, BLOCK)
+    return torch.empty(blocks, BLOCK, dtype=torch.float32)
+
+
+def _put(values: Tensor, elements: int, out: Tensor | None) -> Tensor:
+    """1-D, without what the last block was filled up with; in `out` if it is given."""
+    found = values.view(-1)[:elements]
+    return found if out is None or out.data_ptr() == found.data_ptr() else out.copy_(found)
 
 
 def _split(payload: Any, elements: int, code_bytes: int) -> tuple[Tensor, Tensor]:

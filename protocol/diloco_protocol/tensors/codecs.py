@@ -30,23 +30,29 @@ class Codec:
     """How the values of a chunk travel."""
 
     dtype: torch.dtype  # what they are rounded to, and kept in, until they are encoded
-    encode: Callable[[Tensor], memoryview]  # the bytes of a contiguous 1-D tensor, on the CPU
+    # The bytes of a contiguous 1-D tensor, on the CPU; with a second argument, in memory that it returns
+    # for their number, where they are not those of the tensor.
+    encode: Callable[..., memoryview]
     # The values of such bytes, of so many elements, 1-D: fp32, int64, or a float dtype that becomes fp32
-    # exactly.
-    decode: Callable[[Any, int], Tensor]
+    # exactly. Where they are not just the bytes, in a given fp32 tensor, if there is a third argument.
+    decode: Callable[..., Tensor]
 
 
 def _plain(dtype: torch.dtype) -> Codec:
     """The elements as they lie in memory, and nothing else: no copy in either direction."""
-    return Codec(dtype, as_bytes, lambda payload, _: torch.frombuffer(payload, dtype=dtype))
+    return Codec(
+        dtype,
+        lambda values, *_: as_bytes(values),
+        lambda payload, *_: torch.frombuffer(payload, dtype=dtype),
+    )
 
 
-Encoder = Callable[[Tensor], block_codecs.Encoded]
+Encoder = Callable[..., block_codecs.Encoded]
 
 
-def _coded(encoder: Encoder, decode: Callable[[Any, int], Tensor]) -> Codec:
+def _coded(encoder: Encoder, decode: Callable[..., Tensor]) -> Codec:
     """Few bits for each element, kept in fp32 until then."""
-    return Codec(torch.float32, lambda values: encoder(values).payload, decode)
+    return Codec(torch.float32, lambda *given: encoder(*given).payload, decode)
 
 
 # By name; `dtypes.SIZES` has the bytes of each.
@@ -76,24 +82,30 @@ def segment_dtype(segment: Segment, wire: str = "fp32") -> torch.dtype:
     return CODECS[travels_in(segment, wire)].dtype
 
 
-def encode_chunk(span: ChunkSpan, values: Tensor, wire: str) -> memoryview:
+def encode_chunk(
+    span: ChunkSpan, values: Tensor, wire: str, new: block_codecs.NewBytes | None = None
+) -> memoryview:
     """The bytes of a chunk whose parameters travel in `wire`; `values` are in its `segment_dtype`.
+
+    `new` returns uninitialised memory of so many bytes, for those that are not the values' own.
 
     They may share the memory of the values, which must not change while the bytes are being sent:
     ZeroMQ would put the changed ones on the wire.
     """
-    return CODECS[travels_in(span.segment, wire)].encode(values)
+    encode = CODECS[travels_in(span.segment, wire)].encode
+    return encode(values) if new is None else encode(values, new)
 
 
-def decode_chunk(span: ChunkSpan, payload: Any, wire: str) -> Tensor:
+def decode_chunk(span: ChunkSpan, payload: Any, wire: str, out: Tensor | None = None) -> Tensor:
     """The values of a chunk whose parameters travel in `wire`, 1-D: see `Codec.decode`.
 
     They may share the memory of the payload, which must have the right length, and not be empty.
+    Those in few bits are in `out`, if it is given: fp32, 1-D, contiguous.
 
     Raises:
         ProtocolError: the codes of a chunk in int4z cannot be unpacked.
     """
-    return CODECS[travels_in(span.segment, wire)].decode(payload, span.elements)
+    return CODECS[travels_in(span.segment, wire)].decode(payload, span.elements, out)
 
 
 def checksum(values: Tensor) -> int:

@@ -155,3 +155,21 @@ def test_run_that_goes_back_to_whole_replies_goes_on_from_what_workers_hold() ->
 def test_buffers_and_integers_travel_as_they_are() -> None:
     made = broker("int4", torch.zeros(ELEMENTS))
     assert not any(isinstance(wire, Coded) for wire in made.wires(0)[2:])
+
+
+@pytest.mark.parametrize("reply", FEW_BITS)
+def test_reader_of_a_model_with_negative_zeros_holds_the_same_bits(reply: str) -> None:
+    """As after pruning by a mask: w * 0 is -0.0 where w is negative."""
+    torch.manual_seed(3)
+    model = torch.randn(ELEMENTS)
+    model[::2] *= 0.0
+    made = broker(reply, model)
+    reader = FlatState(PART, {PARAMETERS[0].segment: model.clone()})
+    for count in range(4):
+        delta = torch.randn(ELEMENTS)
+        delta[1::2] *= 1e3  # so that small ones are rounded to nothing
+        delta[::6] = 0.0
+        for span, each in zip(PARAMETERS, stepped(made, delta, count), strict=True):
+            code = memoryview(bytearray(each.wire.code))
+            told = reader.follow(span.index, reader, code, (code.nbytes,), reply)
+            assert told == each.wire.checksum

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import SIZES, least_bytes, span_bytes
 from diloco_protocol.errors import ProtocolError
-from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk
+from diloco_protocol.tensors.codecs import ENCODERS, decode_chunk, encode_chunk
 from kit.paths import ROOT
 from kit.raw_codecs import decode, encode
 
@@ -158,3 +158,44 @@ def dump_of(wire: str) -> str:
 @pytest.mark.parametrize("wire", FEW_BITS)
 def test_dumps_of_the_page_are_what_is_sent(wire: str) -> None:
     assert dump_of(wire) in (ROOT / "protocol" / "CODECS.md").read_text()
+
+
+def bits(values: torch.Tensor) -> list[int]:
+    return [int(each) for each in values.view(torch.int32)]
+
+
+@pytest.mark.parametrize("wire", list(ENCODERS))
+@pytest.mark.parametrize("elements", [1, 255, 256, 700, 1024])
+def test_encoder_reads_its_codes_as_whoever_decodes_them_to_the_sign_of_zero(
+    wire: str, elements: int
+) -> None:
+    torch.manual_seed(elements)
+    values = torch.randn(elements)
+    values[::3] *= 1e-3  # rounded to 0 from below as well as from above
+    values[::5] = -0.0
+    encoded = ENCODERS[wire](values.clone())
+    payload = bytearray(encoded.payload)
+    decoded = decode_chunk(span_of(elements), payload, wire)
+    out = torch.full((elements,), torch.nan)
+    assert decode_chunk(span_of(elements), payload, wire, out).data_ptr() == out.data_ptr()
+    found = encoded.read(values)
+    assert found.data_ptr() == values.data_ptr(), "the memory of what was encoded can be used"
+    assert bits(found) == bits(decoded) == bits(out)
+    assert not [each for each in decoded.tolist() if each == 0 and math.copysign(1, each) < 0]
+
+
+@pytest.mark.parametrize("wire", list(ENCODERS))
+def test_what_was_read_or_sent_stays_when_more_is_encoded(wire: str) -> None:
+    first, second = torch.randn(600), torch.randn(600)
+    encoded = ENCODERS[wire](first)
+    read, payload = encoded.read(), bytes(encoded.payload)
+    before = read.clone()
+    ENCODERS[wire](second).read()
+    assert torch.equal(read, before)
+    assert bytes(encoded.payload) == payload
+
+
+def test_bytes_behind_the_packed_codes_are_refused() -> None:
+    payload = bytearray(ENCODERS["int4z"](torch.randn(512)).payload) + b"more"
+    with pytest.raises(ProtocolError, match="cannot be unpacked"):
+        decode_chunk(span_of(512), payload, "int4z")

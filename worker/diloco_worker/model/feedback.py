@@ -21,6 +21,7 @@ from torch import Tensor
 from diloco_protocol import Segment
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, is_finite
+from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker.model.flat_state import FlatState
 
 # Returns an uninitialised vector.
@@ -39,6 +40,7 @@ class InFewBits(FlatState):
     residual: dict[int, Tensor] = field(default_factory=dict)  # zeros where a chunk is missing
     codes: dict[int, memoryview] = field(default_factory=dict)
     unsent: set[int] = field(default_factory=set)  # chunks that an earlier push stands in for
+    room: Room = mapped
 
     def chunk(self, index: int) -> memoryview:
         """The bytes of one chunk."""
@@ -47,14 +49,18 @@ class InFewBits(FlatState):
         code = self.codes.get(index)
         if code is None:
             span = self.layout.spans[index]
-            code = self.codes[index] = encode_chunk(span, self._sum(span), self.dtype)
+            code = self.codes[index] = encode_chunk(span, self._sum(span), self.dtype, self._bytes)
         return code
 
     @torch.no_grad()
     def left_out(self, span: ChunkSpan, room: Room) -> Tensor:
         """What a chunk of parameters leaves out: the residual once it has counted."""
-        was_sent = decode_chunk(span, self.chunk(span.index), self.dtype)
-        return torch.sub(self._sum(span), was_sent, out=room(span.elements, torch.float32))
+        code, made = self.chunk(span.index), room(span.elements, torch.float32)
+        was_sent = decode_chunk(span, code, self.dtype, made)
+        return torch.sub(self._sum(span), was_sent, out=made)
+
+    def _bytes(self, count: int) -> Tensor:
+        return self.room(count, torch.uint8)
 
     @torch.no_grad()
     def _sum(self, span: ChunkSpan) -> Tensor:
@@ -93,7 +99,7 @@ class Feedback:
     def joined(self, delta: FlatState) -> InFewBits:
         """A delta that was frozen now, to go out with the residual."""
         self.is_used = True
-        return InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks)
+        return InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks, room=self.room)
 
     def settle(
         self, why: object, counted: FlatState | None, known: Mapping[int, Collection[int]]

@@ -78,8 +78,10 @@ class FlatState:
     def store(self, index: int, payload: memoryview, wire: str) -> None:
         """Decode a received chunk into its place; `payload` has as many bytes as the place needs."""
         span = self.layout.spans[index]
-        values = decode_chunk(span, payload, wire)
-        self.vectors[span.segment][span.start : span.stop].copy_(values)
+        target = self.vectors[span.segment][span.start : span.stop]
+        values = decode_chunk(span, payload, wire, target)
+        if values.data_ptr() != target.data_ptr():
+            target.copy_(values)
 
     def follow(
         self, index: int, base: FlatState, payload: memoryview, parts: Sequence[int], wire: str
@@ -94,14 +96,18 @@ class FlatState:
         """
         span = self.layout.spans[index]
         target = self.vectors[span.segment][span.start : span.stop]
-        target.copy_(base.vectors[span.segment][span.start : span.stop])
+        before = base.vectors[span.segment][span.start : span.stop]
+        if before.data_ptr() == target.data_ptr():
+            before = target
         start = 0
         for size in parts:
+            code, room = payload[start : start + size], None if before is target else target
             try:
-                target += decode_chunk(span, payload[start : start + size], wire)
+                values = decode_chunk(span, code, wire, room)
             except ProtocolError:
                 return None
-            start += size
+            torch.add(before, values, out=target)
+            before, start = target, start + size
         return checksum(target)
 
     def by_name(self) -> dict[str, Tensor]:

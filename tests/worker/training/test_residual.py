@@ -182,6 +182,43 @@ def test_refused_push_is_looked_for_in_two_versions_and_then_forgotten(
     assert saved["resume"]["fragments"][0]["gains"] == []
 
 
+@pytest.mark.parametrize(("code", "kept"), [("non_finite", 2), ("too_large", 0), ("stale", 0)])
+def test_worker_that_is_refused_again_and_again_keeps_no_more_for_it(
+    training: ScriptedTraining, code: str, kept: int
+) -> None:
+    """It is sent no versions meanwhile, in which those pushes could be looked for."""
+    few(training)
+    sender = Sender()
+    counted_round(training, 1)
+    sender.counts(H)
+    numbers = []
+    for _ in range(6):
+        training.trains(H)
+        push, values = pushes(training)
+        assert values == [sender.sends(H)] * CHUNKS, "the residual stays"
+        numbers.append(push.push_id)
+        training.refuses(push, code)
+        training.done()
+    (saved,) = training.worker.state_dict()["resume"]["fragments"]
+    assert len(saved["gains"]) == len(saved["dropped"]) == kept
+    # Those that are still looked for are the last ones; what counted of them is settled.
+    training.trains(H)
+    push, _ = pushes(training)
+    found = {push.push_id: None, **{number: some(1) for number in numbers}}
+    serves_in_part(training, 2, found)
+    training.done()
+    before = sender.residual
+    sender.counts(H)
+    gain = fp32(sender.residual - before)
+    other = copy.copy(sender)
+    for _ in range(kept):
+        other.residual = fp32(other.residual + gain)
+    training.trains(H)
+    _, values = pushes(training)
+    assert values == [sender.sends(H), other.sends(H), sender.sends(H)]
+    assert (other.residual == sender.residual) == (not kept)
+
+
 def test_late_push_of_which_a_part_counts_is_settled_by_the_version_that_it_missed(
     training: ScriptedTraining,
 ) -> None:

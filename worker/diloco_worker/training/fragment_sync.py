@@ -181,7 +181,9 @@ class FragmentSync:
             case Outcome.SUPERSEDED:
                 feedback.clear()
             case Outcome.REJECTED if delta is not None and landing.flight is not None:
-                feedback.drop(landing.flight.push_id, delta.wire)
+                feedback.settle(landing, None, self._own(landing.settled))
+                if landing.may_have_counted:
+                    feedback.drop(landing.flight.push_id, delta.wire)
             case Outcome.COUNTED if delta is not None:
                 self._note_stand_ins(landing, delta.wire)
                 feedback.settle(landing.arrival, delta.wire, self._own(landing.settled))

@@ -16,6 +16,7 @@ from enum import Enum
 from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.errors import Code
 from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import Push
 from diloco_worker.core.sync.news import Arrival, Rejection, Work
@@ -23,6 +24,11 @@ from diloco_worker.core.sync.news import Arrival, Rejection, Work
 # A push that was dropped is looked for in the ledgers of so many versions: the one of the round that was
 # open then, and one that may have been here before it.
 VERSIONS_LOOKED_AT = 2
+# Dropped pushes that are looked for at a time. Whoever is refused again and again is sent no versions
+# meanwhile, and each push costs a copy of the fragment: of the oldest nothing has counted, then.
+MOST_DROPPED = 2
+# Whole submissions are refused for these: nothing of one has counted.
+WHOLE = (Code.TOO_LARGE, Code.STALE)
 
 
 class Outcome(str, Enum):
@@ -105,6 +111,11 @@ class Landing:
     # Of pushes that were dropped earlier, the chunks that the version contains; nothing else of them
     # will count.
     settled: Mapping[int, Bitmap] = field(default_factory=dict)
+
+    @property
+    def may_have_counted(self) -> bool:
+        """Whether chunks of a push that was dropped may be in a version all the same."""
+        return self.rejection is None or self.rejection.code not in WHOLE
 
 
 @dataclass(frozen=True)
@@ -194,7 +205,15 @@ class Fragment:
                 Outcome.COUNTED, flight, reply, touches_model=touch_model, settled=settled
             )
         if rejection is not None:
-            return Landing(Outcome.REJECTED, flight, rejection=rejection, touches_model=touch_model)
+            landing = Landing(
+                Outcome.REJECTED, flight, rejection=rejection, touches_model=touch_model
+            )
+            if not landing.may_have_counted:
+                return landing
+            given_up = self.dropped[: len(self.dropped) + 1 - MOST_DROPPED]
+            return replace(
+                landing, settled={each.push_id: Bitmap(self.chunks) for each in given_up}
+            )
         return None
 
     def _settled(self, arrival: Arrival) -> dict[int, Bitmap]:
@@ -212,7 +231,10 @@ class Fragment:
         flight = landing.flight
         match landing.outcome:
             case Outcome.REJECTED if flight is not None and in_few_bits(flight.push.wire_dtype):
-                self.dropped = (*self.dropped, Dropped(flight.push_id, flight.stand_ins))
+                kept = [each for each in self.dropped if each.push_id not in landing.settled]
+                if landing.may_have_counted:
+                    kept.append(Dropped(flight.push_id, flight.stand_ins))
+                self.dropped = tuple(kept)
             case Outcome.SUPERSEDED:
                 self.dropped = ()
             case Outcome.COUNTED | Outcome.MOVED | Outcome.LOADED:

@@ -203,6 +203,8 @@ class Downloads:
     def spoilt(self, fragment: int) -> Iterator[effects.Effect]:
         """A difference from what is held has led to something else than the broker's version."""
         download = self.by_fragment[fragment]
+        if download.is_doubted:
+            return  # differences that were under way already; the whole was asked for
         download.spoilt()
         yield effects.Say(
             f"Fragment {fragment} here is not what the broker has under that name; it is fetched whole.",

@@ -64,7 +64,7 @@ class Network(Protocol):
 class Others(Protocol):
     """The other processes of this worker, each of which has a lane."""
 
-    def open(self, address: str, bindings: tuple[Lane, ...]) -> None: ...
+    def open(self, address: str, bindings: tuple[Lane, ...], reply_dtype: str) -> None: ...
 
     def send(self, lane: int, chunk: Chunk) -> None: ...
 
@@ -179,7 +179,8 @@ class Executor:
         """What the other processes have to do. Returns whether that is all."""
         match effect:
             case effects.OpenLanes(bindings):
-                others.open(self.network.address, bindings)
+                assert self.session.config is not None
+                others.open(self.network.address, bindings, self.session.config.reply_dtype)
                 return True
             case effects.SendChunk(session, push_id, fragment, index, lane) if lane:
                 others.send(lane, Chunk(fragment, index, session=session, push_id=push_id))

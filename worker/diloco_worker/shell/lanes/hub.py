@@ -61,11 +61,12 @@ class Hub:
 
     # To the others.
 
-    def open(self, address: str, bindings: tuple[Lane, ...]) -> None:
-        """Each opens a connection to the broker, with its first word."""
+    def open(self, address: str, bindings: tuple[Lane, ...], reply_dtype: str) -> None:
+        """Each opens a connection to the broker, with its first word; what comes is in this dtype."""
         generation = self._generation.to_bytes(8, "big")
         for binding in bindings:
-            self._tell(binding.index, words.OPEN, generation, address.encode(), encode(binding))
+            first = [generation, address.encode(), encode(binding), reply_dtype.encode()]
+            self._tell(binding.index, words.OPEN, *first)
 
     def close_all(self) -> None:
         """What they have is void."""

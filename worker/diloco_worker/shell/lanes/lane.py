@@ -57,7 +57,7 @@ class LaneThread:
         self._broker: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._generation = b""
-        self._session = b""
+        self._session, self._reply = b"", "fp32"
         self._owed = 0
         self._donations: dict[int, Push] = {}  # asked for, and not laid out yet
         self._waiting: list[Chunk] = []  # to be sent, of pushes that are not laid out yet
@@ -205,12 +205,12 @@ class LaneThread:
 
     # The connection to the broker.
 
-    def _open(self, generation: bytes, address: bytes, binding: bytes) -> None:
+    def _open(self, generation: bytes, address: bytes, binding: bytes, reply: bytes) -> None:
         self._close_broker()
         assert self._context is not None
         message = decode(binding)
         assert isinstance(message, Lane)
-        self._generation, self._session = generation, message.session
+        self._generation, self._session, self._reply = generation, message.session, reply.decode()
         self._broker, self._monitor = dealer(self._context, address.decode(), self._keys)
         self._poller.register(self._broker, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -271,6 +271,8 @@ class LaneThread:
                 return
             if isinstance(message, Chunk) and payload is not None:
                 self._take(message, payload)
+                if self._broker is not broker:
+                    return  # it was closed for what came
             else:  # it has no other word for a lane than that the session is void
                 self._broken(str(getattr(message, "text", "")) or f"It answered {message.kind}.")
                 return
@@ -281,15 +283,14 @@ class LaneThread:
         if self._owed >= CREDIT_BATCH:
             self._broker.send(encode(Credit(self._owed, self._session)), NOW)
             self._owed = 0
-        version = chunk.version
         try:
-            is_ours = version is not None and self.buffers.store(chunk, version, payload)
+            self.buffers.store(chunk, payload, self._reply)
         except AnotherCopy:
             fragment = chunk.fragment.to_bytes(4, "big")
             self._leader.send_multipart([words.SPOILT, self._generation, fragment])
             return
-        if not is_ours:
-            self._broken(f"The broker sent chunk {chunk.index}, which is not of this process.")
+        except ProtocolError as error:
+            self._broken(f"What the broker sent cannot be used: {error}")
             return
         size = payload.nbytes.to_bytes(8, "big")
         self._leader.send_multipart([words.CHUNK, self._generation, encode(chunk), size])

@@ -14,6 +14,7 @@ import torch
 from diloco_protocol import ProtocolError, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes, whole_dtype
+from diloco_protocol.errors import Code
 from diloco_protocol.messages import Chunk
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.shell.fragment_buffers import check_parts
@@ -41,7 +42,6 @@ class LaneBuffers:
 
     shares: tuple[FragmentLayout, ...]  # by fragment, the frozen one included
     numbers: tuple[dict[int, int], ...]  # by fragment: of each chunk owned its index in the share
-    reply_dtype: str
     pinned: bool = False
     outgoing: dict[int, FlatState] = field(default_factory=dict)  # by push id
     initial: dict[int, FlatState] = field(default_factory=dict)  # the model's own values
@@ -52,27 +52,28 @@ class LaneBuffers:
     _taken: dict[int, VersionId] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def store(self, chunk: Chunk, version: VersionId, payload: memoryview) -> bool:
-        """Keep a chunk; False where it is not one of this process's, or of a wrong length.
+    def store(self, chunk: Chunk, payload: memoryview, reply_dtype: str) -> None:
+        """Keep a chunk of a version, of which parameters come in this dtype.
 
         Raises:
+            ProtocolError: it is not one of this process's, or of a wrong length.
             AnotherCopy: it is a difference from a version of which this process has something else.
         """
-        fragment, index = chunk.fragment, chunk.index
-        if not 0 <= fragment < len(self.shares) or index not in self.numbers[fragment]:
-            return False
+        fragment, index, version = chunk.fragment, chunk.index, chunk.version
+        is_known = 0 <= fragment < len(self.shares) and index in self.numbers[fragment]
+        if version is None or not is_known:
+            text = f"chunk {index} of fragment {fragment} is not of this process."
+            raise ProtocolError(Code.BAD_CHUNK, text)
         share, number = self.shares[fragment], self.numbers[fragment][index]
-        span, whole = share.spans[number], whole_dtype(self.reply_dtype)
+        span, whole = share.spans[number], whole_dtype(reply_dtype)
         if chunk.delta_of is not None:
-            try:
-                check_parts(chunk, payload, span, self.reply_dtype)
-            except ProtocolError:
-                return False
-        elif payload.nbytes != span_bytes(span, whole):
-            return False
+            check_parts(chunk, payload, span, reply_dtype)
+        elif payload.nbytes != (wanted := span_bytes(span, whole)):
+            text = f"chunk {index} has {payload.nbytes} bytes, in {whole} it has {wanted}."
+            raise ProtocolError(Code.BAD_CHUNK, text)
         with self._lock:
             if version in self._whole.get(fragment, {}):
-                return True
+                return
             arriving = self._arriving.get(fragment)
             if arriving is None or arriving.version != version:
                 if arriving is not None:
@@ -84,7 +85,7 @@ class LaneBuffers:
                 arriving.state.store(number, payload, whole)
             else:
                 held = self._held(fragment, chunk.delta_of)
-                parts, wire = chunk.parts or (), self.reply_dtype
+                parts, wire = chunk.parts or (), reply_dtype
                 if (
                     held is None
                     or arriving.state.follow(number, held, payload, parts, wire) != chunk.checksum
@@ -94,7 +95,6 @@ class LaneBuffers:
             if not arriving.missing:
                 del self._arriving[fragment]
                 self._whole.setdefault(fragment, {})[version] = arriving.state
-        return True
 
     def _held(self, fragment: int, version: VersionId) -> FlatState | None:
         base = self._bases.get(fragment)

@@ -194,7 +194,6 @@ def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Follower:
     lane.buffers = LaneBuffers(
         tensors.shares,
         tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners),
-        terms.config.reply_dtype,
         stay.placement.is_pinned,
     )
     ranks.gather(None)

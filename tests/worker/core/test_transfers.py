@@ -46,6 +46,7 @@ from diloco_worker.core.events import (
     Prepared,
     Received,
     RequestVersion,
+    Spoilt,
     Start,
 )
 from kit.session_harness import CHUNKS, FROZEN, RUN, Desk, gradient, version, whole
@@ -515,3 +516,23 @@ def test_pull_that_was_refused_is_sent_again_after_a_second(fresh: Desk) -> None
     fresh.hears(Error("no_model", "Nobody has provided parameters yet.", retry=True, about="pull"))
     fresh.passes(1.1)
     assert {pull.fragment for pull in fresh.sent(Pull)} == {0, FROZEN}
+
+
+def test_copy_that_is_another_is_fetched_whole_once_whatever_is_still_under_way(
+    ready: Desk,
+) -> None:
+    """A worker of several processes hears of each chunk that was on its way to them."""
+    ready.session.downloads.set_reply("int8")
+    ready.happens(Offer(gradient()))
+    ready.happens(Spoilt(0))
+    (pull,) = ready.sent(Pull)
+    assert pull.delta_of is None and pull.held is None
+    ready.hears(Chunk(0, 0, version=version(1)))
+    assert ready.all(StoreChunk)
+    ready.happens(Spoilt(0), Spoilt(0))
+    assert not ready.sent(Pull) and not ready.all(Say)
+    ready.hears(*[Chunk(0, index, version=version(1)) for index in range(1, CHUNKS)])
+    ready.hears(Released(0, version(1), Ledger({"me": (Counted(77),)})))
+    assert ready.all(Deliver), "what had come of the whole is not forgotten"
+    ready.happens(Spoilt(0))
+    assert ready.all(Say), "what came whole is trusted, and may be doubted again"

@@ -136,7 +136,8 @@ def put_back(store: TensorStore, fragment: int, found: Checkpoint) -> None:
     """Put one fragment back to what a checkpoint has; raises UsageError where its optimizer cannot go
     on."""
     try:
-        store.put_back(fragment, found.tensors[fragment])
+        reply = str(found.config.get("reply_dtype", "fp32"))
+        store.put_back(fragment, replace(found.tensors[fragment], reply=reply))
     except (KeyError, ValueError) as error:
         raise UsageError(
             "The outer optimizer that the factory makes cannot go on from the checkpoint's state "

@@ -50,6 +50,7 @@ class FragmentTensors:
     # What the outer optimizer remembers of each chunk, by name; None where nothing yet.
     outer: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None  # a torch optimizer's `state_dict`
+    reply: str = "fp32"  # what its values were sent in
 
 
 class Parameters:
@@ -247,23 +248,29 @@ class Parameters:
         outer = {name: [state.get(name) for state in states] for name in names}
         outer |= self._shadows.kept(fragment, len(masters))
         whole = self._wholes.get(fragment)
-        return FragmentTensors(chunks, outer, whole.fragment.state_dict() if whole else None)
+        optimizer = whole.fragment.state_dict() if whole else None
+        return FragmentTensors(chunks, outer, optimizer, self._reply)
 
     def put_back(self, fragment: int, kept: FragmentTensors) -> None:
         """Put back what `fragment_tensors` gave; the tensors must not change any more."""
         self._masters[fragment][:] = kept.chunks
         for index in range(len(kept.chunks)):
             found = {name: tensors[index] for name, tensors in kept.outer.items()}
-            self._put_back_shadow(fragment, index, found.pop(SHADOW, None))
+            self._put_back_shadow(fragment, index, found.pop(SHADOW, None), kept.reply)
             self._states[fragment][index] = {n: t for n, t in found.items() if t is not None}
             self._make_whole(fragment, index)
         if kept.optimizer is not None:
             self._wholes[fragment].fragment.load_state_dict(dict(kept.optimizer))
 
-    def _put_back_shadow(self, fragment: int, index: int, shadow: Tensor | None) -> None:
+    def _put_back_shadow(
+        self, fragment: int, index: int, shadow: Tensor | None, sent_in: str
+    ) -> None:
         span, master = self._layouts[fragment].spans[index], placed(self._masters[fragment], index)
         if self._shadows.has(span):
-            self._shadows.put(fragment, index, master if shadow is None else shadow)
+            if shadow is None:  # workers hold the master as it was sent
+                sent = master.to(segment_dtype(span.segment, whole_dtype(sent_in)))
+                shadow = sent.float()
+            self._shadows.put(fragment, index, shadow)
         elif shadow is not None:
             # Replies were in few bits: what workers hold is what the run goes on from.
             self._masters[fragment][index] = shadow

@@ -152,6 +152,21 @@ def test_run_that_goes_back_to_whole_replies_goes_on_from_what_workers_hold() ->
     assert SHADOW not in again.fragment_tensors(0).outer
 
 
+@pytest.mark.parametrize("before", ["fp32", "bf16", "fp16"])
+def test_run_that_goes_on_in_few_bits_begins_at_what_workers_hold(before: str) -> None:
+    """So a version has the same contents for who has it already and for who comes now."""
+    torch.manual_seed(0)
+    made = broker(before, torch.randn(ELEMENTS))
+    stepped(made, torch.randn(ELEMENTS), 0)
+    held = [each if before == "fp32" else bytes(each) for each in made.wires(0)][: len(PARAMETERS)]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[before]
+    reader = torch.cat([torch.frombuffer(bytearray(each), dtype=dtype) for each in held]).float()
+    again = broker("int8", torch.zeros(ELEMENTS))
+    again.put_back(0, made.fragment_tensors(0))
+    assert torch.equal(wholes(again), reader)
+    assert torch.equal(masters(again), masters(made)), "the master keeps its bits"
+
+
 def test_buffers_and_integers_travel_as_they_are() -> None:
     made = broker("int4", torch.zeros(ELEMENTS))
     assert not any(isinstance(wire, Coded) for wire in made.wires(0)[2:])

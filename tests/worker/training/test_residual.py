@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -366,3 +367,41 @@ def test_state_of_an_older_release_has_no_residual(training: ScriptedTraining) -
     assert values == [Sender().sends(H)] * CHUNKS
     training.serves(100, 2, push)
     training.done()
+
+
+def first_round(training: ScriptedTraining, counter: int) -> list[float]:
+    """Another life of the worker, from the version before this one, and what it sends first."""
+    training.resumes(training.saves(), version(counter - 1))
+    training.says_current(counter - 1)
+    training.done()
+    training.trains(H)
+    training.says_current(counter - 1)
+    push, values = pushes(training)
+    training.serves(100, counter, push)
+    training.done()
+    return values
+
+
+def test_what_was_left_out_is_given_up_when_deltas_travel_whole_from_then_on(
+    training: ScriptedTraining, broker: ScriptedBroker
+) -> None:
+    few(training)
+    counted_round(training, 1)
+    broker.config = replace(broker.config, wire_dtype="bf16")
+    assert first_round(training, 2) == [H] * CHUNKS
+    saved = training.worker.state_dict()
+    assert saved["resume"]["fragments"][0]["residual"] is None
+    broker.config = replace(broker.config, wire_dtype=CODEC)
+    assert first_round(training, 3) == [Sender().sends(H)] * CHUNKS, "nothing old is sent"
+
+
+def test_what_was_left_out_goes_on_in_another_dtype_of_few_bits(
+    training: ScriptedTraining, broker: ScriptedBroker
+) -> None:
+    few(training)
+    sender = Sender()
+    counted_round(training, 1)
+    sender.counts(H)
+    broker.config = replace(broker.config, wire_dtype="int8")
+    sender.wire = "int8"
+    assert first_round(training, 2) == [sender.sends(H)] * CHUNKS

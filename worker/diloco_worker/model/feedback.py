@@ -147,6 +147,11 @@ class Feedback:
         self._chunks.clear()
         self.dropped.clear()
 
+    def give_up(self) -> None:
+        """Deltas travel in bf16 or above from now on: what was left out before is not sent any more."""
+        self._chunks.clear()
+        self.is_used = bool(self.dropped)
+
     # For checkpoints.
 
     def flat(self, chunks: ByChunk) -> FlatState:

@@ -105,7 +105,11 @@ class FragmentSync:
         if delta.bad is not None:
             kinds = {entry.name: entry.kind for entry in self.tensors.manifest.entries}
             return NonFinite(delta.bad, kinds[delta.bad] is Kind.BUFFER)
-        wire = self.feedback.joined(delta.wire) if in_few_bits(dtype) else delta.wire
+        if in_few_bits(dtype):
+            wire: FlatState = self.feedback.joined(delta.wire)
+        else:
+            wire = delta.wire
+            self.feedback.give_up()
         self.delta = DeltaValues(wire, frozen)
         return delta.norm
 

@@ -315,6 +315,8 @@ class Welcome(Message):
     plan: tuple[int, ...] = ()
     shard: int | None = None  # this worker's share of the data, where it samples for itself,
     num_shards: int | None = None  # of so many
+    ipc: str | None = None  # where workers of the same machine and user may connect for chunks,
+    port: int | None = None  # if it was at this port that they came
 
 
 @dataclass(frozen=True)

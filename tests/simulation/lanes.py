@@ -53,7 +53,9 @@ class Lanes:
 
     # What the leader wants.
 
-    def open(self, address: str, bindings: tuple[Lane, ...], reply_dtype: str) -> None:
+    def open(
+        self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
+    ) -> None:
         for binding in bindings:
             self._is_told(binding.index, partial(self._open, binding))
 

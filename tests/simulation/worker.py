@@ -87,6 +87,7 @@ class Worker:
         self.units = UnitsAtWork(self) if has_units else None
         self.bad_chunks: set[tuple[int, int]] = set()  # (push id, chunk) of those not finite
         self.address = "the simulated broker"
+        self.shortcut = ""
         self._connect = connect
         self._held: dict[int, VersionId] = {}  # the last that was delivered, by fragment
         self._tick_at: float | None = None

@@ -13,7 +13,7 @@ import torch
 from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 from diloco_tools.bench import limited_network
 from diloco_tools.bench.limited_network import NoNetwork
-from diloco_tools.bench.parts import codecs, round_limit, tensor_threads
+from diloco_tools.bench.parts import codecs, round_limit, same_host, tensor_threads
 from diloco_tools.bench.process_pool import Ends, ProcessPool
 from diloco_tools.bench.report import arithmetic
 from diloco_tools.bench.report.figures import Figure
@@ -115,6 +115,14 @@ def test_threads_are_compared_with_one_and_with_processes(pool: ProcessPool) -> 
     assert {row for row, _ in rows} == {"/".join(pair) for pair in tensor_threads.PAIRS}
     assert all(each.median > 0 for each in rows.values())
     assert {each.target for each in found} == {None, "tensor threads"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_rounds_through_the_socket_file_are_compared_with_tcp(pool: ProcessPool) -> None:
+    found = same_host.same_host(pool, size="0.4M", workers=1, repeats=1)
+    assert all(each.median > 0 for each in found)
+    assert [each.name for each in found][:3] == ["TCP", "socket file", "times as fast"]
 
 
 @pytest.mark.slow

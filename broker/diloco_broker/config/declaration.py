@@ -330,6 +330,9 @@ class Options:
         "Folder of keys that diloco-broker keygen made: only who has one of them may connect.",
         reads=Path,
     )
+    ipc: bool = WIRE.option(
+        True, SWITCH, "Workers of this machine and user send chunks through a socket file."
+    )
     insecure: bool = WIRE.option(
         False, SWITCH, "Allow an address other machines reach, without keys: everybody may steer."
     )

@@ -40,6 +40,7 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
+from diloco_protocol.clients.same_host import port_of
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments import Choose
 from diloco_protocol.frames import (
@@ -121,7 +122,9 @@ class Loop:
                 config, draw, self.now(), model_file.describe(initial), self.tensors.resumption
             )
             keys = KeyFolder(Path(config.keys)) if config.keys else None
-            self.sockets = Sockets(config.bind, config.feed, keys, config.max_workers)
+            self.sockets = Sockets(
+                config.bind, config.feed, keys, config.max_workers, same_host=config.ipc
+            )
             opened.callback(self.sockets.close)
             if config.security == feed.INSECURE:
                 logger.warning(_INSECURE)
@@ -134,6 +137,8 @@ class Loop:
                 opened.callback(self._writer.close)
             state = self.core.state
             state.feed_address = self.sockets.feed_address
+            state.own_address = self.sockets.own_address
+            state.port = port_of(self.sockets.address)
             state.memory_bytes = memory_bytes()
             state.has_own_optimizer = has_own
             state.own_split = split

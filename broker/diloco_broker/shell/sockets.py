@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from diloco_broker.shell.connection_watch import (
     ConnectionWatch,
     on_the_wire,
 )
+from diloco_broker.shell.same_host import SocketFolder
 from diloco_broker.shell.surplus import dropper
 from diloco_broker.shell.tcp_figures import Arrivals, Descriptor
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.errors import UsageError
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_BUFFER_BYTES, MAX_FRAMES
 from diloco_protocol.roles import Peer
+
+logger = logging.getLogger("diloco.broker")
 
 # How long the last messages may take to get out.
 LINGER_MS = 1000
@@ -73,11 +77,18 @@ class Sockets:
 
     `address` and `feed_address` say where they are. `keys` says who may connect; None: everybody.
     Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
-    bound. `workers` is how many may come at once.
+    bound. `workers` is how many may come at once. With `same_host` workers of this machine and this user
+    find another way in at `own_address`, where there can be one: see `same_host`.
     """
 
     def __init__(
-        self, bind: str, feed: str, keys: KeyFolder | None = None, workers: int = 0
+        self,
+        bind: str,
+        feed: str,
+        keys: KeyFolder | None = None,
+        workers: int = 0,
+        *,
+        same_host: bool = False,
     ) -> None:
         self._most_strangers = MOST_STRANGERS + 2 * workers
         self._context = zmq.Context()
@@ -90,6 +101,10 @@ class Sockets:
             raise
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
         self.feed_address = self._pub.get_string(zmq.LAST_ENDPOINT)
+        self._folder: SocketFolder | None = None
+        self.own_address: str | None = None
+        if same_host and self.address.startswith("tcp://"):
+            self._open_own_way()
         self._arrivals = Arrivals()
         self._watch = ConnectionWatch(arm=self._arrivals.arm, most_strangers=self._most_strangers)
         self._readers = ConnectionWatch(READERS_MAY_OWE)
@@ -117,6 +132,15 @@ class Sockets:
             self._poller.register(self._arrivals.descriptor, zmq.POLLIN)
         if self._doorkeeper is not None:
             self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
+
+    def _open_own_way(self) -> None:
+        try:
+            self._folder = SocketFolder()
+            self._router.bind(self._folder.address)
+        except (OSError, zmq.ZMQError) as error:  # TCP will do
+            logger.info("Workers of this machine come over TCP, too: %s.", error)
+        else:
+            self.own_address = self._folder.address
 
     def wait(self, seconds: float, now: Callable[[], float]) -> bool:
         """Wait for a message or for `wake`, at most so long. Returns whether there is a message.
@@ -285,6 +309,8 @@ class Sockets:
         self._bell.close()
         self._arrivals.close()
         self._context.destroy(linger=LINGER_MS)
+        if self._folder is not None:
+            self._folder.close()
 
     def _bound(self, kind: int, address: str, option: str) -> zmq.Socket[Any]:
         """A new socket of this kind that listens there."""

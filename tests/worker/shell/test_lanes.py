@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,9 +42,9 @@ class Scene:
         self.heard: list[events.Event] = []
         self.lane.start()
 
-    def opens(self, reply: str) -> bytes:
+    def opens(self, reply: str, address: str = "", shortcut: str = "") -> bytes:
         """The broker's route to the new connection."""
-        self.hub.open(self.address, (Lane(b"session", 1, (b"\x0f",)),), reply)
+        self.hub.open(address or self.address, (Lane(b"session", 1, (b"\x0f",)),), reply, shortcut)
         self.until(lambda: bool(self.broker.poll(0)))
         route, header = self.broker.recv_multipart()
         assert isinstance(decode(header), Lane)
@@ -114,3 +117,18 @@ def test_each_connection_has_the_dtype_of_its_replies(scene: Scene) -> None:
     scene.until(lambda: len(scene.heard) == 4)
     (vector,) = scene.lane.take(0, VERSION).vectors.values()
     assert vector.tolist() == [2.0] * 4 * CHUNK
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+def test_connection_goes_through_a_socket_file_where_the_process_may_enter(
+    scene: Scene, is_private: bool
+) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="diloco-"))
+    try:
+        path = f"ipc://{folder}/s"
+        scene.broker.bind(path)
+        folder.chmod(0o700 if is_private else 0o755)
+        nobody = "tcp://127.0.0.1:1"
+        scene.opens("fp32", nobody if is_private else scene.address, path)
+    finally:
+        shutil.rmtree(folder)

@@ -25,6 +25,7 @@ from diloco_tools.bench.parts import (
     load,
     round_limit,
     rounds,
+    same_host,
     tensor_threads,
     training,
     wire,
@@ -67,6 +68,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "codecs": (codecs.CODECS, codecs.codecs),
     "codecs-wan": (codecs.CODECS_WAN, codecs.codecs_wan),
     "codecs-limited": (codecs.CODECS_LIMITED, codecs.codecs_limited),
+    "same-host": (same_host.SAME_HOST, same_host.same_host),
     "async": (training.ASYNCHRONOUS, training.asynchronous),
     "streaming": (training.STREAMING, training.streaming),
     "heartbeat": (load.HEARTBEAT, load.heartbeat),
@@ -89,6 +91,7 @@ tensor-threads
 codecs --repeats 3
 codecs-wan
 codecs-limited
+same-host
 async
 streaming
 heartbeat
@@ -107,6 +110,7 @@ round --repeats 3 --parameters 10M
 round-limit --repeats 3 --parameters 10M
 tensor-threads --repeats 3
 codecs --repeats 1 --parameters 10M
+same-host --repeats 3 --parameters 10M
 async --repeats 3 --workers 2 --seconds 1
 streaming --repeats 1 --steps 10
 heartbeat --parameters 10M --workers 2

@@ -230,8 +230,13 @@ class ProcessPool(Children):
 
     @contextlib.contextmanager
     def broker(self, **options: object) -> Iterator[BrokerProcess]:
-        """A broker with these options, where True is a flag, for as long as the context lasts."""
+        """A broker with these options, where True is a flag, for as long as the context lasts.
+
+        Workers come over TCP, which stands for a network here, unless `ipc` is said.
+        """
         options = {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*"} | options
+        if not options.pop("ipc", False):
+            options["no_ipc"] = True
         command = [sys.executable, "-m", "diloco_broker", "serve"]
         for name, value in options.items():
             command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]

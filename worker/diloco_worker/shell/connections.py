@@ -55,6 +55,7 @@ class Changes:
 
     connected: bool = False  # control came up
     broken: str | None = None  # which connection broke, a sentence
+    is_of_bulk_alone: bool = False
     refused: str | None = None  # why the broker and this worker do not come together, a sentence
     # The broker has said so itself. Otherwise it may have been killed in that moment.
     is_final: bool = False
@@ -70,6 +71,8 @@ class Connections:
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None = None
     ) -> None:
         self._keys = keys
+        self._context = context
+        self.is_shortened = False  # bulk goes through a socket file
         self._sockets: list[zmq.Socket[bytes]] = []
         # Of the connections that are up, by name: ZeroMQ's own descriptor, for a forked child to close,
         # and its inode.
@@ -83,6 +86,17 @@ class Connections:
         made = dealer(context, address, self._keys)
         self._sockets += made
         return made
+
+    def shorten(self, address: str) -> None:
+        """Take another way to the same broker for bulk, over which nothing has gone yet."""
+        for each in (self.bulk, self._bulk_monitor):
+            self._sockets.remove(each)
+        self.bulk.disable_monitor()
+        self.bulk.close(linger=0)
+        self._bulk_monitor.close(linger=0)
+        self.descriptors.pop("bulk", None)
+        self.bulk, self._bulk_monitor = self._dealer(self._context, address)
+        self.is_shortened = True
 
     @property
     def pollable(self) -> Sequence[zmq.Socket[bytes]]:
@@ -116,6 +130,7 @@ class Connections:
                     self.descriptors[name] = (event["value"], inode_of(event["value"]))
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self.descriptors.pop(name, None)
+                    changes.is_of_bulk_alone = name == "bulk" and changes.broken is None
                     changes.broken = f"The {name} connection to the broker broke."
                 elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     changes.connected |= name == "control"

@@ -42,6 +42,7 @@ class Network(Protocol):
     """The two connections to the broker, and what is known beside the session."""
 
     address: str
+    shortcut: str  # a socket file on this machine that chunks go through; empty where none do
 
     @property
     def progress(self) -> Heartbeat:
@@ -64,7 +65,9 @@ class Network(Protocol):
 class Others(Protocol):
     """The other processes of this worker, each of which has a lane."""
 
-    def open(self, address: str, bindings: tuple[Lane, ...], reply_dtype: str) -> None: ...
+    def open(
+        self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
+    ) -> None: ...
 
     def send(self, lane: int, chunk: Chunk) -> None: ...
 
@@ -180,7 +183,8 @@ class Executor:
         match effect:
             case effects.OpenLanes(bindings):
                 assert self.session.config is not None
-                others.open(self.network.address, bindings, self.session.config.reply_dtype)
+                reply, shortcut = self.session.config.reply_dtype, self.network.shortcut
+                others.open(self.network.address, bindings, reply, shortcut)
                 return True
             case effects.SendChunk(session, push_id, fragment, index, lane) if lane:
                 others.send(lane, Chunk(fragment, index, session=session, push_id=push_id))

@@ -26,7 +26,8 @@ import zmq
 from diloco_protocol import ProtocolError, pack, unpack
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.messages import Heartbeat, Message, Push
+from diloco_protocol.clients.same_host import can_be_entered, port_of
+from diloco_protocol.messages import Heartbeat, Message, Push, Welcome
 from diloco_worker.core import events
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.lanes import Owners
@@ -125,6 +126,8 @@ class Link(Inbox):
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._offered: dict[int, int] = {}  # by fragment; the last push id
         self._failures = 0
+        self._may_shorten = True
+        self.shortcut = ""
         keep_from_children(self)
 
     # For other threads.
@@ -323,7 +326,7 @@ class Link(Inbox):
         connections = self._connections
         if connections is not None:
             for each in (connections.control, connections.bulk):
-                if each in ready:
+                if each in ready and not each.closed:
                     self._receive(each)
             # After the messages, so that what a peer said before it died is heard.
             if self._connections is connections and connections.may_have_changed(ready):
@@ -334,6 +337,8 @@ class Link(Inbox):
                 if changes.refused is not None and changes.is_final:
                     self._executor.feed(events.LockedOut(changes.refused))
                 elif changes.broken is not None:
+                    # The next ones go the usual way, in case that it was this one's fault.
+                    self._may_shorten = not (connections.is_shortened and changes.is_of_bulk_alone)
                     self._executor.feed(events.Disconnected(changes.broken))
         if self._hub is not None:
             self._hear_others(self._hub, ready)
@@ -382,12 +387,35 @@ class Link(Inbox):
             except ProtocolError as error:
                 self.say(f"The broker sent a message that cannot be read: {error}", trouble=True)
                 continue
+            if isinstance(message, Welcome):
+                self._shorten(message)
             self._executor.payload = payload
             self._executor.feed(events.Received(message))
             self._executor.payload = None
             self._failures = 0
             if self._connections is not connections:
                 return
+
+    def _shorten(self, welcome: Welcome) -> None:
+        """Chunks go through a socket file where the broker is on this machine.
+
+        Not where it was reached at another port than its own: there is a proxy, or a tunnel, which
+        somebody has put there for a reason.
+        """
+        connections, address = self._connections, welcome.ipc
+        self.shortcut = ""
+        if connections is None or address is None or connections.is_shortened:
+            return
+        if not self._may_shorten or port_of(self.address) != welcome.port:
+            self._may_shorten = True
+            return
+        if can_be_entered(address):
+            for each in connections.pollable:
+                self._poller.unregister(each)
+            connections.shorten(address)
+            for each in connections.pollable:
+                self._poller.register(each, zmq.POLLIN)
+            self.shortcut = address
 
     # What the session asks for.
 

@@ -61,11 +61,17 @@ class Hub:
 
     # To the others.
 
-    def open(self, address: str, bindings: tuple[Lane, ...], reply_dtype: str) -> None:
-        """Each opens a connection to the broker, with its first word; what comes is in this dtype."""
+    def open(
+        self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
+    ) -> None:
+        """Each opens a connection to the broker, with its first word; what comes is in this dtype.
+
+        `shortcut` is a socket file for those who are on the broker's machine; empty where none is.
+        """
         generation = self._generation.to_bytes(8, "big")
         for binding in bindings:
-            first = [generation, address.encode(), encode(binding), reply_dtype.encode()]
+            ways = [address.encode(), shortcut.encode()]
+            first = [generation, *ways, encode(binding), reply_dtype.encode()]
             self._tell(binding.index, words.OPEN, *first)
 
     def close_all(self) -> None:

@@ -20,6 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from diloco_protocol import ProtocolError, VersionId, pack, unpack
 from diloco_protocol.clients.keys import Keys
+from diloco_protocol.clients.same_host import can_be_entered
 from diloco_protocol.messages import Chunk, Credit, Lane, Push, decode, encode
 from diloco_worker.core.downloads import CREDIT_BATCH
 from diloco_worker.model.flat_state import FlatState
@@ -205,13 +206,17 @@ class LaneThread:
 
     # The connection to the broker.
 
-    def _open(self, generation: bytes, address: bytes, binding: bytes, reply: bytes) -> None:
+    def _open(
+        self, generation: bytes, address: bytes, shortcut: bytes, binding: bytes, reply: bytes
+    ) -> None:
         self._close_broker()
         assert self._context is not None
         message = decode(binding)
         assert isinstance(message, Lane)
         self._generation, self._session, self._reply = generation, message.session, reply.decode()
-        self._broker, self._monitor = dealer(self._context, address.decode(), self._keys)
+        way = shortcut.decode()
+        way = way if way and can_be_entered(way) else address.decode()
+        self._broker, self._monitor = dealer(self._context, way, self._keys)
         self._poller.register(self._broker, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._broker.send(binding, NOW)

@@ -74,6 +74,8 @@ def join(
         plan=plan if state.config.num_fragments > 1 else (),
         shard=shard,
         num_shards=num_shards,
+        ipc=state.own_address,
+        port=state.port if state.own_address is not None else None,
     )
     yield effects.Send(route, welcome)
     yield from ending.tell(state, member)

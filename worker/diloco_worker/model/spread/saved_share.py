@@ -86,6 +86,8 @@ def part_of(
         UsageError: some are missing, or they are of different moments.
     """
     own = None if owners is None else shared_out({}, rank, count, owners)["share"]
+    if len(saved) > 1:  # also where its own is among them: the counts are those of all
+        _in_order(saved)
     for plain in saved:
         if plain.get("share") == own and (own is not None or len(saved) == 1):
             return plain

@@ -44,6 +44,9 @@ from diloco_worker.shell.whereabouts import Whereabouts
 
 logger = logging.getLogger("diloco.worker")
 
+# Of a broker that was killed the socket file may break first. Where it breaks alone so often, one time
+# after the other, something is wrong with it, and the next session goes over TCP.
+BREAKS_OF_SHORTCUT = 2
 # Messages taken from one socket before the others get their turn.
 BATCH = 64
 # Longest sleep of the thread; everything that matters wakes it earlier.
@@ -126,7 +129,7 @@ class Link(Inbox):
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._offered: dict[int, int] = {}  # by fragment; the last push id
         self._failures = 0
-        self._may_shorten = True
+        self._breaks_of_shortcut = 0  # one after the other, of it alone
         self.shortcut = ""
         keep_from_children(self)
 
@@ -337,8 +340,8 @@ class Link(Inbox):
                 if changes.refused is not None and changes.is_final:
                     self._executor.feed(events.LockedOut(changes.refused))
                 elif changes.broken is not None:
-                    # The next ones go the usual way, in case that it was this one's fault.
-                    self._may_shorten = not (connections.is_shortened and changes.is_of_bulk_alone)
+                    is_alone = connections.is_shortened and changes.is_of_bulk_alone
+                    self._breaks_of_shortcut = self._breaks_of_shortcut + 1 if is_alone else 0
                     self._executor.feed(events.Disconnected(changes.broken))
         if self._hub is not None:
             self._hear_others(self._hub, ready)
@@ -406,10 +409,10 @@ class Link(Inbox):
         self.shortcut = ""
         if connections is None or address is None or connections.is_shortened:
             return
-        if not self._may_shorten or port_of(self.address) != welcome.port:
-            self._may_shorten = True
+        if self._breaks_of_shortcut >= BREAKS_OF_SHORTCUT:
+            self._breaks_of_shortcut = 0
             return
-        if can_be_entered(address):
+        if port_of(self.address) == welcome.port and can_be_entered(address):
             for each in connections.pollable:
                 self._poller.unregister(each)
             connections.shorten(address)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ import pytest
 import zmq
 
 from diloco_protocol.clients.dealer import Dealer
+from diloco_protocol.clients.greeting import asks_for_keys
 from diloco_protocol.clients.handshake import failure
 from diloco_worker.shell.connections import Changes, Connections
 from kit.process_kit import wait_for
@@ -38,12 +41,64 @@ def closing() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_end_without_a_reason_is_not_taken_for_a_missing_key(has_keys: bool) -> None:
-    said = failure(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, has_keys=has_keys)
-    assert said is not None and said.startswith(ENDS)
-    known = failure(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, has_keys=has_keys)
-    assert known is not None and known.startswith("The broker asks for ")
-    assert failure(zmq.EVENT_HANDSHAKE_SUCCEEDED, has_keys=has_keys) is None
+def test_end_without_a_reason_is_not_taken_for_a_missing_key(has_keys: bool, closing: str) -> None:
+    said = failure(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, closing, has_keys=has_keys)
+    assert said is not None and said.text.startswith(ENDS) and not said.is_final
+    known = failure(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, closing, has_keys=has_keys)
+    assert known is not None and known.text.startswith("The broker asks for ") and known.is_final
+    assert failure(zmq.EVENT_HANDSHAKE_SUCCEEDED, closing, has_keys=has_keys) is None
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("way", ["tcp", "ipc"])
+def test_broker_that_is_quicker_to_end_a_handshake_is_asked_for_the_reason(
+    asks: bool, has_keys: bool, way: str
+) -> None:
+    """Then ZeroMQ here has not been told whether it asks for keys."""
+    folder = tempfile.mkdtemp()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        if asks:
+            _, secret = zmq.curve_keypair()
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        router.bind("tcp://127.0.0.1:*" if way == "tcp" else f"ipc://{folder}/s")
+        address = router.get_string(zmq.LAST_ENDPOINT)
+        assert asks_for_keys(address, 10.0) is asks
+        said = failure(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, address, has_keys=has_keys)
+        assert said is not None
+        if asks == has_keys:  # it may be another key
+            assert said.text.startswith(ENDS) and not said.is_final
+        else:
+            assert said.text.startswith(f"The broker asks for {'no' if has_keys else 'a'} key")
+            assert said.is_final
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [b"", b"HTTP/1.1 400 Bad Request\r\n" + b" " * 64, b"\xff" * 64],
+    ids=["nothing", "HTTP", "noise"],
+)
+def test_whoever_is_no_broker_is_not_asked_for_long(says: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+        def serve() -> None:
+            peer = server.accept()[0]
+            peer.sendall(says)
+            is_over.wait(10)
+            peer.close()
+
+        is_over = threading.Event()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert asks_for_keys(address, 0.2) is None
+        is_over.set()
+        thread.join(10)
+    assert asks_for_keys(address, 0.2) is None
+    for address in ("", "tcp://", "tcp://[::1", "ipc:///no/such/file", "tcp://127.0.0.1:x"):
+        assert asks_for_keys(address, 0.2) is None
 
 
 def test_operator_goes_on_asking_who_ends_each_connection(closing: str) -> None:

@@ -27,7 +27,7 @@ class Dealer:
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         if keys is not None:
             keys.lock(self._socket)
-        self._monitor = HandshakeMonitor(self._socket, has_keys=keys is not None)
+        self._monitor = HandshakeMonitor(self._socket, address, has_keys=keys is not None)
         try:
             if not can_be_reached(address):
                 raise zmq.ZMQError(zmq.EINVAL)

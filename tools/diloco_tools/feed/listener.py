@@ -83,7 +83,9 @@ class FeedSubscriber:
             self._socket.setsockopt(zmq.IPV6, 1)
         if self._keys is not None:
             self._keys.lock(self._socket)
-        self._handshake = HandshakeMonitor(self._socket, has_keys=self._keys is not None)
+        self._handshake = HandshakeMonitor(
+            self._socket, self.address, has_keys=self._keys is not None
+        )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._handshake.socket, zmq.POLLIN)

@@ -71,7 +71,7 @@ class Connections:
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None = None
     ) -> None:
         self._keys = keys
-        self._context = context
+        self._context, self._address = context, address
         self.is_shortened = False  # bulk goes through a socket file
         self._sockets: list[zmq.Socket[bytes]] = []
         # Of the connections that are up, by name: ZeroMQ's own descriptor, for a forked child to close,
@@ -135,8 +135,10 @@ class Connections:
                 elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     changes.connected |= name == "control"
                 elif not changes.is_final:  # of several reasons the clear one
-                    changes.refused = failure(event["event"], has_keys=self._keys is not None)
-                    changes.is_final = event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                    has_keys = self._keys is not None
+                    failed = failure(event["event"], self._address, has_keys=has_keys)
+                    if failed is not None:
+                        changes.refused, changes.is_final = failed.text, failed.is_final
         return changes
 
     def close(self, linger_ms: int = 0) -> None:

@@ -11,6 +11,8 @@ from diloco_protocol.errors import UsageError
 # Elements that have a scale together, in codecs of few bits, and the bytes of a scale.
 BLOCK = 256
 SCALE_BYTES = 2
+# Elements of a block of `top64`, how many of them it keeps, and its bytes.
+TOP_BLOCK, TOP_KEPT, TOP_BYTES = 4096, 64, 84
 
 
 def packed_most(elements: int) -> int:
@@ -61,13 +63,16 @@ SIZES = {
     "int8": WireSize((BLOCK + SCALE_BYTES) / BLOCK, (BLOCK, BLOCK + SCALE_BYTES)),
     "int4": WireSize((BLOCK // 2 + SCALE_BYTES) / BLOCK, (BLOCK, BLOCK // 2 + SCALE_BYTES)),
     "int4z": WireSize(0.275, packed=True),  # 2.2 bits
+    "top64": WireSize(TOP_BYTES / TOP_BLOCK, (TOP_BLOCK, TOP_BYTES)),  # 0.16 bits
     "int64": WireSize(8),
 }
 # What buffers and integers travel in, whatever the parameters do.
 BUFFERS_DTYPE, INTEGERS_DTYPE = "fp32", "int64"
 # What pseudo-gradients may travel in, and what parameters.
 WIRE_DTYPES = tuple(name for name in SIZES if name != INTEGERS_DTYPE)
-REPLY_DTYPES = WIRE_DTYPES
+# Experiments, which nobody is advised to use: for pseudo-gradients alone.
+EXPERIMENTAL = ("top64",)
+REPLY_DTYPES = tuple(name for name in WIRE_DTYPES if name not in EXPERIMENTAL)
 
 
 def in_few_bits(name: str) -> bool:

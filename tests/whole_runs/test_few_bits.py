@@ -85,6 +85,16 @@ def test_run_in_few_bits_both_ways_equals_the_loop_bit_for_bit(codec: str, plan:
     )
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_run_in_top64_comes_to_its_end_with_what_it_has_learnt(mode: str) -> None:
+    """Copies are compared at the end of each run. The model has 83 elements: all but 19 are sent."""
+    options: dict[str, Any] = {"mode": mode, "sync_every": 4, "reply_dtype": "int8"}
+    with Broker(make_config(**options, wire_dtype="top64")) as broker:
+        first, last = run(broker, trainees(1), 4).final, run(broker, trainees(1), 40).final
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert all(bool(torch.isfinite(value).all()) for value in last.values())
+
+
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_of_the_broker_change_no_bit(threads: int) -> None:
     options = {"wire_dtype": "int4z", "reply_dtype": "int4z", "chunk_elements": CHUNK}

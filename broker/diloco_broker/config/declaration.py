@@ -297,7 +297,8 @@ class Options:
     wire_dtype: str = WIRE.option(
         "bf16",
         one_of(*WIRE_DTYPES),
-        "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16; in few bits int8, int4, int4z.",
+        "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16; in few bits int8, int4, int4z; "
+        "top64 is an experiment.",
     )
     reply_dtype: str = WIRE.option(
         "fp32",

@@ -39,11 +39,14 @@ class Encoded:
 
     payload: memoryview
     codes: Tensor  # fp32, a row for each block; gone with the next encoding of this thread
-    scales: Tensor  # bf16, of each block
+    scales: Tensor | None  # bf16, of each block; None where the codes are the values
     elements: int
 
     def read(self, out: Tensor | None = None) -> Tensor:
         """What whoever decodes the payload reads, bit for bit, without doing so; in `out` if given."""
+        if self.scales is None:
+            values = self.codes.view(-1)[: self.elements]
+            return values if out is None else out.copy_(values)
         # What was rounded to -0.0 is sent as the integer 0, and read as 0.0: in a sum with -0.0 the
         # sign shows.
         codes, values = self.codes.add_(0.0), _rows(self.scales.numel(), out)
@@ -74,11 +77,12 @@ _between = _Between()
 NewBytes = Callable[[int], Tensor]
 
 
-def _new_bytes(count: int) -> Tensor:
+def new_bytes(count: int) -> Tensor:
+    """In fresh memory."""
     return torch.empty(count, dtype=torch.uint8)
 
 
-def encode_int8(values: Tensor, new: NewBytes = _new_bytes) -> Encoded:
+def encode_int8(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
     """In 8 bits."""
     blocks = _blocks_of(values)
     payload, scales, room = _room(blocks.shape[0], BLOCK, new)
@@ -96,7 +100,7 @@ def decode_int8(payload: Any, elements: int, out: Tensor | None = None) -> Tenso
     return _put(values.mul_(scales.to(torch.float32)[:, None]), elements, out)
 
 
-def encode_int4(values: Tensor, new: NewBytes = _new_bytes) -> Encoded:
+def encode_int4(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
     """In 4 bits."""
     blocks = _blocks_of(values)
     payload, scales, room = _room(blocks.shape[0], HALF, new)
@@ -112,7 +116,7 @@ def decode_int4(payload: Any, elements: int, out: Tensor | None = None) -> Tenso
     return _of_nibbles(codes, scales, elements, out)
 
 
-def encode_int4z(values: Tensor, new: NewBytes = _new_bytes) -> Encoded:
+def encode_int4z(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
     """In 4 bits, packed; how many bytes depends on the values, so `new` is of no use."""
     blocks = _blocks_of(values)
     scales = _capped(_root_mean_square(blocks).to(torch.bfloat16), LARGEST_OF_4_BITS)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import check_wire_dtype, travels_in
-from diloco_protocol.tensors import block_codecs
+from diloco_protocol.tensors import block_codecs, top_codec
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -63,6 +63,7 @@ CODECS = {
     "int8": _coded(block_codecs.encode_int8, block_codecs.decode_int8),
     "int4": _coded(block_codecs.encode_int4, block_codecs.decode_int4),
     "int4z": _coded(block_codecs.encode_int4z, block_codecs.decode_int4z),
+    "top64": _coded(top_codec.encode_top64, top_codec.decode_top64),
     "int64": _plain(torch.int64),
 }
 # Of those of few bits, what also tells what is read of the bytes.
@@ -70,6 +71,7 @@ ENCODERS: dict[str, Encoder] = {
     "int8": block_codecs.encode_int8,
     "int4": block_codecs.encode_int4,
     "int4z": block_codecs.encode_int4z,
+    "top64": top_codec.encode_top64,
 }
 
 
@@ -103,7 +105,8 @@ def decode_chunk(span: ChunkSpan, payload: Any, wire: str, out: Tensor | None = 
     Those in few bits are in `out`, if it is given: fp32, 1-D, contiguous.
 
     Raises:
-        ProtocolError: the codes of a chunk in int4z cannot be unpacked.
+        ProtocolError: the codes of a chunk in int4z cannot be unpacked, or the indices of one in top64
+            are none.
     """
     return CODECS[travels_in(span.segment, wire)].decode(payload, span.elements, out)
 

@@ -49,7 +49,7 @@ def read(delta: InFewBits, index: int) -> Tensor:
     return decode_chunk(span, delta.chunk(index), delta.dtype)
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
+@pytest.mark.parametrize("wire", ["int8", "int4", "int4z", "top64"])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_meant_is_what_has_counted_and_what_is_left(wire: str, seed: int) -> None:
     """Through pushes that count, are dropped, count in part, and landings that are done twice."""

@@ -35,7 +35,15 @@ from diloco_tools.demo.settings import Settings
 from diloco_tools.terminal import fail
 
 # Up and down; the first is what the others are held against. A "-" behind one: without error feedback.
-PAIRS = ("bf16/fp32", "bf16/bf16", "int8/int8", "int4/int4", "int4z/int4z", "int4z-/fp32")
+PAIRS = (
+    "bf16/fp32",
+    "bf16/bf16",
+    "int8/int8",
+    "int4/int4",
+    "int4z/int4z",
+    "int4z-/fp32",
+    "top64/fp32",
+)
 MODELS = {
     "0.4M": gpt.GPTConfig(context=32),
     "2M": gpt.GPTConfig(context=32, width=208, layers=4),

@@ -1,0 +1,110 @@
+"""`top64`, an experiment: of each 4096 elements the 64 largest, 2 bits for each (protocol/CODECS.md).
+
+All others are read as 0, and go with a later delta (error feedback), after SparseLoCo (Sarfi et al.
+2025, arXiv 2508.15706).
+
+A block is, in this order:
+
+- 48 bytes: of each index, in ascending order, the low 6 bits, one behind the other, the lowest first;
+- 16 bytes: its high 6 bits h, as Elias and Fano have it: of 128 bits those at h[i] + i are set;
+- 8 bytes of signs: bit i is set where element i is negative;
+- 8 bytes: bit i is set where it has the larger of two magnitudes;
+- the two magnitudes in bf16, the smaller first.
+
+The magnitudes are the means of those below the mean of all 64, and of the others. In bytes the first bit
+is the lowest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco_protocol.dtypes import TOP_BLOCK, TOP_BYTES, TOP_KEPT
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.tensors.block_codecs import Encoded, NewBytes, new_bytes
+
+LOW_BITS = 6
+LOW, HIGH, SIGNS, LARGER, SCALES = (
+    slice(0, 48),
+    slice(48, 64),
+    slice(64, 72),
+    slice(72, 80),
+    slice(80, 84),
+)
+HIGH_BITS = 8 * (HIGH.stop - HIGH.start)
+
+
+def encode_top64(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
+    """Of fp32 values, 1-D and finite."""
+    elements = values.numel()
+    missing = -elements % TOP_BLOCK
+    if missing:
+        values = torch.nn.functional.pad(values, (0, missing))
+    blocks = values.view(-1, TOP_BLOCK)
+    indices = blocks.abs().topk(TOP_KEPT, dim=1, sorted=False).indices.sort(dim=1).values
+    kept = blocks.gather(1, indices)
+    magnitudes = kept.abs()
+    is_larger = magnitudes >= magnitudes.mean(1, keepdim=True)
+    scales = torch.stack([_mean(magnitudes, ~is_larger), _mean(magnitudes, is_larger)], dim=1)
+    payload = new(blocks.shape[0] * TOP_BYTES)
+    rows = payload.numpy().reshape(-1, TOP_BYTES)
+    at = indices.numpy()
+    rows[:, LOW] = _packed((at[:, :, None] >> np.arange(LOW_BITS) & 1).reshape(len(at), -1))
+    high = np.zeros((len(at), HIGH_BITS), dtype=np.uint8)
+    np.put_along_axis(high, (at >> LOW_BITS) + np.arange(TOP_KEPT), 1, axis=1)
+    rows[:, HIGH] = _packed(high)
+    rows[:, SIGNS] = _packed(kept.signbit().numpy())
+    rows[:, LARGER] = _packed(is_larger.numpy())
+    rows[:, SCALES] = scales.view(torch.uint8).numpy()
+    return Encoded(
+        payload.numpy().data, decode_top64(payload.numpy().data, elements), None, elements
+    )
+
+
+def decode_top64(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
+    """The fp32 values of such bytes, in `out` if it is given.
+
+    Raises:
+        ProtocolError: its indices are not 64 in ascending order.
+    """
+    rows = np.frombuffer(payload, dtype=np.uint8).reshape(-1, TOP_BYTES)
+    high = _bits(rows[:, HIGH])
+    if not (high.sum(1) == TOP_KEPT).all():
+        raise _bad()
+    # Of each row the places of its set bits, in order.
+    places = np.nonzero(high)[1].reshape(-1, TOP_KEPT) - np.arange(TOP_KEPT)
+    low = _bits(rows[:, LOW]).reshape(-1, TOP_KEPT, LOW_BITS) @ (1 << np.arange(LOW_BITS))
+    at = (places << LOW_BITS) + low
+    if at.max(initial=0) >= TOP_BLOCK or (np.diff(at, axis=1) <= 0).any():
+        raise _bad()
+    scales = torch.from_numpy(rows[:, SCALES].copy()).view(torch.bfloat16).to(torch.float32)
+    is_larger = torch.from_numpy(_bits(rows[:, LARGER])).bool()
+    signs = 1.0 - 2.0 * torch.from_numpy(_bits(rows[:, SIGNS])).float()
+    kept = torch.where(is_larger, scales[:, 1:], scales[:, :1]).mul_(signs).add_(0.0)  # no -0.0
+    found = torch.zeros(len(rows), TOP_BLOCK).scatter_(1, torch.from_numpy(at), kept)
+    values = found.view(-1)[:elements]
+    return values if out is None else out.copy_(values)
+
+
+def _mean(magnitudes: Tensor, which: Tensor) -> Tensor:
+    """In bf16, of those of each row that are meant; 0 where none is."""
+    count = which.sum(1).clamp_(min=1)
+    # Parts of values do not overflow where their sum would.
+    return ((magnitudes / count[:, None]) * which).sum(1).to(torch.bfloat16)
+
+
+def _packed(bits: Any) -> Any:
+    return np.packbits(np.asarray(bits, dtype=np.uint8), axis=1, bitorder="little")
+
+
+def _bits(packed: Any) -> Any:
+    return np.unpackbits(packed, axis=1, bitorder="little").astype(np.int64)
+
+
+def _bad() -> ProtocolError:
+    text = f"Its indices are not {TOP_KEPT} of {TOP_BLOCK} in ascending order."
+    return ProtocolError(Code.BAD_CHUNK, text)

@@ -14,7 +14,7 @@ from diloco_protocol import Ledger, VersionId
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Progress, Push, Released
 from diloco_worker.core.sync.fragment import Flight, Landing, Outcome
-from diloco_worker.core.sync.news import Arrival
+from diloco_worker.core.sync.news import Arrival, Rejection
 from diloco_worker.model.flat_state import FlatState
 
 # While a fragment is waited for, nothing is to be done; training goes on; the leader has failed.
@@ -80,6 +80,7 @@ def landing_as_order(number: int, landing: Landing, step: int) -> list[Any]:
         landing.is_load,
         landing.is_void,
         [[push, _of_bitmap(chunks)] for push, chunks in landing.settled.items()],
+        None if landing.rejection is None else landing.rejection.code,
         step,
     ]
 
@@ -94,7 +95,7 @@ def landing_of(order: Sequence[Any], values: FlatState | None) -> Landing:
 
     Its flight and arrival have only what the values follow from.
     """
-    _, number, outcome, flown, version, _, is_load, is_void, dropped, _ = order
+    _, number, outcome, flown, version, _, is_load, is_void, dropped, code, _ = order
     flight = arrival = None
     if flown is not None:
         began, push_id, stand_ins = flown
@@ -105,7 +106,13 @@ def landing_of(order: Sequence[Any], values: FlatState | None) -> Landing:
         arrival = Arrival(released, frozenset(), values)
     settled = {push: _bitmap(chunks) for push, chunks in dropped}
     return Landing(
-        Outcome(outcome), flight, arrival, is_load=is_load, is_void=is_void, settled=settled
+        Outcome(outcome),
+        flight,
+        arrival,
+        None if code is None else Rejection(code, ""),
+        is_load=is_load,
+        is_void=is_void,
+        settled=settled,
     )
 
 

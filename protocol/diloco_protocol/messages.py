@@ -316,7 +316,7 @@ class Welcome(Message):
     shard: int | None = None  # this worker's share of the data, where it samples for itself,
     num_shards: int | None = None  # of so many
     ipc: str | None = None  # where workers of the same machine and user may connect for chunks,
-    port: int | None = None  # if it was at this port that they came
+    bound: str | None = None  # if it was at this address that they came
 
 
 @dataclass(frozen=True)

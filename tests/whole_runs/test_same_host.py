@@ -20,9 +20,10 @@ import zmq
 from diloco_broker import Broker
 from diloco_broker.shell.same_host import SocketFolder
 from diloco_broker.storage.key_folder import KeyFolder
-from diloco_protocol.clients.same_host import can_be_entered, port_of
+from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_tools.tcp_proxy import TcpProxy
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.shell import link as link_module
 from kit.keyed_broker import file_of
 from kit.layers import Layers, delta, name_of
 from kit.process_kit import PATIENCE_S, Processes, a_free_address, wait_for
@@ -264,8 +265,49 @@ def test_worker_enters_only_what_is_private_and_answers(own_temporary_folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("address", "port"),
-    [("tcp://h:8512", 8512), ("tcp://[::1]:1", 1), ("ipc:///a:1", None), ("tcp://h", None)],
+    ("dialled", "bound", "leads"),
+    [
+        ("tcp://127.0.0.1:8512", "tcp://127.0.0.1:8512", True),
+        ("tcp://localhost:8512", "tcp://127.0.0.1:8512", True),
+        ("tcp://127.0.0.1:8512", "tcp://0.0.0.0:8512", True),
+        ("tcp://127.0.0.2:8512", "tcp://0.0.0.0:8512", True),
+        ("tcp://127.0.0.1:8513", "tcp://127.0.0.1:8512", False),
+        ("tcp://127.0.0.2:8512", "tcp://127.0.0.1:8512", False),
+        ("tcp://192.0.2.1:8512", "tcp://0.0.0.0:8512", False),
+        ("tcp://[::1]:1", "tcp://[::1]:1", True),
+        ("ipc:///a:1", "tcp://127.0.0.1:1", False),
+        ("tcp://127.0.0.1", "tcp://127.0.0.1", False),
+        ("tcp://127.0.0.1:1", "", False),
+    ],
 )
-def test_port_is_that_of_tcp(address: str, port: int | None) -> None:
-    assert port_of(address) == port
+def test_proxies_have_other_addresses_than_the_broker(
+    dialled: str, bound: str, leads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "localhost" in dialled:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 8512))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert leads_to(dialled, bound) == leads
+
+
+def test_file_that_goes_behind_the_look_at_it_costs_a_moment(
+    monkeypatch: pytest.MonkeyPatch, own_temporary_folder: Path
+) -> None:
+    """ZeroMQ alone would try it for ever."""
+
+    def enters(address: str) -> bool:
+        can = can_be_entered(address)
+        for folder in own_temporary_folder.glob("diloco-*"):
+            shutil.rmtree(folder)
+        return can
+
+    monkeypatch.setattr(link_module, "can_be_entered", enters)
+    with (
+        Broker(a_config(workers=1)) as broker,
+        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
+    ):
+        client.join(Layers(1))
+        client.push({name_of(0): delta(0, 0)}, steps=1)
+        client.pull()
+        assert not way_of(client)
+        assert client._link is not None
+        assert client._link.session.connection.reconnections == 1

@@ -40,7 +40,6 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
-from diloco_protocol.clients.same_host import port_of
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments import Choose
 from diloco_protocol.frames import (
@@ -138,7 +137,7 @@ class Loop:
             state = self.core.state
             state.feed_address = self.sockets.feed_address
             state.own_address = self.sockets.own_address
-            state.port = port_of(self.sockets.address)
+            state.bound = self.sockets.address
             state.memory_bytes = memory_bytes()
             state.has_own_optimizer = has_own
             state.own_split = split

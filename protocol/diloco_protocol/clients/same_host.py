@@ -11,11 +11,40 @@ LONGEST_PATH = 107  # bytes of a socket's path, on Linux
 PROBE_WITHIN_S = 1.0
 
 
-def port_of(address: str) -> int | None:
-    """The port of a TCP address; None of another, or where it has none."""
+def leads_to(dialled: str, bound: str) -> bool:
+    """Whether a TCP address is that of a broker which is bound so, with nothing in between.
+
+    A broker that is bound to every address of its machine has each that this machine has.
+    """
+    host, port = _host_and_port(dialled)
+    own_host, own_port = _host_and_port(bound)
+    if port is None or port != own_port:
+        return False
+    try:
+        found = {
+            str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        }
+    except OSError:
+        return False
+    return all(map(_is_ours, found)) if own_host in ("0.0.0.0", "::") else found == {own_host}
+
+
+def _host_and_port(address: str) -> tuple[str, int | None]:
     scheme, _, rest = address.partition("://")
-    port = rest.rpartition(":")[2]
-    return int(port) if scheme == "tcp" and port.isascii() and port.isdigit() else None
+    host, _, port = rest.rpartition(":")
+    is_port = scheme == "tcp" and port.isascii() and port.isdigit()
+    return host.strip("[]"), int(port) if is_port else None
+
+
+def _is_ours(host: str) -> bool:
+    """Whether this machine has that address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 def can_be_entered(address: str) -> bool:

@@ -25,7 +25,13 @@ CONNECT_WITHIN_MS = 3000
 NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 
-_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILURES
+_WATCHED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | FAILURES
+)
 
 
 def dealer(
@@ -128,6 +134,12 @@ class Connections:
                 event: Any = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
                 if event["event"] == zmq.EVENT_CONNECTED:
                     self.descriptors[name] = (event["value"], inode_of(event["value"]))
+                elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
+                    # Over TCP that is what ZeroMQ is for. A socket file was there a moment ago, and a
+                    # broker that goes on says where it is now.
+                    if name == "bulk" and self.is_shortened and changes.broken is None:
+                        changes.is_of_bulk_alone = True
+                        changes.broken = "The socket file of the broker is gone."
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self.descriptors.pop(name, None)
                     changes.is_of_bulk_alone = name == "bulk" and changes.broken is None

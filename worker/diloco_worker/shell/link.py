@@ -26,7 +26,7 @@ import zmq
 from diloco_protocol import ProtocolError, pack, unpack
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.clients.same_host import can_be_entered, port_of
+from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_protocol.messages import Heartbeat, Message, Push, Welcome
 from diloco_worker.core import events
 from diloco_worker.core.connection import Phase
@@ -402,7 +402,7 @@ class Link(Inbox):
     def _shorten(self, welcome: Welcome) -> None:
         """Chunks go through a socket file where the broker is on this machine.
 
-        Not where it was reached at another port than its own: there is a proxy, or a tunnel, which
+        Not where it was reached at another address than its own: there is a proxy, or a tunnel, which
         somebody has put there for a reason.
         """
         connections, address = self._connections, welcome.ipc
@@ -412,7 +412,7 @@ class Link(Inbox):
         if self._breaks_of_shortcut >= BREAKS_OF_SHORTCUT:
             self._breaks_of_shortcut = 0
             return
-        if port_of(self.address) == welcome.port and can_be_entered(address):
+        if leads_to(self.address, welcome.bound or "") and can_be_entered(address):
             for each in connections.pollable:
                 self._poller.unregister(each)
             connections.shorten(address)

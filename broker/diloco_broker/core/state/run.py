@@ -218,9 +218,9 @@ class RunState:
     refusals: Refusals = field(default_factory=Refusals)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     feed_address: str | None = None
-    # A socket file for workers of this machine, and the port of those who come over TCP.
+    # A socket file for workers of this machine, and what is bound for those who come over TCP.
     own_address: str | None = None
-    port: int | None = None
+    bound: str | None = None
     memory_bytes: int | None = None  # that the broker may use; None where nobody knows
     has_own_optimizer: bool = False  # the outer optimizer is one of torch's, made by a factory
     # The groups of it, over all fragments; empty before it is made.

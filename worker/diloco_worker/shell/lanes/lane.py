@@ -59,6 +59,7 @@ class LaneThread:
         self._monitor: zmq.Socket[bytes] | None = None
         self._generation = b""
         self._session, self._reply = b"", "fp32"
+        self._is_shortened = False  # chunks go through a socket file
         self._owed = 0
         self._donations: dict[int, Push] = {}  # asked for, and not laid out yet
         self._waiting: list[Chunk] = []  # to be sent, of pushes that are not laid out yet
@@ -215,7 +216,8 @@ class LaneThread:
         assert isinstance(message, Lane)
         self._generation, self._session, self._reply = generation, message.session, reply.decode()
         way = shortcut.decode()
-        way = way if way and can_be_entered(way) else address.decode()
+        self._is_shortened = bool(way) and can_be_entered(way)
+        way = way if self._is_shortened else address.decode()
         self._broker, self._monitor = dealer(self._context, way, self._keys)
         self._poller.register(self._broker, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -311,6 +313,9 @@ class LaneThread:
             event: Any = parse_monitor_message(monitor.recv_multipart(NOW))
             if event["event"] == zmq.EVENT_CONNECTED:
                 self._descriptors[event["value"]] = inode_of(event["value"])
+            elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
+                if self._is_shortened:
+                    self._broken("the broker's socket file is gone.")
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self._descriptors.pop(event["value"], None)
                 self._broken("the broker, or the way to it, is gone.")

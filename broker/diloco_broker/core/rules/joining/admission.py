@@ -75,7 +75,7 @@ def join(
         shard=shard,
         num_shards=num_shards,
         ipc=state.own_address,
-        port=state.port if state.own_address is not None else None,
+        bound=state.bound if state.own_address is not None else None,
     )
     yield effects.Send(route, welcome)
     yield from ending.tell(state, member)

@@ -75,7 +75,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 # as the pattern, and its test is where its file is.
 ELSEWHERE = {
     "bind", "feed", "insecure", "keys", "resume", "recover", "recover_wait", "keep", "audit",
-    "chunk_elements", "fragment_plan", "max_workers", "max_parameters",
+    "chunk_elements", "fragment_plan", "max_workers", "max_parameters", "ipc", "tensor_threads",
 }  # fmt: skip
 
 

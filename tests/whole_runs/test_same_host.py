@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import shutil
+import signal
 import socket
 import stat
 import tempfile
@@ -193,7 +195,7 @@ def _shut(descriptor: int) -> None:
 
 
 def test_broker_that_was_killed_leaves_nothing_behind_the_next_one(
-    processes: Processes, tmp_path: Path, own_temporary_folder: Path
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {
         "sync_every": 3,
@@ -205,17 +207,31 @@ def test_broker_that_was_killed_leaves_nothing_behind_the_next_one(
     broker = processes.broker(**options)
     worker = processes.train("w0", broker.address(), 200, 0.01)
     broker.says("Round 3 closed")
-    (old,) = own_temporary_folder.glob("diloco-*")
+    old = folder_of(broker.pid)
+    # The processes may have another folder of temporary files than this one.
+    monkeypatch.setattr(tempfile, "tempdir", str(old.parent))
     other = SocketFolder()  # of a broker that lives
     broker.kill()
     assert old.exists()
     broker = processes.broker(**options)
     broker.says("Round 6 closed")
     assert not old.exists()
-    folders = {str(each) for each in own_temporary_folder.glob("diloco-*")}
-    assert len(folders) == 2 and os.path.dirname(other.path) in folders
+    assert folder_of(broker.pid).parent == old.parent
+    assert os.path.exists(os.path.dirname(other.path))
     worker.kill()
+    broker.gets(signal.SIGTERM)
+    broker.ends()
     other.close()
+
+
+def folder_of(broker: int) -> Path:
+    """The private folder of a process, by the lock that it holds."""
+    held = set()
+    for each in Path(f"/proc/{broker}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            held.add(os.readlink(each))
+    (lock,) = [each for each in held if "/diloco-" in each and each.endswith("/lock")]
+    return Path(lock).parent
 
 
 def test_keys_are_asked_for_there_as_well(keyed: Broker, folder: KeyFolder) -> None:

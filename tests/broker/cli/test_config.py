@@ -28,7 +28,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"outer_lr": float("nan")}, "--outer-lr is nan; it must be above 0, at most 10."),
     (
         {"wire_dtype": "int3"},
-        "--wire-dtype is int3; it must be fp32, bf16, fp16, int8, int4 or int4z.",
+        "--wire-dtype is int3; it must be fp32, bf16, fp16, int8, int4, int4z or top64.",
     ),
     (
         {"reply_dtype": "int2"},

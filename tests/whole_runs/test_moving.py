@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from diloco_broker import Broker, BrokerConfig
 from diloco_worker import DiLoCoClient
 from kit.process_kit import Processes
 
@@ -34,6 +35,22 @@ def test_worker_follows_a_broker_that_moves(processes: Processes, tmp_path: Path
     assert result["steps"] == 200
     assert int(result["metrics"]["rounds"]) > 10
     assert all(torch.isfinite(torch.tensor(result["weights"])))
+
+
+def test_function_leads_to_a_broker_that_has_moved() -> None:
+    def broker() -> Broker:
+        return Broker(
+            BrokerConfig(save_dir=None, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*")
+        )
+
+    places: list[str] = []
+    with DiLoCoClient(lambda: places[-1], timeout=30.0) as client:
+        with broker() as first:
+            places.append(first.address)
+            assert "run" in client.status()
+        with broker() as second:
+            places.append(second.address)
+            assert "run" in client.status()
 
 
 def test_file_that_cannot_be_written_stops_the_start(processes: Processes) -> None:

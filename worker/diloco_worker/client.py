@@ -39,6 +39,7 @@ from diloco_worker.model.encoding import encode
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
+from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training.pulled_model import GlobalParameters, PulledModel
 from diloco_worker.training.settings import ADDRESS, check, default_worker_id, worker_keys
 from diloco_worker.training.start import new_session
@@ -51,7 +52,7 @@ class DiLoCoClient:
     """See the head of this module. A context manager; not for several threads at once.
 
     Args:
-        server: the broker's address; tcp:// may be left out.
+        server: the broker's address, tcp:// may be left out; or a function that returns it.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         timeout: seconds that a call waits before it raises Unreachable.
         heartbeat_interval: seconds; None = fit for the broker, 0 = none. They are sent by themselves.
@@ -65,7 +66,7 @@ class DiLoCoClient:
 
     def __init__(
         self,
-        server: str,
+        server: Given,
         *,
         worker_id: str | None = None,
         timeout: float = 600.0,
@@ -76,7 +77,7 @@ class DiLoCoClient:
     ) -> None:
         check(server, ADDRESS, "server")
         self._keys, worker_id = worker_keys(keys, worker_id, Role.OPERATOR, Role.MONITOR)
-        self.server = with_scheme(server)
+        self.server = with_scheme(server) if isinstance(server, str) else server
         self.worker_id = worker_id or default_worker_id()
         self.timeout = timeout
         self._heartbeat_interval = heartbeat_interval

@@ -39,8 +39,10 @@ from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
+from diloco_worker.shell.end_file import tell_launcher
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
+from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
@@ -81,8 +83,8 @@ class DiLoCoWorker(RunView):
         optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
             the inner steps that are counted, so gradient accumulation and the skipped steps of an AMP
             scaler come out right. Of a list a round of all of them is one step: see `counted_steps`.
-        server: the broker's address; tcp:// may be left out. Without one here and in DILOCO_SERVER
-            everything is a no-op.
+        server: the broker's address (tcp:// may be left out), or a function that returns it, asked
+            whenever nobody answers. Without one here and in DILOCO_SERVER everything is a no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. A worker may have its
             own; in a run with rounds a smaller one only.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
@@ -123,7 +125,7 @@ class DiLoCoWorker(RunView):
         self,
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        server: str | None = None,
+        server: Given | None = None,
         *,
         sync_every: int | None = None,
         worker_id: str | None = None,
@@ -144,9 +146,8 @@ class DiLoCoWorker(RunView):
         handle_signals: bool | None = None,
         audit: str | Path | None = None,
     ) -> None:
-        self._settings: settings.Settings = settings.resolve(
-            locals()
-        )  # its fields have the names of arguments
+        # Its fields have the names of arguments.
+        self._settings: settings.Settings = settings.resolve(locals())
         self._keys, chosen_id = None, self._settings.worker_id
         if self._settings.server is not None:
             self._keys, chosen_id = settings.worker_keys(self._settings.keys, chosen_id)
@@ -227,7 +228,7 @@ class DiLoCoWorker(RunView):
             self._release("it did not start training")
             raise
 
-    def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
+    def _start(self, server: Given, tensors: ModelTensors) -> DiLoCoWorker:
         start.occupy(self._model, self, self.worker_id)
         own, ranks = self._settings, self._ranks
         resumption = self._resumption
@@ -286,6 +287,7 @@ class DiLoCoWorker(RunView):
             if self._audit is not None:
                 if trained:
                     self._audit.left(self._step)
+                    tell_launcher(self.run_is_over, asked=self.stop_reason is not None)
                 self._audit.close()
 
     def close(self, *, failed: bool = False) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
+from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training.settings import resolve
 
 logger = logging.getLogger("diloco.worker")
@@ -56,7 +57,7 @@ class DiLoCoCallback(Callback):
         TypeError: a keyword that DiLoCoWorker has not.
     """
 
-    def __init__(self, server: str | None = None, **keywords: Any) -> None:
+    def __init__(self, server: Given | None = None, **keywords: Any) -> None:
         inspect.signature(DiLoCoWorker).bind(None, None, server, **keywords)
         self.diloco: DiLoCoWorker | None = None
         self._given = {"server": server, **keywords}

@@ -27,6 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
+from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training.settings import resolve
 
 logger = logging.getLogger("diloco.worker")
@@ -59,7 +60,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(
-        self, server: str | None = None, *, evaluate_global: bool = False, **keywords: Any
+        self, server: Given | None = None, *, evaluate_global: bool = False, **keywords: Any
     ) -> None:
         inspect.signature(DiLoCoWorker).bind(None, None, server, **keywords)
         self.diloco: DiLoCoWorker | None = None  # while training goes on, and after it

@@ -56,12 +56,13 @@ def read_address(file: Path, line: int = 0) -> str:
         raise NoAddress(f"the file {file} is empty")
     lines = content.decode("ascii", errors="replace").splitlines()
     address = with_scheme(lines[line].strip()) if line < len(lines) else ""
-    if len(content) > LARGEST_FILE or not _is_address(address):
+    if len(content) > LARGEST_FILE or not leads_somewhere(address):
         raise NoAddress(f"the file {file} holds no address like tcp://10.0.0.1:8512")
     return address
 
 
-def _is_address(address: str) -> bool:
+def leads_somewhere(address: str) -> bool:
+    """Whether a socket can connect to it: tcp://HOST:PORT or ipc://PATH, and no place to listen at."""
     scheme, _, rest = address.partition("://")
     is_plain = address.isascii() and address.isprintable() and " " not in address
     host = rest.rpartition(":")[0]

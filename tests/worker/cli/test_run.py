@@ -184,6 +184,47 @@ def test_script_that_was_killed_is_started_again_and_given_up_at_last(
     assert "is not started again" in made.output
 
 
+# As torchrun: it ends with 1 whatever its processes end with.
+HIDE = """
+import os, subprocess, sys
+print("begins", flush=True)
+told = "import os, pathlib; pathlib.Path(os.environ['DILOCO_END_FILE']).write_text(%r)" % sys.argv[1]
+if sys.argv[1]:
+    subprocess.run([sys.executable, "-c", told], check=True)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "options", "code"),
+    [
+        ("over", (), 3),
+        ("over", ("--over-is-success",), 0),
+        ("asked", ("--over-is-success",), 143),
+        ("", ("--over-is-success",), 1),
+    ],
+)
+def test_word_of_a_worker_counts_where_a_launcher_between_hides_its_exit_code(
+    processes: Processes, tmp_path: Path, word: str, options: tuple[str, ...], code: int
+) -> None:
+    program = script(tmp_path, HIDE)
+    made = launch(processes, *SERVER, *options, "--restarts", "1", "--", *program, word)
+    assert made.ends() == code
+    assert made.output.count("begins") == (1 if word else 2)
+    assert ("ended with code 1, taken for" in made.output) == bool(word)
+
+
+def test_word_of_a_former_life_says_nothing_of_the_next(
+    processes: Processes, tmp_path: Path
+) -> None:
+    end = tmp_path / "end"
+    end.write_text("over")
+    program = script(tmp_path, HIDE)
+    made = launch(processes, *SERVER, "--", *program, "", DILOCO_END_FILE=str(end))
+    assert made.ends() == 1
+    assert not end.exists()
+
+
 def test_pause_before_a_restart_ends_with_a_signal(processes: Processes, tmp_path: Path) -> None:
     made = launch(processes, *SERVER, "--restarts", "9", *script(tmp_path, SHOW), "1")
     made.says("restart 3 of 9 in 4 s")
@@ -191,7 +232,14 @@ def test_pause_before_a_restart_ends_with_a_signal(processes: Processes, tmp_pat
     assert made.ends(within=3.0) == 143
 
 
-@pytest.mark.parametrize("code", ["2", "3"])
+def test_end_of_the_run_is_success_where_that_is_asked_for(
+    processes: Processes, tmp_path: Path
+) -> None:
+    made = launch(processes, *SERVER, "--over-is-success", *script(tmp_path, SHOW), "3")
+    assert made.ends() == 0
+
+
+@pytest.mark.parametrize("code", ["2", "3", "143"])
 def test_restart_cannot_mend_wrong_use_or_the_end_of_the_run(
     processes: Processes, tmp_path: Path, code: str
 ) -> None:

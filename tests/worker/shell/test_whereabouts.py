@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
-from diloco_worker.shell.whereabouts import LOOK_S, Whereabouts
+import pytest
+
+from diloco_worker.shell.whereabouts import ANSWER_S, LOOK_S, Whereabouts
 
 
 def test_address_that_was_given_stays() -> None:
@@ -39,3 +45,77 @@ def test_last_address_stays_while_the_file_has_none(tmp_path: Path) -> None:
     assert not found.look(1.0)
     assert found.address == "tcp://h:1"
     assert found.problem is not None and "holds no address" in found.problem
+
+
+def looks_until(found: Whereabouts, is_done: Callable[[], bool]) -> int:
+    """How often it looked, with the times that it asks for."""
+    looks = 0
+    deadline = time.monotonic() + 10.0
+    while not is_done():
+        assert time.monotonic() < deadline
+        at = found.next_look()
+        assert at is not None
+        found.look(at)
+        looks += 1
+        time.sleep(0.001)  # the function answers in another thread
+    return looks
+
+
+def test_function_is_asked_again_and_again_while_its_thread_may_take_its_time() -> None:
+    places = iter(["h:1", " tcp://h:2 ", "tcp://h:2"])
+    asked = threading.Semaphore(0)
+    answers = threading.Semaphore(0)
+
+    def place() -> str:
+        asked.release()
+        assert answers.acquire(timeout=10.0)
+        return next(places)
+
+    found = Whereabouts(place)
+    assert not found.look(0.0)
+    assert asked.acquire(timeout=10.0)
+    assert found.problem == "server() has not answered yet"
+    assert found.next_look() == ANSWER_S, "it does not wait for the function"
+    found.look(0.1)
+    assert not asked.acquire(blocking=False), "nor ask it twice at a time"
+    answers.release()
+    looks_until(found, lambda: found.address == "tcp://h:1")
+    answers.release()
+    looks_until(found, lambda: found.address == "tcp://h:2")
+
+
+def test_answer_is_taken_before_the_next_question_is_asked() -> None:
+    count = 0
+
+    def place() -> str:
+        nonlocal count
+        count += 1
+        return f"h:{count}"
+
+    found = Whereabouts(place)
+    looks_until(found, lambda: found.address == "tcp://h:1")
+    assert count == 1
+
+
+@pytest.mark.parametrize("said", [None, 5, "", "tcp://*:1", "host", "file:///x", "tcp://0.0.0.0:1"])
+def test_function_that_says_no_address_is_told_and_asked_again(said: object) -> None:
+    answers = iter([said, "h:1"])
+    found = Whereabouts(lambda: cast(str, next(answers)))
+    looks_until(found, lambda: "returned" in (found.problem or ""))
+    assert found.problem is not None and "no address like" in found.problem
+    looks_until(found, lambda: found.address == "tcp://h:1")
+
+
+def test_function_that_fails_keeps_the_last_address() -> None:
+    answers = ["h:1"]
+
+    def place() -> str:
+        if not answers:
+            raise OSError("no route")
+        return answers.pop()
+
+    found = Whereabouts(place)
+    looks_until(found, lambda: found.address is not None)
+    looks_until(found, lambda: found.problem is not None)
+    assert found.problem == "server() failed: OSError('no route')"
+    assert found.address == "tcp://h:1"

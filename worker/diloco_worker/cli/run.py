@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -19,7 +20,8 @@ from diloco_protocol import UsageError
 from diloco_protocol.clients.keys import HANDED_OUT
 from diloco_protocol.roles import Role
 from diloco_worker.cli.python_command import with_auto
-from diloco_worker.core.restarts import WRONG_USAGE, Restarts
+from diloco_worker.core.restarts import RUN_IS_OVER, WRONG_USAGE, Restarts
+from diloco_worker.shell.end_file import VARIABLE
 from diloco_worker.shell.training_program import TrainingProgram
 from diloco_worker.training.settings import ADDRESS, resolve, worker_keys
 from diloco_worker.training.shard import COUNT, INDEX, shard
@@ -66,6 +68,13 @@ def run(  # noqa: PLR0913  each is an option
             "--auto", help="The script knows nothing of DiLoCo: attach to its first optimizer."
         ),
     ] = False,
+    over_is_success: Annotated[
+        bool,
+        typer.Option(
+            "--over-is-success",
+            help="End with 0, not 3, where the run is over, for who only knows success and failure.",
+        ),
+    ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Run in the background; kill the pid to stop it.")
     ] = False,
@@ -78,7 +87,8 @@ def run(  # noqa: PLR0913  each is an option
 
     SIGTERM, Ctrl-C, SIGHUP, SIGUSR1 and SIGUSR2 are given on to it. The exit
     code is its own (128 + N where signal N ended it). After 0, 2 (called
-    wrongly) and 3 (the run is over) it is never started again.
+    wrongly), 3 (the run is over), 130 and 143 (it was asked to end) it is
+    never started again.
     """
     logging.basicConfig(format="diloco-worker: %(message)s", stream=sys.stderr, level=logging.INFO)
     with _failing_in_a_sentence():
@@ -98,10 +108,21 @@ def run(  # noqa: PLR0913  each is an option
                 "--log-file needs --detach; without it the script writes where you are."
             )
     if detach:
-        _detach(given, words, restarts, log_file)
+        _detach(given, words, restarts, over_is_success, log_file)
         return
-    program = TrainingProgram(words, os.environ | given, Restarts(restarts))
-    raise typer.Exit(program.run())
+    with _end_file() as file:
+        code = TrainingProgram(words, os.environ | given, Restarts(restarts), file).run()
+    raise typer.Exit(0 if over_is_success and code == RUN_IS_OVER else code)
+
+
+@contextlib.contextmanager
+def _end_file() -> Iterator[Path]:
+    """Where the script's workers say why they left; on several machines that has to be named."""
+    if named := os.environ.get(VARIABLE, "").strip():
+        yield Path(named)
+        return
+    with tempfile.TemporaryDirectory(prefix="diloco-worker-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder) / "end"
 
 
 @contextlib.contextmanager
@@ -135,7 +156,7 @@ def _settings(
         raise UsageError(
             f"There is no --server and no DILOCO_SERVER; give the broker's address: {ADDRESS.what}."
         )
-    given = {"DILOCO_SERVER": own.server}
+    given = {"DILOCO_SERVER": str(own.server)}  # a function comes from scripts alone
     shards = zip((INDEX, COUNT), (shard_index, num_shards), strict=True)
     given |= {name: str(value) for name, value in shards if value is not None}
     index, count = shard(None, os.environ | given)
@@ -162,16 +183,21 @@ def _host() -> str:
 
 
 def _detach(
-    given: dict[str, str], words: Sequence[str], restarts: int, log_file: Path | None
+    given: dict[str, str],
+    words: Sequence[str],
+    restarts: int,
+    over_is_success: bool,
+    log_file: Path | None,
 ) -> None:
     """Start this command again in a session of its own, and say how to follow and to stop it."""
     name = "".join(c if c.isalnum() or c in "._-" else "_" for c in given["DILOCO_WORKER_ID"])
     log = log_file or Path(f"diloco-worker-{name}.log")
-    mine = [sys.executable, "-m", "diloco_worker", "run", "--restarts", str(restarts), "--"]
+    mine = [sys.executable, "-m", "diloco_worker", "run", "--restarts", str(restarts)]
+    mine += ["--over-is-success"] if over_is_success else []
     try:
         with log.open("ab") as output:
             started = subprocess.Popen(
-                [*mine, *words],
+                [*mine, "--", *words],
                 env=os.environ | given,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

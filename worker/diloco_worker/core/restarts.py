@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 # Exit code of a worker whose run is over, as of `diloco-broker serve`: nothing is left to do.
 RUN_IS_OVER = 3
+# What a shell says of a program that Ctrl-C or SIGTERM has ended: somebody wanted that.
+INTERRUPTED, TERMINATED = 130, 143
 # Exit code of Python and of most programs that were called wrongly.
 WRONG_USAGE = 2
 FINAL: dict[int, str] = {
@@ -19,12 +21,28 @@ FINAL: dict[int, str] = {
     WRONG_USAGE: "it was called wrongly",
     126: "it cannot be run",
     127: "there is no such program",
+    INTERRUPTED: "it was asked to end, by Ctrl-C",
+    TERMINATED: "it was asked to end",
 }
+# What a worker says as it leaves: the run is over, or it was asked to end.
+OVER, ASKED = "over", "asked"
 # Seconds before the first restart, doubled for each that follows in a row, and the longest of them.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 # A program that has run for so long had begun well: what ended it is the first failure in a row.
 BEGAN_WELL_S = 600.0
+
+
+def meant(code: int, word: str) -> int:
+    """The exit code that a program would have ended with, had nothing between lost it.
+
+    Args:
+        code: as a shell says it.
+        word: why the worker of the program left the run, if it has said so.
+    """
+    if code in FINAL:
+        return code
+    return {OVER: RUN_IS_OVER, ASKED: TERMINATED}.get(word, code)
 
 
 @dataclass

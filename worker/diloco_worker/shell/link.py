@@ -40,7 +40,7 @@ from diloco_worker.shell.forks import inode_of, keep_from_children
 from diloco_worker.shell.fragment_buffers import FragmentBuffers, check_length
 from diloco_worker.shell.inbox import Inbox
 from diloco_worker.shell.lanes.hub import Hub
-from diloco_worker.shell.whereabouts import Whereabouts
+from diloco_worker.shell.whereabouts import Given, Whereabouts
 
 logger = logging.getLogger("diloco.worker")
 
@@ -86,7 +86,7 @@ class Link(Inbox):
 
     def __init__(  # noqa: PLR0913  what it stands between
         self,
-        address: str,
+        address: Given,
         session: Session,
         *,
         capture: Callable[[FragmentLayout], FlatState] | None = None,
@@ -100,7 +100,8 @@ class Link(Inbox):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(session, follows_rounds=follows_rounds)
-        self.address = address  # as it was given, or where the broker was found by it
+        # As it was given, or where the broker was found by it.
+        self.address = address if isinstance(address, str) else "the address that server() says"
         self._whereabouts = Whereabouts(address)
         self.refused_key: str | None = None  # why the broker does not speak to us
         self._keys = keys
@@ -186,9 +187,9 @@ class Link(Inbox):
         )
 
     @property
-    def knows_no_address(self) -> bool:
-        """Whether the file that should say where the broker is says nothing yet."""
-        return self._whereabouts.address is None
+    def waits_for_address(self) -> str | None:
+        """What is waited for where it is not known yet where the broker is; ends a sentence."""
+        return self._whereabouts.advice if self._whereabouts.address is None else None
 
     def describe(self) -> str:
         """What the link is at, as the end of a sentence."""
@@ -427,7 +428,7 @@ class Link(Inbox):
         self.refused_key = None  # what was true of the last connections may be over
         self._whereabouts.look(self.now())
         if (address := self._whereabouts.address) is None:
-            return  # its file says none yet
+            return  # its file, or function, says none yet
         if address != self.address:
             self.address = address
             self.say(f"The broker is at {address} now.")

@@ -14,9 +14,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
-from diloco_worker.core.restarts import FINAL, Restarts
+from diloco_worker.core.restarts import FINAL, Restarts, meant
+from diloco_worker.shell.end_file import VARIABLE, forget, word
 
 logger = logging.getLogger("diloco.worker")
 
@@ -31,17 +33,23 @@ def code_of(returned: int) -> int:
 
 
 class TrainingProgram:
-    """Runs one program, again and again where it fails. `run` belongs to the main thread."""
+    """Runs one program, again and again where it fails. `run` belongs to the main thread.
+
+    Args:
+        end_file: where its workers say why they left.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
         environ: Mapping[str, str],
         restarts: Restarts,
+        end_file: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._command = list(command)
-        self._environ = dict(environ)
+        self._environ = {**environ, VARIABLE: str(end_file)}
+        self._end_file = end_file
         self._restarts = restarts
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
@@ -54,7 +62,11 @@ class TrainingProgram:
         with self._signals():
             while True:
                 began = self._clock()
-                code = self._once()
+                forget(self._end_file)
+                ended = self._once()
+                code = meant(ended, word(self._end_file))
+                if code != ended:
+                    logger.info("The program ended with code %d, taken for %d.", ended, code)
                 pause = self._restarts.pause(code, self._clock() - began)
                 if self._asked_to_end() is not None:
                     return code

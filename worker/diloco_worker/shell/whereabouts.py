@@ -1,37 +1,101 @@
-"""Where the broker is: one address for good, or what a file says, read again while nobody answers."""
+"""Where the broker is: one address for good, or what a file or a function says, asked again while nobody
+answers.
+"""
 
 from __future__ import annotations
 
-from diloco_protocol.clients.address_file import NoAddress, file_of, read_address
+import threading
+from collections.abc import Callable
+from typing import Literal
 
-# Seconds between two looks into the file.
+from diloco_protocol.addresses import with_scheme
+from diloco_protocol.clients.address_file import NoAddress, file_of, leads_somewhere, read_address
+
+# What a worker is given: tcp://host:port, file:///path, or a function without arguments that returns
+# the former.
+Given = str | Callable[[], str]
+# Seconds between two looks into the file, and between two calls of the function.
 LOOK_S = 1.0
+# Between two looks whether the function has answered.
+ANSWER_S = 0.05
 
 
 class Whereabouts:
-    """Of a broker, by the address that was given. Belongs to one thread."""
+    """Of a broker, by what was given. Belongs to one thread."""
 
-    def __init__(self, given: str) -> None:
-        self._file = file_of(given)
-        self.address: str | None = given if self._file is None else None  # None: not known yet
+    def __init__(self, given: Given) -> None:
+        self._ask: Callable[[], str] | None = None  # raises NoAddress
+        self._answers: _Answers | None = None
+        # None: not known yet.
+        self.address: str | None = None
         self.problem: str | None = None  # why it is not known, or not read again; ends a sentence
+        self.advice = ""  # what is waited for, to be added to that
         self._next_look = 0.0
+        if callable(given):
+            self._answers = _Answers(given)
+            self._ask = self._answers.latest
+        elif (file := file_of(given)) is not None:
+            self._ask = lambda: read_address(file)
+            self.advice = "; waiting for diloco-broker serve --address-file"
+        else:
+            self.address = given
 
     def next_look(self) -> float | None:
-        """When the file is to be read again; None where there is none."""
-        return None if self._file is None else self._next_look
+        """When it is to be asked again; None where one address was given."""
+        return None if self._ask is None else self._next_look
 
     def look(self, now: float) -> bool:
-        """Read the file, if there is one. Returns whether there is another address than before.
+        """Ask the file or the function, if there is one. Returns whether there is another address.
 
-        What was known is kept where the file has nothing that can be used.
+        What was known is kept where nothing comes that can be used.
         """
-        if self._file is None:
+        if self._ask is None:
             return False
-        self._next_look = now + LOOK_S
         former = self.address
         try:
-            self.address, self.problem = read_address(self._file), None
+            self.address, self.problem = self._ask(), None
         except NoAddress as error:
             self.problem = str(error)
+        is_asking = self._answers is not None and self._answers.is_asking
+        self._next_look = now + (ANSWER_S if is_asking else LOOK_S)
         return self.address != former
+
+
+class _Answers:
+    """What a function says. It may take its time, so it runs in a thread of its own, once at a time."""
+
+    def __init__(self, ask: Callable[[], str]) -> None:
+        self._function = ask
+        self._said: str | NoAddress = NoAddress("server() has not answered yet")
+        self._state: Literal["idle", "asking", "answered"] = "idle"
+
+    @property
+    def is_asking(self) -> bool:
+        return self._state != "idle"
+
+    def latest(self) -> str:
+        """The last answer; asks again, unless a question is under way or its answer is new."""
+        if self._state == "answered":
+            self._state = "idle"
+        elif self._state == "idle":
+            self._state = "asking"
+            threading.Thread(target=self._call, name="diloco-whereabouts", daemon=True).start()
+        if isinstance(self._said, NoAddress):
+            raise self._said
+        return self._said
+
+    def _call(self) -> None:
+        try:
+            said: object = self._function()
+        except Exception as error:  # noqa: BLE001  it is the script's
+            self._said = NoAddress(f"server() failed: {error!r:.200}")
+        else:
+            address = with_scheme(said.strip()) if isinstance(said, str) else ""
+            self._said = (
+                address
+                if leads_somewhere(address)
+                else NoAddress(
+                    f"server() returned {said!r:.80}, no address like tcp://10.0.0.1:8512"
+                )
+            )
+        self._state = "answered"

@@ -25,6 +25,7 @@ from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 from diloco_protocol.roles import Role
 from diloco_worker.model.placement import PLACES
+from diloco_worker.shell.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
 
@@ -39,6 +40,7 @@ OTHER_VARIABLES = (
     "DILOCO_UPDATE_SNAPSHOTS",
     "DILOCO_SHARD_INDEX",
     "DILOCO_NUM_SHARDS",
+    "DILOCO_END_FILE",
 )
 # What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -100,9 +102,9 @@ def _is_small_dict(value: Any) -> bool:
 
 
 def _is_address(value: Any) -> bool:
-    """Whether it looks like tcp://host:port, host:port, ipc://path or file:///path."""
+    """Whether it looks like tcp://host:port, host:port, ipc://path or file:///path, or is a function."""
     if not isinstance(value, str):
-        return False
+        return callable(value)
     if file_of(value) is not None:
         return True
     scheme, _, rest = with_scheme(value).partition("://")
@@ -140,7 +142,7 @@ _FILE = Kind(str, "the path of a file", lambda value: isinstance(value, str | Pa
 class Settings:
     """What a worker asks for. None means: what the broker says."""
 
-    server: str | None = keyword(ADDRESS)
+    server: Given | None = keyword(ADDRESS)  # noqa: RUF009  a field, as below
     sync_every: int | None = keyword(whole(1))
     worker_id: str | None = keyword(_ID)
     wire_dtype: str | None = keyword(_WIRE_DTYPE)
@@ -183,7 +185,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def warn_of_silence(server: str | None) -> None:
+def warn_of_silence(server: Given | None) -> None:
     """Say what would go wrong without a word: unknown variables, and training alone without a server.
 
     Each sentence once in a process, and as a warning (which is seen without logging being set up) only
@@ -228,7 +230,9 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
             except ValueError:
                 raise _wrong(source, text, kind) from None
         check(value, kind, source)
-        values[each.name] = with_scheme(value) if kind is ADDRESS else value
+        values[each.name] = (
+            with_scheme(value) if isinstance(value, str) and kind is ADDRESS else value
+        )
     return Settings(**values)
 
 

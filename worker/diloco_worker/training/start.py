@@ -202,8 +202,8 @@ def await_model(
 def _advice(link: Link) -> str:
     """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
     host = link.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if link.knows_no_address:
-        return "; waiting for diloco-broker serve --address-file"
+    if (waits_for := link.waits_for_address) is not None:
+        return waits_for
     if link.refused_key is not None or link.phase in (Phase.JOINING, Phase.JOINED):
         return ""
     try:

@@ -17,6 +17,7 @@ from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
+from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training import start
 from diloco_worker.training.driver import DRIVERS, Driver
 from diloco_worker.training.push_log import PushLog
@@ -32,7 +33,7 @@ FIRST_WORD_S = 2.0
 class Stay:
     """What a worker brings with it. Called in the order of its methods, by the training thread."""
 
-    server: str
+    server: Given
     worker_id: str
     tensors: ModelTensors
     settings: Settings
@@ -59,7 +60,7 @@ class Stay:
         start.await_model(link, self.patience())
         assert link.layout is not None
         self.tensors.set_layout(link.layout)
-        return DRIVERS.get(self.server, Driver)(**self.of_driver(link))
+        return DRIVERS.get(str(self.server), Driver)(**self.of_driver(link))
 
     def patience(self) -> Patience:
         return Patience(self.clock, first=FIRST_WORD_S)

@@ -48,6 +48,8 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
     """
     names = ("server", "dylu", "keep_global_on")
     asked = {**{name: getattr(settings, name) for name in names}, **settings.wants}
+    if callable(asked["server"]):
+        asked["server"] = "a function"  # only the leader calls it
     told = ranks.gather([asked, chosen_id])
     for rank, (theirs, _) in enumerate(told):
         for name in sorted({*theirs, *told[0][0]}):

@@ -1,0 +1,52 @@
+"""What a worker leaves for the program that started it: why it left the run, where an exit code is lost.
+
+`torchrun` ends with 1 whatever its processes end with, and `srun` with the greatest of several codes. So
+`diloco-worker run` names a file, and each process of the worker writes one word there as it leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from diloco_worker.core.restarts import ASKED, OVER
+
+logger = logging.getLogger("diloco.worker")
+
+VARIABLE = "DILOCO_END_FILE"
+LONGEST = 100  # bytes
+
+
+def tell_launcher(is_over: bool, *, asked: bool) -> None:
+    """Write why this worker has left, if a file is named and there is something to say.
+
+    Args:
+        is_over: the run is.
+        asked: SIGTERM, or an operator, has asked the script to end.
+    """
+    if (name := os.environ.get(VARIABLE, "").strip()) and (is_over or asked):
+        try:
+            Path(name).write_text(OVER if is_over else ASKED)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s): who started this script may start it again.",
+                name,
+                error.strerror,
+            )
+
+
+def forget(file: Path) -> None:
+    """Before another life."""
+    with suppress(OSError):
+        file.unlink()
+
+
+def word(file: Path) -> str:
+    """Why the worker left; empty where it has not said."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(LONGEST).decode(errors="replace")
+    except OSError:
+        return ""

@@ -23,6 +23,7 @@ from diloco_protocol.clients.address_file import write_address
 from diloco_protocol.errors import UsageError
 
 if TYPE_CHECKING:
+    from diloco_broker.config import BrokerConfig
     from diloco_broker.shell.broker import Broker
 
 # Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
@@ -45,7 +46,7 @@ class WithPort(TyperCommand):
 
 
 @with_options(as_declared(name, _DEFAULTS[name]) for name in DECLARED)
-def serve(
+def serve(  # noqa: PLR0917  each is an option
     model: Annotated[
         Path | None,
         typer.Option(
@@ -78,6 +79,10 @@ def serve(
             rich_help_panel=WIRE.title,
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Say whether the options are good, and serve nothing."),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log more.", rich_help_panel=WIRE.title)
     ] = False,
@@ -103,7 +108,11 @@ def serve(
             _save_nothing(options)
         keys: Path | None = options["keys"]
         key = key_of_page(keys) if keys is not None and dashboard is not None else None
-        broker = _broker(options, model)
+        config = _config(options)
+        if check:
+            typer.echo("The options are good.")
+            raise typer.Exit
+        broker = _broker(config, model)
         if address_file is not None:
             _write(address_file, broker)
     allow_connections(broker.config.max_workers)
@@ -141,17 +150,22 @@ def _save_nothing(options: dict[str, Any]) -> None:
     options["save_dir"] = None
 
 
-def _broker(options: dict[str, Any], model: Path | None) -> Broker:
+def _config(options: dict[str, Any]) -> BrokerConfig:
     from diloco_broker.config import BrokerConfig
-    from diloco_broker.shell.broker import Broker
-    from diloco_broker.storage.model_file import load_model
 
     delay = options["fragment_sync_delay"]
     if delay is not None and delay.isdecimal():  # the configuration refuses other texts than auto
         options["fragment_sync_delay"] = int(delay)
     with contextlib.suppress(TypeError, ValueError):  # None, or a text, as above
         options["max_delta_norm"] = float(options["max_delta_norm"])
-    return Broker(BrokerConfig(**options), load_model(model) if model else None)
+    return BrokerConfig(**options)
+
+
+def _broker(config: BrokerConfig, model: Path | None) -> Broker:
+    from diloco_broker.shell.broker import Broker
+    from diloco_broker.storage.model_file import load_model
+
+    return Broker(config, load_model(model) if model else None)
 
 
 def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:

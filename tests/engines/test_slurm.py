@@ -1,0 +1,227 @@
+"""A run as jobs of a real Slurm: to its end, and through what may happen to it on the way."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kit.engine_runs import SPREAD, findings, lives, losses
+from kit.paths import ROOT
+from kit.slurm_cluster import SlurmCluster, why_not
+
+SCRIPT = ROOT / "tests" / "kit" / "engine_script.py"
+LAUNCH = (sys.executable, "-m", "diloco_tools.launch", "slurm")
+ROUNDS, H = 120, 10
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    made = SlurmCluster(tmp_path_factory.mktemp("slurm") / "c")
+    yield made
+    made.close()
+
+
+class Run:
+    """One run on the cluster, by the commands that a user types."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, name: str) -> None:
+        self.cluster, self.folder, self.name = cluster, folder, name
+        self.of_run = folder / "run"
+        self.out = folder / "out"
+        self.out.mkdir()
+
+    def starts(
+        self, *options: str, rounds: int = ROUNDS, pause: float = 0.01, torchrun: str = ""
+    ) -> str:
+        serve = f"--sync-every {H} --max-rounds {rounds} --audit {self.folder}/broker.jsonl"
+        own = ("--name", self.name, "--folder", str(self.of_run), "--serve", serve, "--grace", "15")
+        python = [
+            sys.executable,
+            *(["-m", "torch.distributed.run", *torchrun.split()] if torchrun else []),
+        ]
+        command = [*python, str(SCRIPT), str(self.out), str(pause)]
+        words = (*LAUNCH, *own, "--time", "10", *options, "--submit", "--", *command)
+        return self.cluster.says(*words, cwd=self.folder)
+
+    def log(self, who: str) -> str:
+        file = self.of_run / "logs" / f"{who}.log"
+        return file.read_text() if file.exists() else ""
+
+    def waits_for(self, who: str, pattern: str, within_s: float = 90.0) -> None:
+        def is_there() -> bool:
+            self.cluster.start_now()
+            return re.search(pattern, self.log(who)) is not None
+
+        try:
+            self.cluster.wait(is_there, f"{who}: {pattern}", within_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.told()}") from None
+
+    def waits_for_the_end(self, within_s: float = 120.0) -> None:
+        def is_over() -> bool:
+            self.cluster.start_now()
+            return not any(job.startswith(self.name) for job in self.cluster.jobs())
+
+        try:
+            self.cluster.wait(is_over, "the end of all jobs", within_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.told()}") from None
+
+    def told(self) -> str:
+        logs = sorted((self.of_run / "logs").glob("*"))
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
+
+    def is_sound(self, calm: float | None = None) -> float:
+        """Nothing lost, nothing doubled, the loss as without faults. Returns the mean of the losses."""
+        found = findings(self.folder / "broker.jsonl", self.out)
+        assert found.problems == []
+        assert len(found.lineage) == ROUNDS + 1
+        ends = losses(self.out)
+        assert set(ends) == {"island-0", "island-1"}, self.told()
+        mean = sum(ends.values()) / len(ends)
+        assert calm is None or abs(mean / calm - 1) < SPREAD
+        return mean
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The loss of a run to which nothing happens; its jobs end well."""
+    run = Run(cluster, tmp_path_factory.mktemp("calm"), "calm")
+    said = run.starts("--islands", "2", pause=0.0)
+    numbers = re.findall(r"(?:job|array) (\d+)", said)
+    assert len(numbers) == 2
+    run.waits_for_the_end()
+    for number in numbers:
+        told = cluster.says("scontrol", "show", "job", number)
+        assert re.findall(r"JobState=(\w+)", told) == ["COMPLETED"] * told.count("JobState"), (
+            run.told()
+        )
+        assert "ExitCode=0:0" in told
+    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 1]
+    secrets = [file.read_text() for file in (run.of_run / "keys" / "clients").glob("*.key")]
+    scripts = [
+        (run.of_run / name).read_text() for name in ("broker.sh", "islands.sh", "launch.json")
+    ]
+    for secret in secrets:
+        value = re.search(r'"secret": *"([^"]+)"', secret)
+        assert value is not None
+        assert not any(value[1] in script for script in scripts)
+    return run.is_sound()
+
+
+def test_rank_and_broker_that_are_killed_come_back_where_they_were(
+    cluster: SlurmCluster, tmp_path: Path, calm: float
+) -> None:
+    run = Run(cluster, tmp_path, "killed")
+    run.starts("--islands", "2", pause=0.02)
+    run.waits_for("broker", "Round 10 closed")
+    cluster.kill(run.out / "island-0.0.pid")
+    run.waits_for("island-0", r"restart 1 of 3")
+    run.waits_for("island-0", r"(?s)begins at step.*begins at step")
+    cluster.says("pkill", "-9", "-f", f"diloco_broker serve .*{run.of_run}")
+    run.waits_for("broker", r"the broker ended with code 137; restart 1 of 3")
+    run.waits_for_the_end()
+    run.is_sound(calm)
+    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
+
+
+def test_nodes_that_are_taken_away_save_and_the_run_comes_back_from_the_queue(
+    cluster: SlurmCluster, tmp_path: Path, calm: float
+) -> None:
+    run = Run(cluster, tmp_path, "preempted")
+    run.starts("--islands", "2", pause=0.02)
+    run.waits_for("broker", "Round 10 closed")
+    urgent = (
+        "sbatch",
+        "-p",
+        "urgent",
+        "-N4",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap",
+        "true",
+    )
+    cluster.says(*urgent)
+    for who in ("island-0", "island-1", "broker"):
+        run.waits_for(who, "goes back into the queue, since Slurm takes its node")
+    for who in ("island-0", "island-1"):
+        run.waits_for(who, r"stops at step \d+: SIGTERM")
+        run.waits_for(who, r"life 2")
+    run.waits_for_the_end()
+    run.is_sound(calm)
+    for who in ("island-0", "island-1"):
+        assert re.search(r"(?s)stops at step (\d+).*begins at step \1\b", run.log(who)), run.told()
+
+
+def test_stopped_run_leaves_in_order_and_goes_on_when_it_is_started_again(
+    cluster: SlurmCluster, tmp_path: Path, calm: float
+) -> None:
+    run = Run(cluster, tmp_path, "stopped")
+    run.starts("--islands", "2", pause=0.02)
+    run.waits_for("broker", "Round 10 closed")
+    shown = cluster.says(*LAUNCH, "status", str(run.of_run))
+    assert re.search(r"broker +\d+ +RUNNING", shown), shown
+    assert re.search(r"island-1 +\d+_1 +RUNNING", shown), shown
+    assert "round" in shown
+    said = cluster.says(*LAUNCH, "stop", str(run.of_run))
+    assert "is stopped" in said
+    assert not any(job.startswith("stopped") for job in cluster.jobs())
+    assert "cancelled" not in said
+    assert "is over, or was not submitted" in cluster.says(*LAUNCH, "status", str(run.of_run))
+    run.starts("--islands", "2", pause=0.0)
+    run.waits_for_the_end()
+    run.is_sound(calm)
+
+
+def test_islands_of_two_nodes_restart_as_a_whole(
+    cluster: SlurmCluster, tmp_path: Path, calm: float
+) -> None:
+    run = Run(cluster, tmp_path, "wide")
+    run.starts(
+        "--islands", "2", "--nodes-per-island", "2", pause=0.02, torchrun="--nproc-per-node=1"
+    )
+    run.waits_for("broker", "Round 5 closed")
+    assert "[island-1 rank 1]: begins at step 0" in run.log("island-1"), run.told()
+    cluster.kill(run.out / "island-1.1.pid")
+    run.waits_for("island-1", r"restart 1 of 3")
+    run.waits_for_the_end()
+    run.is_sound(calm)
+    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
+
+
+def test_time_that_is_up_sends_an_island_back_into_the_queue(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """Its limit is set while it runs, as an operator of Slurm may."""
+    run = Run(cluster, tmp_path, "timed")
+    run.starts("--islands", "2", pause=0.02)
+    run.waits_for("broker", "Round 5 closed")
+    jobs = cluster.says("squeue", "-h", "-r", "-n", "timed-islands", "-o", "%i").split()
+    island = next(job for job in jobs if job.endswith("_0"))
+    cluster.says("scontrol", "update", f"JobId={island}", "TimeLimit=1")
+    run.waits_for("island-0", "goes back into the queue, since Slurm takes its nodes", 110.0)
+    run.waits_for("island-0", r"stops at step \d+: SIGTERM")
+    cluster.says(*LAUNCH, "stop", str(run.of_run))
+
+
+def test_what_slurm_refuses_is_told_and_leaves_no_half_of_a_run(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path, "refused")
+    words = [*LAUNCH, "--islands", "1", "--name", "refused", "--folder", str(run.of_run)]
+    words += ["--sbatch=--partition=nowhere", "--submit", "--", "true"]
+    said = cluster.says("bash", "-c", f"{shlex.join(words)}; echo code $?", cwd=tmp_path)
+    assert "sbatch failed: " in said and "invalid partition specified: nowhere" in said
+    assert said.endswith("code 2\n")
+    assert not any(job.startswith("refused") for job in cluster.jobs())

@@ -1,0 +1,1 @@
+"""`diloco-launch`: a run on the cluster that somebody already has, by files of its engine."""

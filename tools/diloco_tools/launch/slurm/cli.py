@@ -1,0 +1,209 @@
+"""`diloco-launch slurm`: writes the jobs of a run, submits them, shows them, stops them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from typer.core import TyperGroup
+
+from diloco_protocol.errors import UsageError
+from diloco_tools.launch.commands import MONITOR, OPERATOR, check_serve_options
+from diloco_tools.launch.failures import failing_in_a_sentence
+from diloco_tools.launch.slurm import folder as folders
+from diloco_tools.launch.slurm import jobs
+from diloco_tools.launch.slurm.scripts import BROKER, ISLANDS, SlurmRun
+from diloco_tools.terminal import console_for_tables
+
+# Of Slurm: minutes, or days-hours:minutes:seconds and what is short for it.
+TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d\d?(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+WIDTH = 110  # of the table where there is no terminal
+
+
+class StartsByDefault(TyperGroup):
+    """`slurm --islands 4 ...` is `slurm start --islands 4 ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"):
+            args.insert(0, "start")
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=StartsByDefault, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def slurm() -> None:
+    """Run on Slurm: a job for the broker, and one for each island (a worker of one node or more).
+
+    `diloco-launch slurm --islands 4 --time 12:00:00 --submit -- torchrun ... train.py`
+    is short for `slurm start`.
+    """
+
+
+@app.command()
+def start(  # noqa: PLR0913  each is an option
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...", help="What starts the training on each node, behind --."
+        ),
+    ],
+    *,
+    islands: Annotated[int, typer.Option(min=1, help="Workers: jobs that fail alone.")],
+    nodes_per_island: Annotated[int, typer.Option(min=1, help="Nodes of each worker.")] = 1,
+    time: Annotated[
+        str,
+        typer.Option(help="Limit of a job. An island whose time is up is queued again."),
+    ] = "1-00:00:00",
+    name: Annotated[
+        str, typer.Option(help="Of the run: jobs are NAME-broker, NAME-islands.")
+    ] = "diloco",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="For everything of the run, where all nodes reach it. Default: runs/NAME."
+        ),
+    ] = None,
+    serve: Annotated[
+        str,
+        typer.Option(help="Options of diloco-broker serve: '--sync-every 500 --max-rounds 100'."),
+    ] = "",
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Option of sbatch for islands: --sbatch=--gpus-per-node=8; may be repeated."
+        ),
+    ] = None,
+    broker_sbatch: Annotated[
+        list[str] | None,
+        typer.Option(help="The same for the broker: --broker-sbatch=--cpus-per-task=4."),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Of an island in its nodes, before it is queued again.")
+    ] = 3,
+    requeues: Annotated[
+        int, typer.Option(min=0, help="How often a job that failed is queued again.")
+    ] = 10,
+    grace: Annotated[
+        int, typer.Option(min=1, max=3600, help="Seconds between SIGTERM and the end of the time.")
+    ] = 120,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the jobs, too.")] = False,
+) -> None:
+    """Write the scripts, keys and folder of a run; --submit starts it."""
+    with failing_in_a_sentence():
+        here = Path.cwd()
+        run = SlurmRun(
+            name=_checked(name, NAME, "name", "letters, digits, dots, dashes, 40 at most"),
+            folder=_shared(here / (folder or Path("runs") / name)),
+            start_in=_shared(here),
+            python=sys.executable,
+            command=tuple(command),
+            islands=islands,
+            nodes=nodes_per_island,
+            time=_checked(time, TIME, "time", "like 90 (minutes), 12:00:00 or 2-00:00:00"),
+            grace=grace,
+            restarts=restarts,
+            requeues=requeues,
+            serve=_words(serve),
+            sbatch=_options(sbatch),
+            broker_sbatch=_options(broker_sbatch),
+        )
+        check_serve_options(run.serve_options, here)
+        folders.write(run)
+        typer.echo(f"{run.folder} has the run {run.name}: {BROKER}, {ISLANDS}, keys, logs.")
+        if submit:
+            broker, array = jobs.submit(run)
+            typer.echo(f"Submitted: job {broker} (broker), array {array} (islands).")
+            typer.echo(
+                f"How is it going?  diloco-launch slurm status {shlex.quote(str(run.folder))}"
+            )
+        else:
+            for script in (BROKER, ISLANDS):
+                typer.echo(f"sbatch {shlex.quote(str(run.folder / script))}")
+
+
+@app.command()
+def status(
+    folder: Annotated[Path, typer.Argument(help="Of the run.")],
+) -> None:
+    """Show the jobs of a run, and what its broker says."""
+    with failing_in_a_sentence():
+        run = folders.read(folder.absolute())
+        jobs.check_there()
+        rows = jobs.queued(run)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("WHO", "JOB", "STATE", "TIME", "NODES", "LAST LINE OF ITS LOG"):
+        table.add_column(column, overflow="ellipsis", no_wrap=True)
+    for job in rows:
+        who = f"island-{job.island}" if job.name == run.islands_job else "broker"
+        state = job.state if job.reason in ("None", "") else f"{job.state} ({job.reason})"
+        last = folders.last_line(run.folder / folders.LOGS / f"{who}.log")
+        table.add_row(who, job.number, state, job.elapsed, job.nodes, last)
+    if rows:
+        console_for_tables(WIDTH).print(table)
+    else:
+        typer.echo(
+            f"No job of the run {run.name} is in the queue: it is over, or was not submitted."
+        )
+        typer.echo(f"Last of the broker: {folders.last_line(run.folder / 'logs' / 'broker.log')}")
+    if any(job.name == run.broker_job and job.state == "RUNNING" for job in rows):
+        key = run.folder / folders.KEYS / "clients" / f"operator-{OPERATOR}.key"
+        words = ["status", "--address", run.address, "--keys", str(key)]
+        sys.stdout.flush()
+        subprocess.run([sys.executable, "-m", "diloco_broker", *words], check=False, timeout=60)
+        shown = run.folder / folders.KEYS / "clients" / f"monitor-{MONITOR}.key"
+        typer.echo(f"diloco-top {run.address} --keys {shlex.quote(str(shown))}")
+
+
+@app.command()
+def stop(
+    folder: Annotated[Path, typer.Argument(help="Of the run.")],
+    *,
+    within: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds for the islands to leave, and for the broker to save."),
+    ] = 120.0,
+) -> None:
+    """Let the islands leave and the broker save. `slurm start` with the same folder goes on."""
+    with failing_in_a_sentence():
+        run = folders.read(folder.absolute())
+        jobs.stop(run, within, typer.echo)
+    typer.echo(f"The run {run.name} is stopped; its checkpoints are in {run.folder}/broker.")
+
+
+def _checked(text: str, pattern: re.Pattern[str], option: str, what: str) -> str:
+    if not pattern.fullmatch(text):
+        raise UsageError(f"--{option} is {text!r:.80}; write {what}.")
+    return text
+
+
+def _shared(path: Path) -> Path:
+    """An absolute path that stands in a script and in an address."""
+    path = path.absolute()
+    if not str(path).isprintable() or "%" in str(path):
+        raise UsageError(f"The path {str(path)!r:.200} has characters that Slurm takes for others.")
+    return path
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--serve {text!r:.80} cannot be read: {error}.") from None
+
+
+def _options(given: list[str] | None) -> tuple[str, ...]:
+    for each in given or ():
+        if not each.startswith("-") or not each.isprintable():
+            raise UsageError(
+                f"{each!r:.80} is no option of sbatch; write one like --sbatch=--partition=gpu."
+            )
+    return tuple(given or ())

@@ -205,14 +205,17 @@ def test_time_that_is_up_sends_an_island_back_into_the_queue(
 ) -> None:
     """Its limit is set while it runs, as an operator of Slurm may."""
     run = Run(cluster, tmp_path, "timed")
-    run.starts("--islands", "2", pause=0.02)
+    run.starts("--islands", "2", pause=0.02, rounds=100_000)
     run.waits_for("broker", "Round 5 closed")
     jobs = cluster.says("squeue", "-h", "-r", "-n", "timed-islands", "-o", "%i").split()
-    island = next(job for job in jobs if job.endswith("_0"))
+    island = next(job for job in jobs if job.endswith("_1"))
     cluster.says("scontrol", "update", f"JobId={island}", "TimeLimit=1")
-    run.waits_for("island-0", "goes back into the queue, since Slurm takes its nodes", 110.0)
-    run.waits_for("island-0", r"stops at step \d+: SIGTERM")
+    run.waits_for("island-1", "goes back into the queue, since Slurm takes its nodes", 110.0)
+    run.waits_for("island-1", r"stops at step \d+: SIGTERM")
+    cluster.says("scontrol", "update", f"JobId={island}", "TimeLimit=10")
+    run.waits_for("island-1", r"(?s)stops at step (\d+).*begins at step \1\b")
     cluster.says(*LAUNCH, "stop", str(run.of_run))
+    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
 
 
 def test_what_slurm_refuses_is_told_and_leaves_no_half_of_a_run(
@@ -222,6 +225,6 @@ def test_what_slurm_refuses_is_told_and_leaves_no_half_of_a_run(
     words = [*LAUNCH, "--islands", "1", "--name", "refused", "--folder", str(run.of_run)]
     words += ["--sbatch=--partition=nowhere", "--submit", "--", "true"]
     said = cluster.says("bash", "-c", f"{shlex.join(words)}; echo code $?", cwd=tmp_path)
-    assert "sbatch failed: " in said and "invalid partition specified: nowhere" in said
-    assert said.endswith("code 2\n")
+    assert "sbatch failed: " in said and "nvalid partition" in said
+    assert "code 2\n" in said
     assert not any(job.startswith("refused") for job in cluster.jobs())

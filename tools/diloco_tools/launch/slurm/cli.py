@@ -139,16 +139,8 @@ def status(
         run = folders.read(folder.absolute())
         jobs.check_there()
         rows = jobs.queued(run)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("WHO", "JOB", "STATE", "TIME", "NODES", "LAST LINE OF ITS LOG"):
-        table.add_column(column, overflow="ellipsis", no_wrap=True)
-    for job in rows:
-        who = f"island-{job.island}" if job.name == run.islands_job else "broker"
-        state = job.state if job.reason in ("None", "") else f"{job.state} ({job.reason})"
-        last = folders.last_line(run.folder / folders.LOGS / f"{who}.log")
-        table.add_row(who, job.number, state, job.elapsed, job.nodes, last)
     if rows:
-        console_for_tables(WIDTH).print(table)
+        console_for_tables(WIDTH).print(_table(run, rows))
     else:
         typer.echo(
             f"No job of the run {run.name} is in the queue: it is over, or was not submitted."
@@ -177,6 +169,24 @@ def stop(
         run = folders.read(folder.absolute())
         jobs.stop(run, within, typer.echo)
     typer.echo(f"The run {run.name} is stopped; its checkpoints are in {run.folder}/broker.")
+
+
+def _table(run: SlurmRun, rows: list[jobs.Job]) -> Table:
+    cells = []
+    for job in rows:
+        who = f"island-{job.island}" if job.name == run.islands_job else "broker"
+        state = job.state if job.reason in ("None", "") else f"{job.state} ({job.reason})"
+        last = folders.last_line(run.folder / folders.LOGS / f"{who}.log")
+        cells.append((who, job.number, state, job.elapsed, job.nodes, last))
+    heads = ("WHO", "JOB", "STATE", "TIME", "NODES", "LAST LINE OF ITS LOG")
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head, width in zip(heads, widths, strict=True):  # what does not fit is cut from the last
+        least = None if head == heads[-1] else width
+        table.add_column(head, min_width=least, overflow="ellipsis", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
 def _checked(text: str, pattern: re.Pattern[str], option: str, what: str) -> str:

@@ -126,14 +126,17 @@ def _header(run: SlurmRun, job: str, log: str, *options: str, more: Sequence[str
 # Waits for what was started last, and leaves its exit code in `code`.
 _WAIT = """\
 child=$!
-trap 'kill -TERM "$child" 2>/dev/null' TERM  # the time is nearly up
+trap 'scancel --signal=TERM "$job"' TERM  # the time is nearly up; srun itself would kill, not tell
 wait "$child"; code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done  # a signal ends a wait
 trap '' TERM"""
 
 _FUNCTIONS = """\
+# The number of the first of an array means all of it.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 say() { echo "$(date +%F\\ %T) $SLURM_JOB_NAME: $*"; }
-field() { scontrol show job "$SLURM_JOB_ID" | grep -o -m 1 "$1=[^ ]*" | cut -d = -f 2; }
+field() { scontrol show job "$job" | grep -o -m 1 "$1=[^ ]*" | cut -d = -f 2; }
 
 # Whether Slurm takes the nodes away: it has something more important to run, or the time is up.
 has_to_leave() {
@@ -146,7 +149,7 @@ has_to_leave() {
 # Go back into the queue; Slurm ends this script meanwhile.
 requeue() {
   say "goes back into the queue, $1"
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  scontrol requeue "$job" && sleep 60
   exit "$code"
 }
 

@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 STAMP := $(VENV)/.ready
 LIBRARIES := $(VENV)/.integrations
+ENGINES := $(VENV)-ray/.ready
 # Tests run in as many processes as there are cores, up to 8: half of them wait for processes or clocks.
 SPREAD := -n auto --maxprocesses=8 --dist=worksteal
 MUTANTS ?= 300
@@ -18,7 +19,7 @@ SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser test-integrations mutants chromium lint format check release clean
+.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -30,6 +31,7 @@ help:
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
 	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
 	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"
+	@echo "make test-engines  a run on a real Slurm and a real Ray, which are installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
 	@echo "make fuzz      inputs that may break something: a minute of them, or others: SECONDS=3600 SEED=7"
 	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
@@ -63,10 +65,10 @@ bench: $(STAMP)
 	@$(BIN)/diloco-bench all
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser and not integration"
+	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser and not integration and not engine"
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest $(SPREAD) $(COVERAGE) -m "not integration"
+	@$(BIN)/python -m pytest $(SPREAD) $(COVERAGE) -m "not integration and not engine"
 
 # The tests skip themselves, with the reason, where there is no browser.
 chromium:
@@ -87,6 +89,27 @@ $(LIBRARIES): $(STAMP)
 
 test-integrations: $(LIBRARIES)
 	@$(BIN)/python -m pytest $(SPREAD) -rs -m integration tests/integrations
+
+# Ray pins much of what it needs, so it has an environment of its own, over the packages of the other.
+$(ENGINES): $(STAMP)
+	@echo "Installing Ray into $(VENV)-ray (once, a few minutes) ..."
+	@$(BIN)/python -m venv $(VENV)-ray
+	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(\"" + site.getsitepackages()[0] + "\")")' \
+	  > $$($(VENV)-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
+	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check "ray[train]>=2.50" && touch $@ \
+	  || echo "Ray cannot be installed here: its tests will be skipped."
+
+slurm:
+	@command -v slurmctld >/dev/null || { \
+	  echo "Installing Slurm ..."; \
+	  { [ "$$(id -u)" = 0 ] && apt-get update -qq >/dev/null && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2 >/dev/null; } \
+	  || echo "Slurm cannot be installed here (that takes root and apt): its tests will be skipped."; }
+
+# The tests skip themselves, with the reason, where an engine cannot be had.
+test-engines: $(ENGINES) slurm
+	@$(BIN)/python -m pytest -rs -m engine tests/engines/test_slurm.py
+	@{ test -e $(ENGINES) && $(VENV)-ray/bin/python -m pytest -rs -m engine tests/engines/test_ray.py; } || test ! -e $(ENGINES)
 
 mutants: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)
@@ -110,4 +133,4 @@ release: $(STAMP)
 	@$(BIN)/python -m diloco_tools.release.packages
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VENV)-ray runs

@@ -39,7 +39,7 @@ ALLOWED = {
 }
 # Measures a part of the broker by itself, which no public name shows.
 OF_PARTS = "diloco_tools.bench.roles.tensor_work"
-MAY_USE_BOTH = ("demo", "bench", "chaos", "experiments")
+MAY_USE_BOTH = ("demo", "bench", "chaos", "experiments", "ray")
 # A whole run for users' tests: it has a broker, by its public name. Nothing else imports it.
 WHOLE_RUN = "diloco_worker.testing"
 # What no module of these reaches, by any path: everything there can be run in a test with a fake clock.

@@ -1,0 +1,200 @@
+"""A run on a real Ray: to its end, and through what may happen to its processes and nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from diloco_broker import BrokerConfig
+from diloco_protocol.errors import UsageError
+from kit.engine_runs import SPREAD, findings, lives, losses
+from kit.paths import ROOT
+
+ray = pytest.importorskip("ray", reason="Ray is not here; `make test-engines` installs it")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.train import RunConfig, ScalingConfig  # noqa: E402
+
+from diloco_tools.ray import DiLoCoTrainer, Result  # noqa: E402
+from diloco_tools.ray.broker_actor import name_of  # noqa: E402
+from diloco_tools.ray.storage import Storage  # noqa: E402
+from kit.ray_loop import loop  # noqa: E402
+
+ROUNDS, H = 150, 10
+PATIENCE_S = 90.0
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("default"),  # Ray's own
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head that holds what takes no CPU, and one node with one CPU."""
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False},
+    )
+    made.add_node(num_cpus=1)
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    ray.init(address=made.address, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+class Run:
+    """One `fit` in a thread of its own, and what the test does to it meanwhile."""
+
+    def __init__(self, folder: Path, name: str, **options: Any) -> None:
+        self.folder, self.out = folder, folder / "out"
+        self.out.mkdir(exist_ok=True)
+        self.storage = Storage.of(folder / "storage", name)
+        self.audit = folder / "broker.jsonl"
+        given: dict[str, Any] = {
+            "islands": 2,
+            "pause": 0.02,
+            "cpu": 0.25,
+            "processes": 1,
+            **options,
+        }
+        self.trainer = DiLoCoTrainer(
+            loop,
+            train_loop_config={"folder": str(self.out), "pause": given["pause"]},
+            islands=given["islands"],
+            scaling_config=ScalingConfig(
+                num_workers=given["processes"], resources_per_worker={"CPU": given["cpu"]}
+            ),
+            broker=BrokerConfig(sync_every=H, max_rounds=ROUNDS, audit=str(self.audit)),
+            run_config=RunConfig(name=name, storage_path=str(folder / "storage")),
+        )
+        self.result: Result | None = None
+        self._thread = threading.Thread(target=self._fit, daemon=True)
+        self._thread.start()
+
+    def _fit(self) -> None:
+        self.result = self.trainer.fit()
+
+    def waits(self, is_so: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:g} s"
+            time.sleep(0.1)
+
+    def waits_for_round(self, number: int) -> None:
+        def is_there() -> bool:
+            return self.audit.exists() and len(self.audit.read_text().splitlines()) > number
+
+        self.waits(is_there, f"round {number}")
+
+    def waits_for_lives(self, worker: str, count: int) -> None:
+        self.waits(lambda: lives(self.out, worker) >= count, f"life {count} of {worker}")
+
+    def ends(self) -> Result:
+        self._thread.join(PATIENCE_S)
+        assert self.result is not None, "it has not come to its end"
+        return self.result
+
+    def is_sound(self, calm: float | None = None) -> float:
+        """Nothing lost, nothing doubled, the loss as without faults. Returns the mean of the losses."""
+        found = findings(self.audit, self.out)
+        assert found.problems == []
+        assert len(found.lineage) == ROUNDS + 1
+        ends = losses(self.out)
+        mean = sum(ends.values()) / len(ends)
+        assert calm is None or abs(mean / calm - 1) < SPREAD
+        return mean
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The loss of a run to which nothing happens; what `fit` returns."""
+    run = Run(tmp_path_factory.mktemp("calm"), "calm", pause=0.0)
+    result = run.ends()
+    assert result.error is None
+    assert result.metrics is not None
+    assert result.metrics["rounds"] == ROUNDS
+    assert result.metrics["worker"] == "island-0"
+    assert len(result.islands) == 2
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as folder:
+        final = load_file(Path(folder) / "model.safetensors")
+    assert sorted(final) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert set(losses(run.out)) == {"island-0", "island-1"}
+    keys = list(run.storage.keys.glob("**/*.key"))
+    assert len(keys) >= 4 and all(key.stat().st_mode & 0o077 == 0 for key in keys)
+    return run.is_sound()
+
+
+def test_rank_and_broker_that_are_killed_come_back(
+    cluster: Any, tmp_path: Path, calm: float
+) -> None:
+    run = Run(tmp_path, "killed")
+    run.waits_for_round(10)
+    os.kill(int((run.out / "island-0.0.pid").read_text()), signal.SIGKILL)
+    run.waits_for_lives("island-0", 2)
+    broker = ray.get_actor(name_of(run.storage))
+    first = ray.get(broker.addresses.remote())
+    os.kill(ray.get(broker.pid.remote()), signal.SIGKILL)
+    run.waits(lambda: ray.get(broker.addresses.remote()) != first, "another life of the broker")
+    result = run.ends()
+    assert result.error is None
+    run.is_sound(calm)
+    assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
+    epochs = {json.loads(line)["epoch"] for line in run.audit.read_text().splitlines()}
+    assert len(epochs) == 2
+
+
+def test_island_of_two_processes_is_one_worker(cluster: Any, tmp_path: Path, calm: float) -> None:
+    run = Run(tmp_path, "wide", processes=2, pause=0.0)
+    result = run.ends()
+    assert result.error is None
+    run.is_sound(calm)
+    assert (run.out / "island-1.1.pid").exists()
+
+
+def test_run_takes_a_new_node_and_outlives_a_lost_one(
+    cluster: Any, tmp_path: Path, calm: float
+) -> None:
+    run = Run(tmp_path, "elastic", islands=(1, 2), cpu=1)
+    run.waits_for_round(5)
+    assert lives(run.out, "island-1") == 0, "there is no room for it"
+    node = cluster.add_node(num_cpus=1)
+    run.waits_for_lives("island-1", 1)
+    cluster.remove_node(node, allow_graceful=False)
+    at = len(run.audit.read_text().splitlines())
+    run.waits_for_round(at + 5)
+    another = cluster.add_node(num_cpus=1)
+    run.waits_for_lives("island-1", 2)
+    result = run.ends()
+    cluster.remove_node(another)
+    assert result.error is None
+    assert len(result.islands) == 2
+    run.is_sound(calm)
+
+
+@pytest.mark.parametrize(
+    ("islands", "storage", "sentence"),
+    [
+        ((3, 2), "/tmp/x", "the least and the most"),
+        (0, "/tmp/x", "the least and the most"),
+        ("two", "/tmp/x", "the least and the most"),
+        (2, None, "has no storage_path"),
+        (2, "s3://bucket/runs", "need a folder that all nodes share"),
+        (2, "runs", "absolute"),
+    ],
+)
+def test_what_cannot_be_gets_a_sentence(islands: Any, storage: str | None, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        DiLoCoTrainer(loop, islands=islands, run_config=RunConfig(name="x", storage_path=storage))

@@ -1,0 +1,157 @@
+"""What `diloco-launch slurm` writes and refuses; tests/engines has what a real Slurm makes of it."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_tools.launch.slurm import folder as folders
+from diloco_tools.launch.slurm.scripts import SlurmRun, broker_script, islands_script
+
+LAUNCH = (sys.executable, "-m", "diloco_tools.launch", "slurm")
+TEXT = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp")),
+    min_size=1,
+    max_size=20,
+)
+
+
+def a_run(**given: object) -> SlurmRun:
+    usual = {
+        "name": "llama",
+        "folder": Path("/shared/runs/llama"),
+        "start_in": Path("/home/anna"),
+        "python": "/opt/venv/bin/python",
+        "command": ("torchrun", "--nproc-per-node=8", "train.py"),
+        "islands": 4,
+        "nodes": 2,
+        "serve": ("--sync-every", "500"),
+        "sbatch": ("--partition=gpu", "--gpus-per-node=8"),
+    }
+    return SlurmRun(**{**usual, **given})  # type: ignore[arg-type]
+
+
+def is_bash(script: str) -> bool:
+    done = subprocess.run(
+        ["bash", "-n"], input=script, text=True, capture_output=True, check=False, timeout=20
+    )
+    return done.returncode == 0 and not done.stderr
+
+
+def launch(
+    folder: Path, *words: str, path: str = "/usr/bin:/bin"
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={"PATH": path, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"},
+    )
+
+
+def test_islands_are_an_array_that_knows_its_run() -> None:
+    script = islands_script(a_run())
+    assert is_bash(script)
+    for line in (
+        "#SBATCH --array=0-3",
+        "#SBATCH --nodes=2",
+        "#SBATCH --requeue",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --signal=B:TERM@120",
+        "export DILOCO_SERVER=file://$folder/address",
+        "export DILOCO_SHARD_INDEX=$SLURM_ARRAY_TASK_ID DILOCO_NUM_SHARDS=4",
+    ):
+        assert line in script.splitlines(), line
+    assert "torchrun --nproc-per-node=8 train.py &" in script
+    first = script.index("\n#SBATCH")
+    assert "\n\n" not in script[:first], "sbatch reads its options up to the first command"
+
+
+def test_broker_is_one_job_with_the_options_of_the_user_last() -> None:
+    script = broker_script(a_run(broker_sbatch=("--partition=cpu",)))
+    assert is_bash(script)
+    assert "#SBATCH --partition=cpu" in script.splitlines()
+    assert "--gpus-per-node" not in script
+    assert "--workers 4 --keys /shared/runs/llama/keys" in script
+    assert script.index("--save-dir") < script.index("--sync-every 500 &")
+
+
+@given(words=st.lists(TEXT, min_size=1, max_size=4), path=TEXT)
+def test_words_of_the_user_reach_the_command_as_they_are(words: list[str], path: str) -> None:
+    run = a_run(command=tuple(words), folder=Path("/shared") / path.replace("/", "_"))
+    for script in (islands_script(run), broker_script(run)):
+        assert is_bash(script)
+    start = islands_script(run)
+    line = start[start.index("--label ") + len("--label ") : start.index(" &\nchild=$!")]
+    shown = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, timeout=20
+    )
+    assert shown.stdout.decode().split("\0")[:-1] == words
+
+
+def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
+    run = a_run(folder=tmp_path / "run", start_in=tmp_path, islands=1)
+    folders.write(run)
+    assert folders.read(run.folder) == run
+    keys = list((run.folder / "keys").rglob("*.key"))
+    assert {file.name for file in keys} >= {
+        "broker.key",
+        "worker-island-0.key",
+        "operator-launcher.key",
+    }
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in keys)
+    before = {file: file.read_bytes() for file in keys}
+    (run.folder / "stop").touch()
+    folders.write(a_run(folder=run.folder, start_in=tmp_path, islands=2))
+    assert {file: file.read_bytes() for file in keys} == before, "a key that is there stays"
+    assert (run.folder / "keys" / "clients" / "worker-island-1.key").exists()
+    assert not (run.folder / "stop").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--islands", "2", "--time", "soon", "--", "true"), "--time is 'soon'; write like 90"),
+        (("--islands", "2", "--name", "a/b", "--", "true"), "--name is 'a/b'; write letters"),
+        (("--islands", "2", "--sbatch", "gpu", "--", "true"), "'gpu' is no option of sbatch"),
+        (("--islands", "2", "--serve", "'x", "--", "true"), "cannot be read: No closing quotation"),
+        (("--islands", "2", "--serve", "--sync-evry 5", "--", "true"), "No such option"),
+        (("--islands", "2", "--serve", "--quorum 5", "--", "true"), "The broker would not start: "),
+        (("--islands", "2", "--folder", "a%b", "--", "true"), "characters that Slurm takes"),
+        (("--islands", "0", "--", "true"), "--islands"),
+        (("--islands", "2"), "Missing argument 'COMMAND...'"),
+        (("status", "nowhere"), "give the folder of a run that diloco-launch slurm has made"),
+        (("stop", "nowhere"), "give the folder of a run that diloco-launch slurm has made"),
+    ],
+)
+def test_wrong_use_gets_a_sentence_and_writes_nothing(
+    tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    done = launch(tmp_path, *words)
+    assert done.returncode == 2, done
+    assert sentence in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_slurm_the_scripts_are_written_and_that_is_said(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--islands", "1", "--submit", "--", "true", path=str(tmp_path))
+    assert done.returncode == 2
+    assert "There is no sbatch here" in done.stderr
+    assert (tmp_path / "runs" / "diloco" / "islands.sh").exists()
+
+
+def test_what_is_to_be_submitted_is_named(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--islands", "1", "--", "true")
+    assert done.returncode == 0, done.stderr
+    script = tmp_path / "runs" / "diloco" / "broker.sh"
+    assert f"sbatch {script}" in done.stdout.splitlines()
+    assert is_bash(script.read_text())

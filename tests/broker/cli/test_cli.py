@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import socket
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -54,9 +55,23 @@ def test_wrong_option_is_one_sentence_and_exit_2(options: list[str], words: str)
     assert result.output.count("\n") == 1, result.output
 
 
+def test_options_are_checked_and_nothing_is_served(tmp_path: Path) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken:
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        good = ["serve", "--bind", bind, "--save-dir", str(tmp_path / "run"), "--check"]
+        result = CliRunner().invoke(app, good)
+        assert (result.exit_code, result.output) == (0, "The options are good.\n")
+    assert not (tmp_path / "run").exists()
+    wrong = CliRunner().invoke(app, [*good, "--quorum", "5"])
+    assert wrong.exit_code == 2
+    assert "quorum" in wrong.output
+
+
 def test_options_equal_the_fields_of_the_configuration() -> None:
     options = set(inspect.signature(serve).parameters) - {
         "address_file",
+        "check",
         "model",
         "verbose",
         "no_save",

@@ -6,7 +6,7 @@ import gzip
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -143,9 +143,9 @@ def parsed(text: str, openmetrics: bool = False) -> list[Metric]:
 
 
 @contextmanager
-def serving(collector: Collector) -> Iterator[str]:
+def serving(collector: Collector, health: Callable[[], str | None] = lambda: None) -> Iterator[str]:
     """The address of its metrics, while a server in a thread has them."""
-    with MetricsServer("127.0.0.1", 0, collector) as made:
+    with MetricsServer("127.0.0.1", 0, collector, health) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.02,))
         thread.start()
         try:

@@ -16,14 +16,15 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from diloco_protocol.feed import TOPIC
+from diloco_protocol.feed import TOPIC, parse_snapshot
 from diloco_protocol.printable import printable
 from diloco_tools.exporter import server
 from diloco_tools.exporter.cli import app
+from diloco_tools.exporter.health import why_unhealthy
 from diloco_tools.exporter.metrics import RunCollector, label_value
 from diloco_tools.exporter.server import MetricsServer
 from diloco_tools.feed import model
-from diloco_tools.feed.listener import FeedWatcher
+from diloco_tools.feed.listener import FeedWatcher, Reading
 from kit.exporter_scrapes import (
     HOSTILE,
     exported,
@@ -49,6 +50,44 @@ def exporter(publisher: Publisher) -> Iterator[str]:
     with watcher, serving(RunCollector(watcher.read, "9.9", 20)) as url:
         publisher.await_subscriber()
         yield url
+
+
+class TestHealth:
+    """`/healthz`, by which an engine decides whether the broker is started again."""
+
+    @pytest.mark.parametrize(
+        ("sent", "age", "problem"),
+        [
+            (None, 0.0, "no snapshot has arrived yet"),
+            ({}, 0.0, None),
+            ({}, 29.0, None),
+            ({}, 31.0, "the broker has sent nothing for 31 s"),
+            ({"state": "waiting"}, 5.0, None),
+            ({"state": "paused"}, 5.0, None),
+            ({"state": "stopping"}, 1e6, None),
+        ],
+    )
+    def test_only_silence_is_death(
+        self, sent: dict[str, str] | None, age: float, problem: str | None
+    ) -> None:
+        known = model.FeedModel()
+        if sent is not None:
+            known.update(parse_snapshot(frame(status() | sent)), 100.0)
+        assert why_unhealthy(Reading(known, 100.0 + age)) == problem
+
+    def test_status_says_it_and_the_body_why(self) -> None:
+        problems = iter([None, "the broker has sent nothing for 31 s"])
+        with serving(RunCollector(no_reading, "9.9", 20), lambda: next(problems)) as url:
+            address = url.replace("/metrics", "/healthz")
+            assert fetch(address)[0] == "the broker lives\n"
+            with pytest.raises(urllib.error.HTTPError) as raised:
+                fetch(address)
+            assert raised.value.code == 503
+            assert raised.value.read() == b"the broker has sent nothing for 31 s\n"
+
+
+def no_reading() -> Reading:
+    return Reading(model.FeedModel(), 0.0)
 
 
 class TestScrape:
@@ -297,7 +336,7 @@ class TestCommand:
 
     def test_an_ipv6_address_is_written_with_brackets(self) -> None:
         try:
-            made = MetricsServer("::1", 0, Answers(UP))
+            made = MetricsServer("::1", 0, Answers(UP), lambda: None)
         except OSError as error:
             pytest.skip(f"this machine has no IPv6 loopback: {error}")
         with made:

@@ -13,6 +13,7 @@ import typer
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, is_loopback
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError, FeedRefusedError, FeedVersionError, Snapshot
+from diloco_tools.exporter.health import DEAD_AFTER_S, why_unhealthy
 from diloco_tools.feed.listener import FeedWatcher
 from diloco_tools.terminal import FeedOption, KeysOption, fail, keys_of
 
@@ -49,6 +50,10 @@ def exporter(
     max_workers: Annotated[
         int, typer.Option(help="Workers with series of their own; the others are counted only.")
     ] = 200,
+    dead_after: Annotated[
+        float,
+        typer.Option(min=1.0, help="Seconds of silence after which /healthz says 503, not 200."),
+    ] = DEAD_AFTER_S,
     keys: KeysOption = None,
     insecure: Annotated[
         bool,
@@ -102,7 +107,9 @@ def exporter(
     collector = RunCollector(watcher.read, importlib.metadata.version("diloco-broker"), max_workers)
     with watcher:
         try:
-            server = MetricsServer(host, port, collector)
+            server = MetricsServer(
+                host, port, collector, lambda: why_unhealthy(watcher.read(), dead_after)
+            )
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             _fail(

@@ -12,7 +12,7 @@ import socket
 import socketserver
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -27,11 +27,13 @@ MOST_CONNECTIONS = 16
 LONGEST_CONNECTION_S = 10.0
 POLL_S = 0.25  # how long the end of the server, and one connection too old, may have to wait
 
-HOME = b"diloco-exporter: the metrics are at /metrics\n"
+HOME = b"diloco-exporter: the metrics are at /metrics, whether the broker lives at /healthz\n"
 
 
 class MetricsServer(ThreadingWSGIServer):
     """Listens from its making on; `serve_forever` answers.
+
+    `health` says why the broker counts as dead, and None while it lives.
 
     Raises:
         OSError: the address is not one of this machine, or the port is taken.
@@ -39,7 +41,9 @@ class MetricsServer(ThreadingWSGIServer):
 
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, collector: Collector) -> None:
+    def __init__(
+        self, host: str, port: int, collector: Collector, health: Callable[[], str | None]
+    ) -> None:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -47,6 +51,7 @@ class MetricsServer(ThreadingWSGIServer):
         registry = CollectorRegistry()
         registry.register(collector)
         self._metrics: WSGIApplication = make_wsgi_app(registry)
+        self._health = health
         self._since: dict[socket.socket, float] = {}  # the oldest first
         super().__init__(address, _Handler)  # type: ignore[arg-type]
         self.set_app(self._answer)
@@ -66,6 +71,11 @@ class MetricsServer(ThreadingWSGIServer):
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ["PATH_INFO"] == "/metrics":
             return self._metrics(environ, start_response)
+        if environ["PATH_INFO"] == "/healthz":
+            problem = self._health()
+            status = "200 OK" if problem is None else "503 Service Unavailable"
+            start_response(status, [("Content-Type", "text/plain")])
+            return [f"{problem or 'the broker lives'}\n".encode()]
         is_home = environ["PATH_INFO"] == "/"
         start_response("200 OK" if is_home else "404 Not Found", [("Content-Type", "text/plain")])
         return [HOME]

@@ -31,7 +31,7 @@ ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
 COPY --from=wheel /wheels /wheels
-RUN pip install --no-cache-dir /wheels/*.whl && rm -r /wheels \
+RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[prometheus]" && rm -r /wheels \
     && useradd --create-home diloco
 
 FROM base AS broker

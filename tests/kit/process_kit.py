@@ -184,11 +184,11 @@ class Processes:
         made = self.run("-m", "diloco_broker", *words, **env)
         return made, made.address()
 
-    def train(self, name: str, address: str, steps: int, pause: float = 0.0) -> Child:
+    def train(self, name: str, address: str, steps: int, pause: float = 0.0, **env: str) -> Child:
         """A user's training script (`train_script.py`); what comes of it is `result(name)`."""
         arguments = (str(steps), str(self.folder / f"{name}.json"), str(pause))
         script = str(KIT / "train_script.py")
-        return self.run(script, *arguments, DILOCO_SERVER=address, DILOCO_WORKER_ID=name)
+        return self.run(script, *arguments, DILOCO_SERVER=address, DILOCO_WORKER_ID=name, **env)
 
     def result(self, name: str) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())

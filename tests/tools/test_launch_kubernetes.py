@@ -1,0 +1,338 @@
+"""What `diloco-launch kubernetes` prints: checked against schemas, and its commands run here.
+
+The objects of Kubernetes itself are checked strictly, by `kubernetes-validate`. A JobSet and a
+PodMonitor are of others: their fields are compared with lists of our own, from the pages of those
+projects. The Job within a JobSet is checked as one of Kubernetes. None of it has been run on a cluster.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_tools.launch.commands import make_keys
+from diloco_tools.launch.kubernetes.cli import LABEL
+from diloco_tools.launch.kubernetes.manifest import as_yaml, objects_of
+from diloco_tools.launch.kubernetes.run import KubernetesRun
+from diloco_worker import DiLoCoClient
+from kit.process_kit import PATIENCE_S, Processes, wait_for
+
+pytest_plugins = ("kit.process_fixtures",)
+
+SNAPSHOT = Path(__file__).parent / "snapshots" / "kubernetes.yaml"
+VERSIONS = ("1.29", "1.33")
+LAUNCH = (sys.executable, "-m", "diloco_tools.launch", "kubernetes")
+# Of jobset.x-k8s.io/v1alpha2 and monitoring.coreos.com/v1: every field that may be there, by its path.
+JOB_SET = {
+    "spec": {"failurePolicy", "network", "replicatedJobs"},
+    "spec.failurePolicy": {"maxRestarts"},
+    "spec.network": {"enableDNSHostnames", "subdomain"},
+    "spec.replicatedJobs": {"name", "replicas", "template"},
+}
+POD_MONITOR = {
+    "spec": {"selector", "podMetricsEndpoints"},
+    "spec.selector": {"matchLabels"},
+    "spec.podMetricsEndpoints": {"port", "path", "interval"},
+}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "keys"
+    make_keys(folder, [f"island-{number}" for number in range(3)])
+    return folder
+
+
+def a_run(keys: Path, **given: Any) -> KubernetesRun:
+    usual: dict[str, Any] = {
+        "name": "llama",
+        "keys": keys,
+        "broker_image": "registry.example/diloco-broker:1",
+        "worker_image": "registry.example/llama:1",
+        "command": ("torchrun", "--nproc-per-node=8", "train.py"),
+        "islands": 2,
+        "serve": ("--sync-every", "500", "--max-rounds", "200"),
+    }
+    return KubernetesRun(**{**usual, **given})
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def check_fields(found: dict[str, Any], allowed: dict[str, set[str]]) -> None:
+    for path, fields in allowed.items():
+        here: Any = found
+        for step in path.split("."):
+            here = here[step]
+        for each in here if isinstance(here, list) else [here]:
+            assert set(each) <= fields, f"{path}: {set(each) - fields}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"nodes": 4, "gpus": 8, "namespace": "research", "islands": 3},
+        {"storage_class": "fast", "command": ("sh", "-c", "echo $(HOSTNAME) {x} 'y'")},
+    ],
+)
+def test_objects_are_what_kubernetes_takes(keys: Path, given: dict[str, Any]) -> None:
+    run = a_run(keys, **given)
+    objects = list(yaml.safe_load_all(as_yaml(run)))
+    assert objects == objects_of(run)
+    for each in objects:
+        if each["kind"] == "JobSet":
+            check_fields(each, JOB_SET)
+            template = each["spec"]["replicatedJobs"][0]["template"]
+            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **template}
+            for version in VERSIONS:
+                kubernetes_validate.validate(job, version, strict=True)
+        elif each["kind"] == "PodMonitor":
+            check_fields(each, POD_MONITOR)
+        else:
+            for version in VERSIONS:
+                kubernetes_validate.validate(each, version, strict=True)
+    assert len({(each["kind"], each["metadata"]["name"]) for each in objects}) == len(objects)
+    assert len(of_kind(objects, "JobSet")) == run.islands
+
+
+def test_names_of_ports_are_those_of_the_container_that_says_them(keys: Path) -> None:
+    """No schema knows that a probe looks a name up in its own container."""
+    for kind in ("StatefulSet", "JobSet"):
+        for each in pod_of(objects_of(a_run(keys)), kind)["containers"]:
+            own = {port["name"] for port in each.get("ports", [])}
+            probes = [each[name] for name in each if name.endswith("Probe")]
+            asked = {probe["httpGet"]["port"] for probe in probes}
+            assert {port for port in asked if isinstance(port, str)} <= own
+
+
+def test_a_field_that_is_misspelt_is_found(keys: Path) -> None:
+    """The checks above can fail."""
+    objects = objects_of(a_run(keys))
+    pods = of_kind(objects, "StatefulSet")[0]["spec"]["template"]["spec"]
+    pods["terminationGracePeriod"] = 5
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(of_kind(objects, "StatefulSet")[0], VERSIONS[0], strict=True)
+    islands = of_kind(objects, "JobSet")[0]
+    islands["spec"]["failurePolicy"]["maxRestart"] = 5
+    with pytest.raises(AssertionError, match="maxRestart"):
+        check_fields(islands, JOB_SET)
+
+
+@given(name=st.from_regex(LABEL, fullmatch=True), number=st.integers(0, 9999))
+def test_names_of_pods_can_be_looked_up(name: str, number: int) -> None:
+    host = f"{name}-island-{number}-node-0-99"
+    assert len(host) <= 63
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", host)
+
+
+def test_each_pod_has_the_keys_that_it_needs_and_no_other(keys: Path) -> None:
+    objects = objects_of(a_run(keys))
+    secrets = {each["metadata"]["name"]: each["data"] for each in of_kind(objects, "Secret")}
+    clients = keys / "clients"
+    for number in (0, 1):
+        own = (clients / f"worker-island-{number}.key").read_bytes()
+        data = secrets[f"llama-island-{number}-key"]
+        assert [base64.b64decode(value) for value in data.values()] == [own]
+    of_broker = {base64.b64decode(value) for value in secrets["llama-broker-keys"].values()}
+    assert (clients / "monitor-display.key").read_bytes() in of_broker
+    assert (clients / "operator-launcher.key").read_bytes() not in of_broker
+    shown = yaml.safe_dump_all([each for each in objects if each["kind"] != "Secret"])
+    for key in keys.rglob("*.key"):
+        for secret in re.findall(r"[^\s\"':,{}]{30,}", key.read_text()):
+            assert secret not in shown
+
+
+def test_manifest_is_this_one(keys: Path) -> None:
+    text = as_yaml(a_run(keys, nodes=2, gpus=8))
+    text = re.sub(r"(?m)^(  [\w.-]+): [A-Za-z0-9+/=]{20,}$", r"\1: KEY", text)
+    text = re.sub(r"(?m)^(  [\w.-]+): \S*\n?(?:    [A-Za-z0-9+/=]+\n)+", r"\1: KEY\n", text)
+    if os.environ.get("UPDATE"):
+        SNAPSHOT.write_text(text)
+    assert text == SNAPSHOT.read_text()
+
+
+def as_mounted(secret: dict[str, Any], pod: dict[str, Any], folder: Path) -> None:
+    """A secret as Kubernetes lays it out: links to a folder with a date, readable by the group."""
+    volume = next(each for each in pod["volumes"] if each["name"] == "secret")["secret"]
+    data = secret["data"]
+    paths = {item["key"]: item["path"] for item in volume.get("items", [])} or {k: k for k in data}
+    real = folder / "..2026_01_01"
+    for key, path in paths.items():
+        file = real / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(base64.b64decode(data[key]))
+        file.chmod(0o440)
+    (folder / "..data").symlink_to(real.name)
+    for top in {Path(path).parts[0] for path in paths.values()}:
+        (folder / top).symlink_to(Path("..data") / top)
+
+
+def made_here(words: list[str], folder: Path) -> list[str]:
+    """A command of a container, with the folders of the container in one of this machine."""
+    found = []
+    for word in words:
+        local = re.sub(r"(?<![\w.])/(keys|secret|data)\b", rf"{folder}/\1", word)
+        local = re.sub(r"tcp://0\.0\.0\.0:\d+", "tcp://127.0.0.1:*", local)
+        found.append(
+            local.replace("diloco-broker serve", f"{sys.executable} -m diloco_broker serve")
+        )
+    return found
+
+
+class Container:
+    """A command of a container as a process here."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self._log = folder / "container.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def says(self, pattern: str) -> str:
+        """The first group of what it says."""
+
+        def found() -> re.Match[str] | None:
+            assert self.process.poll() is None or re.search(pattern, self.output), self.output
+            return re.search(pattern, self.output)
+
+        return str(wait_for(found)[1])
+
+    def ends(self) -> int:
+        self.process.terminate()
+        return self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def broker_of(tmp_path: Path) -> Iterator[Callable[[KubernetesRun], Container]]:
+    started = []
+
+    def start(run: KubernetesRun) -> Container:
+        folder = tmp_path / "broker"
+        pod = lay_out(objects_of(run), "StatefulSet", "llama-broker-keys", folder)
+        started.append(Container(made_here(pod["containers"][0]["command"], folder), folder))
+        return started[-1]
+
+    yield start
+    for each in started:
+        with suppress(ProcessLookupError):  # also what its shell has started
+            os.killpg(each.process.pid, signal.SIGKILL)
+        each.process.wait(PATIENCE_S)
+
+
+def pod_of(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    spec = of_kind(objects, kind)[0]["spec"]
+    if kind == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    pod: dict[str, Any] = spec["template"]["spec"]
+    return pod
+
+
+def lay_out(objects: list[dict[str, Any]], kind: str, secret: str, folder: Path) -> dict[str, Any]:
+    """What the init container of a pod leaves behind, in a folder. Returns the pod."""
+    pod = pod_of(objects, kind)
+    for name in ("keys", "secret", "data"):
+        (folder / name).mkdir(parents=True)
+    (folder / "keys").chmod(0o777)  # as an emptyDir is
+    found = next(each for each in of_kind(objects, "Secret") if each["metadata"]["name"] == secret)
+    as_mounted(found, pod, folder / "secret")
+    subprocess.run(made_here(pod["initContainers"][0]["command"], folder), check=True, timeout=20)
+    return pod
+
+
+def test_commands_of_the_pods_make_a_run(
+    keys: Path,
+    processes: Processes,
+    tmp_path: Path,
+    broker_of: Callable[[KubernetesRun], Container],
+) -> None:
+    """The broker's script, with the keys as its pod has them; an island's key lets its worker in."""
+    run = a_run(keys, islands=1, serve=("--sync-every", "5", "--max-rounds", "20"))
+    broker = broker_of(run)
+    address = broker.says(r"control (tcp://\S+)")
+    copied = [path for path in (tmp_path / "broker" / "keys" / "run").rglob("*") if path.is_file()]
+    assert len(copied) >= 5
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in copied)
+    island = lay_out(objects_of(run), "JobSet", "llama-island-0-key", tmp_path / "island")
+    variables = {each["name"]: each["value"] for each in island["containers"][0]["env"]}
+    assert variables["DILOCO_SERVER"] == "tcp://llama-broker.default.svc:8512"
+    key = made_here([variables["DILOCO_KEYS"]], tmp_path / "island")[0]
+    with DiLoCoClient(address, keys=key, timeout=30.0) as client:
+        assert "run" in client.status()
+    worker = processes.train("island-0", address, 1000, DILOCO_KEYS=key)
+    broker.says("(The run is over); its model is in")
+    assert worker.ends() == 0, worker.output
+    assert (tmp_path / "broker" / "data" / "run" / "final-model.safetensors").exists()
+    assert broker.process.poll() is None, "its pod stays until somebody takes the model"
+    assert broker.ends() == 0
+
+
+def test_broker_that_is_told_to_go_saves_and_goes(
+    keys: Path, broker_of: Callable[[KubernetesRun], Container]
+) -> None:
+    broker = broker_of(a_run(keys))
+    broker.says(r"control (tcp://\S+)")
+    assert broker.ends() == 0
+    assert "received SIGTERM" in broker.output
+    assert "The run is over" not in broker.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--name", "Llama"), "--name is 'Llama'; write small letters"),
+        (("--name", "x" * 41), "40 at most"),
+        (("--storage", "20 GB"), "--storage is '20 GB'; write a quantity of Kubernetes"),
+        (("--worker-image", ""), "--worker-image is ''"),
+        (("--serve", "--quorum 9"), "The broker would not start: "),
+        (("--serve", "'"), "cannot be read"),
+    ],
+)
+def test_wrong_use_gets_a_sentence_and_makes_no_keys(
+    tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    usual = ("--islands", "2", "--broker-image", "b", "--worker-image", "w")
+    done = subprocess.run(
+        [*LAUNCH, *usual, *words, "--", "true"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_second_call_prints_the_same(tmp_path: Path) -> None:
+    words = shlex.split("--islands 2 --broker-image b --worker-image w -- python train.py")
+    texts = [
+        subprocess.run([*LAUNCH, *words], cwd=tmp_path, capture_output=True, check=True, timeout=60)
+        for _ in range(2)
+    ]
+    assert texts[0].stdout == texts[1].stdout
+    assert texts[0].stdout.startswith(b"# The run diloco: a broker and 2 islands.")

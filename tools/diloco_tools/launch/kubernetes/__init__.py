@@ -1,0 +1,1 @@
+"""A run on Kubernetes: manifests for `kubectl apply -f -`. Not run on a cluster yet."""

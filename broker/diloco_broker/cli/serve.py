@@ -79,6 +79,13 @@ def serve(  # noqa: PLR0917  each is an option
             rich_help_panel=WIRE.title,
         ),
     ] = None,
+    over_is_success: Annotated[
+        bool,
+        typer.Option(
+            "--over-is-success",
+            help="End with 0, not 3, where the run is over, for who only knows success and failure.",
+        ),
+    ] = False,
     check: Annotated[
         bool,
         typer.Option("--check", help="Say whether the options are good, and serve nothing."),
@@ -128,7 +135,7 @@ def serve(  # noqa: PLR0917  each is an option
     finally:
         if page is not None:
             page.close()
-    if broker.run_is_over and not broker.is_complete:
+    if broker.run_is_over and not broker.is_complete and not over_is_success:
         raise typer.Exit(RUN_IS_OVER)
 
 

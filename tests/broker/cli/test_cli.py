@@ -72,6 +72,7 @@ def test_options_equal_the_fields_of_the_configuration() -> None:
     options = set(inspect.signature(serve).parameters) - {
         "address_file",
         "check",
+        "over_is_success",
         "model",
         "verbose",
         "no_save",

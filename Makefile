@@ -99,6 +99,9 @@ $(ENGINES): $(STAMP)
 	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check "ray[train]>=2.50" && touch $@ \
 	  || echo "Ray cannot be installed here: its tests will be skipped."
 
+# A network with nothing but a loopback, where one can be made.
+ALONE = $(shell unshare --net ip link set lo up 2>/dev/null && echo 'unshare --net sh -c "ip link set lo up && exec \"\$$@\"" sh')
+
 slurm:
 	@command -v slurmctld >/dev/null || { \
 	  echo "Installing Slurm ..."; \
@@ -109,7 +112,7 @@ slurm:
 # The tests skip themselves, with the reason, where an engine cannot be had.
 test-engines: $(ENGINES) slurm
 	@$(BIN)/python -m pytest -rs -m engine tests/engines/test_slurm.py
-	@{ test -e $(ENGINES) && $(VENV)-ray/bin/python -m pytest -rs -m engine tests/engines/test_ray.py; } || test ! -e $(ENGINES)
+	@test ! -e $(ENGINES) || $(ALONE) $(VENV)-ray/bin/python -m pytest -rs -m engine tests/engines/test_ray.py
 
 mutants: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)

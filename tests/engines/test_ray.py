@@ -67,6 +67,7 @@ class Run:
             "pause": 0.02,
             "cpu": 0.25,
             "processes": 1,
+            "rounds": ROUNDS,
             **options,
         }
         self.trainer = DiLoCoTrainer(
@@ -76,7 +77,7 @@ class Run:
             scaling_config=ScalingConfig(
                 num_workers=given["processes"], resources_per_worker={"CPU": given["cpu"]}
             ),
-            broker=BrokerConfig(sync_every=H, max_rounds=ROUNDS, audit=str(self.audit)),
+            broker=BrokerConfig(sync_every=H, max_rounds=given["rounds"], audit=str(self.audit)),
             run_config=RunConfig(name=name, storage_path=str(folder / "storage")),
         )
         self.result: Result | None = None
@@ -154,6 +155,16 @@ def test_rank_and_broker_that_are_killed_come_back(
     assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [2, 1]
     epochs = {json.loads(line)["epoch"] for line in run.audit.read_text().splitlines()}
     assert len(epochs) == 2
+
+
+def test_same_name_goes_on_where_the_run_was(cluster: Any, tmp_path: Path, calm: float) -> None:
+    first = Run(tmp_path, "again", rounds=60, pause=0.0).ends()
+    second = Run(tmp_path, "again", pause=0.0)
+    result = second.ends()
+    assert first.error is None and result.error is None
+    second.is_sound(calm)
+    assert result.metrics is not None
+    assert result.metrics["rounds"] == ROUNDS - 60
 
 
 def test_island_of_two_processes_is_one_worker(cluster: Any, tmp_path: Path, calm: float) -> None:

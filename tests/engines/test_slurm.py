@@ -68,6 +68,9 @@ class Run:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.told()}") from None
 
+    def waits_for_state(self, job: str, state: str | None) -> None:
+        self.cluster.wait(lambda: self.cluster.jobs().get(job) == state, f"{job}: {state}")
+
     def waits_for_the_end(self, within_s: float = 120.0) -> None:
         def is_over() -> bool:
             self.cluster.start_now()
@@ -184,17 +187,17 @@ def test_stopped_run_leaves_in_order_and_goes_on_when_it_is_started_again(
     run.is_sound(calm)
 
 
-def test_islands_of_two_nodes_restart_as_a_whole(
+def test_island_of_two_nodes_is_queued_again_as_a_whole(
     cluster: SlurmCluster, tmp_path: Path, calm: float
 ) -> None:
     run = Run(cluster, tmp_path, "wide")
-    run.starts(
-        "--islands", "2", "--nodes-per-island", "2", pause=0.02, torchrun="--nproc-per-node=1"
-    )
+    wide = ("--islands", "2", "--nodes-per-island", "2", "--restarts", "0")
+    run.starts(*wide, pause=0.02, torchrun="--nproc-per-node=1")
     run.waits_for("broker", "Round 5 closed")
     assert "[island-1 rank 1]: begins at step 0" in run.log("island-1"), run.told()
     cluster.kill(run.out / "island-1.1.pid")
-    run.waits_for("island-1", r"restart 1 of 3")
+    run.waits_for("island-1", r"goes back into the queue, having ended with code 1\b")
+    run.waits_for("island-1", r"life 2")
     run.waits_for_the_end()
     run.is_sound(calm)
     assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
@@ -216,6 +219,21 @@ def test_time_that_is_up_sends_an_island_back_into_the_queue(
     run.waits_for("island-1", r"(?s)stops at step (\d+).*begins at step \1\b")
     cluster.says(*LAUNCH, "stop", str(run.of_run))
     assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
+
+
+def test_island_that_is_cancelled_stays_so(cluster: SlurmCluster, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, "cancelled")
+    run.starts("--islands", "2", pause=0.02, rounds=100_000)
+    run.waits_for("broker", "Round 5 closed")
+    jobs = cluster.says("squeue", "-h", "-r", "-n", "cancelled-islands", "-o", "%i").split()
+    island = next(job for job in jobs if job.endswith("_0"))
+    cluster.says("scancel", island)
+    run.waits_for_state("cancelled-islands_0", None)
+    told = cluster.says("scontrol", "show", "job", island)
+    assert "JobState=CANCELLED" in told
+    assert "Restarts=0" in told
+    assert cluster.jobs()["cancelled-islands_1"] == "RUNNING"
+    cluster.says(*LAUNCH, "stop", str(run.of_run))
 
 
 def test_what_slurm_refuses_is_told_and_leaves_no_half_of_a_run(

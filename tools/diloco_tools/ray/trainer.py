@@ -146,13 +146,17 @@ class DiLoCoTrainer:
         """Start islands, more of them while there is room, until all have returned."""
         tasks = [self._start(number) for number in range(self.least)]
         pending = list(tasks)
-        while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_S)
-            if done:
-                continue  # the run comes to its end: nobody begins any more
-            if len(tasks) == len(pending) < self.most and self._has_room():
-                tasks.append(self._start(len(tasks)))
-                pending.append(tasks[-1])
+        try:
+            while pending:
+                _, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_S)
+                # Once one has returned the run comes to its end, and nobody begins any more.
+                if len(tasks) == len(pending) < self.most and self._has_room():
+                    tasks.append(self._start(len(tasks)))
+                    pending.append(tasks[-1])
+        except BaseException:
+            for task in pending:
+                ray.cancel(task)
+            raise
         results: list[train.Result | None] = []
         failed: Exception | None = None
         for number, task in enumerate(tasks):

@@ -146,8 +146,9 @@ has_to_leave() {
   [ $((end - $(date +%s))) -le $((GRACE + APART)) ]
 }
 
-# Go back into the queue; Slurm ends this script meanwhile.
+# Go back into the queue; Slurm ends this script meanwhile. Not what somebody has cancelled.
 requeue() {
+  [ "$(field JobState)" = RUNNING ] || exit "$code"
   say "goes back into the queue, $1"
   scontrol requeue "$job" && sleep 60
   exit "$code"

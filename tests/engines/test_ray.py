@@ -201,11 +201,10 @@ def test_run_takes_a_new_node_and_outlives_a_lost_one(
         ((3, 2), "/tmp/x", "the least and the most"),
         (0, "/tmp/x", "the least and the most"),
         ("two", "/tmp/x", "the least and the most"),
-        (2, None, "has no storage_path"),
         (2, "s3://bucket/runs", "need a folder that all nodes share"),
         (2, "runs", "absolute"),
     ],
 )
-def test_what_cannot_be_gets_a_sentence(islands: Any, storage: str | None, sentence: str) -> None:
+def test_what_cannot_be_gets_a_sentence(islands: Any, storage: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         DiLoCoTrainer(loop, islands=islands, run_config=RunConfig(name="x", storage_path=storage))

@@ -72,7 +72,7 @@ class DiLoCoTrainer:
             takes more while the cluster has room for them.
         scaling_config: of each island.
         broker: of the run. Addresses, keys and where it saves are set here.
-        run_config: name, storage_path (a folder that all nodes share), and what holds for each island,
+        run_config: name, storage_path (a folder that all nodes share; default: Ray's), and what holds for each island,
             such as failure_config: without one an island is started again 10 times.
 
     Raises:
@@ -96,11 +96,6 @@ class DiLoCoTrainer:
                 "num_workers of an island is a number; the islands are what may be more."
             )
         run = run_config or train.RunConfig()
-        if run.storage_path is None:
-            raise UsageError(
-                "run_config has no storage_path; give a folder that all nodes of the cluster share, "
-                "RunConfig(name='llama', storage_path='/mnt/shared/runs')."
-            )
         self._storage = Storage.of(run.storage_path, run.name or "diloco")
         if run.failure_config is None or run.failure_config == train.FailureConfig():
             run = replace(run, failure_config=train.FailureConfig(max_failures=FAILURES))
@@ -126,6 +121,7 @@ class DiLoCoTrainer:
         storage.address_file.unlink(missing_ok=True)
         if not ray.is_initialized():
             ray.init()
+        self._warn_of_own_folders()
         broker = start_broker(self._broker, storage)
         try:
             control, feed = ray.get(broker.addresses.remote())
@@ -141,6 +137,17 @@ class DiLoCoTrainer:
             islands=tuple(results),
             error=error,
         )
+
+    def _warn_of_own_folders(self) -> None:
+        """Ray's usual folder is in the home directory, which each machine may have for itself."""
+        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+        if len(hosts) > 1 and str(self._storage.root) == train.RunConfig().storage_path:
+            logger.warning(
+                "run_config has no storage_path, so the run is in %s, and the cluster has %d machines: "
+                "unless they share that folder, give one that they do.",
+                self._storage.folder,
+                len(hosts),
+            )
 
     def _train(self) -> tuple[Sequence[train.Result | None], Exception | None]:
         """Start islands, more of them while there is room, until all have returned."""

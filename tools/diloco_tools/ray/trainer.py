@@ -72,8 +72,8 @@ class DiLoCoTrainer:
             takes more while the cluster has room for them.
         scaling_config: of each island.
         broker: of the run. Addresses, keys and where it saves are set here.
-        run_config: name, storage_path (a folder that all nodes share; default: Ray's), and what holds for
-            each island, such as failure_config: without one an island is started again 10 times.
+        run_config: name, storage_path (a folder that all nodes share; default: Ray's), and what holds
+            for each island, such as failure_config: without one an island is started again 10 times.
 
     Raises:
         UsageError: something of it cannot be.

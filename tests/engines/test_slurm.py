@@ -85,11 +85,11 @@ class Run:
         logs = sorted((self.of_run / "logs").glob("*"))
         return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
 
-    def is_sound(self, calm: float | None = None) -> float:
+    def is_sound(self, calm: float | None = None, rounds: int = ROUNDS) -> float:
         """Nothing lost, nothing doubled, the loss as without faults. Returns the mean of the losses."""
         found = findings(self.folder / "broker.jsonl", self.out)
         assert found.problems == []
-        assert len(found.lineage) == ROUNDS + 1
+        assert len(found.lineage) == rounds + 1
         ends = losses(self.out)
         assert set(ends) == {"island-0", "island-1"}, self.told()
         mean = sum(ends.values()) / len(ends)
@@ -188,19 +188,45 @@ def test_stopped_run_leaves_in_order_and_goes_on_when_it_is_started_again(
 
 
 def test_island_of_two_nodes_is_queued_again_as_a_whole(
-    cluster: SlurmCluster, tmp_path: Path, calm: float
+    cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     run = Run(cluster, tmp_path, "wide")
     wide = ("--islands", "2", "--nodes-per-island", "2", "--restarts", "0")
-    run.starts(*wide, pause=0.02, torchrun="--nproc-per-node=1")
+    run.starts(*wide, pause=0.02, rounds=150, torchrun="--nproc-per-node=1")
     run.waits_for("broker", "Round 5 closed")
     assert "[island-1 rank 1]: begins at step 0" in run.log("island-1"), run.told()
     cluster.kill(run.out / "island-1.1.pid")
     run.waits_for("island-1", r"goes back into the queue, having ended with code 1\b")
     run.waits_for("island-1", r"life 2")
     run.waits_for_the_end()
-    run.is_sound(calm)
+    run.is_sound(rounds=150)
     assert [lives(run.out, f"island-{i}") for i in (0, 1)] == [1, 2]
+
+
+def test_island_that_comes_after_the_end_does_not_wait_for_a_broker(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path, "late")
+    run.starts("--islands", "1", rounds=3, pause=0.0)
+    run.waits_for_the_end()
+    cluster.says("sbatch", str(run.of_run / "islands.sh"))
+    run.waits_for("island-0", "there is nothing to do, since the broker's job has ended")
+    run.waits_for_the_end()
+    assert lives(run.out, "island-0") == 1
+
+
+def test_islands_leave_a_broker_that_is_gone_for_good(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path, "orphans")
+    run.starts("--islands", "2", "--restarts", "0", "--requeues", "0", pause=0.02, rounds=100_000)
+    run.waits_for("broker", "Round 5 closed")
+    cluster.says("pkill", "-9", "-f", f"diloco_broker serve .*{run.of_run}")
+    run.waits_for("broker", "ended with code 137, and has been queued again often enough")
+    for who in ("island-0", "island-1"):
+        run.waits_for(who, "is told to save and to leave, since the broker's job has ended")
+        run.waits_for(who, r"stops at step \d+: SIGTERM")
+    run.waits_for_the_end()
 
 
 def test_time_that_is_up_sends_an_island_back_into_the_queue(

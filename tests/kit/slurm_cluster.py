@@ -57,6 +57,9 @@ NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr={address} Port=[16901-{last_p
 PartitionName=usual Nodes=n[1-{nodes}] Default=YES PriorityTier=1 GraceTime={grace} State=UP
 PartitionName=urgent Nodes=n[1-{nodes}] PriorityTier=10 PreemptMode=OFF State=UP
 """
+# Seconds in the queue of a job that went back into it.
+BACK_S = 3.0
+
 # The first process of the namespaces: when it ends, so does everything in them.
 FIRST = """\
 set -e
@@ -111,6 +114,7 @@ class SlurmCluster:
         (folder / "slurm.conf").write_text(text)
         (folder / "cgroup.conf").touch()
         (folder / "first.sh").write_text(FIRST.format(**values))
+        self._back_since: dict[str, float] = {}
         self._environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         namespaces = [
             "--net",
@@ -169,10 +173,16 @@ class SlurmCluster:
         return found
 
     def start_now(self) -> None:
-        """Slurm lets a job that went back into the queue wait for two minutes; not here."""
-        for line in self.says("squeue", "-h", "-r", "-t", "PD", "-o", "%i|%r").splitlines():
-            number, reason = line.split("|")
-            if reason == "BeginTime":
+        """Slurm lets a job that went back into the queue wait for two minutes; here for some seconds.
+
+        Not for less: a job that begins in the second of its end is killed, for a revoked credential.
+        """
+        lines = self.says("squeue", "-h", "-r", "-t", "PD", "-o", "%i|%r").splitlines()
+        back = {number for number, reason in (x.split("|") for x in lines) if reason == "BeginTime"}
+        now = time.monotonic()
+        self._back_since = {number: self._back_since.get(number, now) for number in back}
+        for number, since in self._back_since.items():
+            if now - since >= BACK_S:
                 self.says("scontrol", "update", f"JobId={number}", "StartTime=now", fails=True)
 
     def kill(self, pid_file: Path) -> None:
@@ -188,7 +198,10 @@ class SlurmCluster:
     def told(self) -> str:
         """What may help to understand a failure."""
         logs: Sequence[Path] = sorted(self.folder.glob("*.log"))
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
+        queue = self.says("squeue", "-r", "-o", "%i %j %t %r %S", fails=True)
+        jobs = self.says("scontrol", "show", "job", "-o", fails=True)
+        texts = "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
+        return f"{queue}\n{jobs}\n{texts}"
 
     def close(self) -> None:
         os.kill(self._process.pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ from diloco_protocol.errors import UsageError
 from diloco_tools.launch.commands import make_keys
 from diloco_tools.launch.slurm.scripts import (
     BROKER,
+    ENDED,
     ISLANDS,
     SlurmRun,
     broker_script,
@@ -30,7 +31,8 @@ def write(run: SlurmRun) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (LOGS, ENDS):
             (folder / name).mkdir(exist_ok=True)
-        (folder / STOP).unlink(missing_ok=True)
+        for former in (STOP, ENDED):
+            (folder / former).unlink(missing_ok=True)
         (folder / BROKER).write_text(broker_script(run))
         (folder / ISLANDS).write_text(islands_script(run))
         (folder / SETTINGS).write_text(json.dumps(run.as_plain(), indent=2) + "\n")

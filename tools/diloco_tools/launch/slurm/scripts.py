@@ -21,6 +21,10 @@ FIRST_PORT, PORTS = 20000, 10000
 APART_S = 30
 # A broker that has run for so many seconds had begun well: its next failure is the first in a row.
 BEGAN_WELL_S = 600
+# Where the broker's job has ended and nobody has queued it again. Islands leave by themselves where the
+# run is over; after so many seconds those are told that have not heard of it.
+ENDED = "ended"
+LEAVE_S = 30
 
 
 @dataclass(frozen=True)
@@ -148,17 +152,18 @@ has_to_leave() {
 
 # Go back into the queue; Slurm ends this script meanwhile. Not what somebody has cancelled.
 requeue() {
-  [ "$(field JobState)" = RUNNING ] || exit "$code"
+  [ "$(field JobState)" = RUNNING ] || finish "$code"
   say "goes back into the queue, $1"
-  scontrol requeue "$job" && sleep 60
-  exit "$code"
+  trap 'exit "$code"' TERM  # Slurm's, at once; else it would wait, and then kill
+  scontrol requeue "$job" && { sleep 60 & wait; }
+  finish "$code"
 }
 
 # After a failure: not for ever.
 requeue_if_allowed() {
   [ "${SLURM_RESTART_COUNT:-0}" -lt REQUEUES ] && requeue "having ended with code $code"
   say "ended with code $code, and has been queued again often enough"
-  exit "$code"
+  finish "$code"
 }"""
 
 
@@ -183,8 +188,11 @@ def broker_script(run: SlurmRun) -> str:
 # The broker of the run {run.name}. Written by `diloco-launch slurm`, which writes it anew.
 {header}
 folder={shlex.quote(str(run.folder))}
+# The end of this job. The islands need not wait for a broker.
+finish() {{ echo "$1" > "$folder/{ENDED}"; exit "$1"; }}
 {_functions(run)}
 
+rm -f "$folder/{ENDED}"
 failures=0
 while :; do
   began=$SECONDS
@@ -192,12 +200,12 @@ while :; do
 {_indented(_WAIT)}
 
   case $code in
-    2 | 126 | 127) exit "$code" ;;  # called wrongly
-    3) exit 0 ;;  # the run is over: diloco-broker shutdown
+    2 | 126 | 127) finish "$code" ;;  # called wrongly
+    3) finish 0 ;;  # the run is over: diloco-broker shutdown
   esac
   has_to_leave && requeue "since Slurm takes its node"
-  [ "$code" = 0 ] && exit 0  # the run has come to its end, or was stopped
-  [ -e "$folder/stop" ] && exit "$code"
+  [ "$code" = 0 ] && finish 0  # the run has come to its end, or was stopped
+  [ -e "$folder/stop" ] && finish "$code"
   [ $((SECONDS - began)) -ge {BEGAN_WELL_S} ] && failures=0  # it had begun well
   failures=$((failures + 1))
   [ "$failures" -gt {run.restarts} ] && requeue_if_allowed
@@ -221,7 +229,23 @@ def islands_script(run: SlurmRun) -> str:
 # The islands of the run {run.name}, a job each. Written by `diloco-launch slurm`, which writes it anew.
 {header}
 folder={shlex.quote(str(run.folder))}
+finish() {{ exit "$1"; }}
 {_functions(run)}
+
+if [ -e "$folder/{ENDED}" ]; then
+  say "there is nothing to do, since the broker's job has ended; diloco-launch slurm starts both again"
+  exit 0
+fi
+# Who is cut off when the broker ends would wait for it until the time is up.
+leave_with_the_broker() {{
+  while sleep {LEAVE_S}; do
+    [ -e "$folder/{ENDED}" ] || continue
+    sleep {LEAVE_S}
+    say "is told to save and to leave, since the broker's job has ended"
+    scancel --signal=TERM "$job"
+    return
+  done
+}}
 
 export DILOCO_WORKER_ID=island-$SLURM_ARRAY_TASK_ID
 export DILOCO_SERVER=file://$folder/address
@@ -236,9 +260,12 @@ export PET_TEE=3 TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$DILOCO_WORKER_ID rank 
 [ -n "${{SLURM_CPUS_PER_TASK:-}}" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 say "$DILOCO_WORKER_ID begins on $SLURM_JOB_NODELIST, life $((${{SLURM_RESTART_COUNT:-0}} + 1))"
+leave_with_the_broker &
+watch=$!
 {_quoted(worker)} \\
   {_quoted(srun)} {_quoted(run.command)} &
 {_WAIT}
+kill "$watch" 2>/dev/null
 
 case $code in 2 | 126 | 127) exit "$code" ;; esac  # called wrongly
 [ "$(cat "$DILOCO_END_FILE" 2>/dev/null)" = over ] && exit 0  # the run is

@@ -10,6 +10,7 @@ TORCH_INDEX ?=
 STAMP := $(VENV)/.ready
 LIBRARIES := $(VENV)/.integrations
 ENGINES := $(VENV)-ray/.ready
+BOOK := $(VENV)/.book
 # Tests run in as many processes as there are cores, up to 8: half of them wait for processes or clocks.
 SPREAD := -n auto --maxprocesses=8 --dist=worksteal
 MUTANTS ?= 300
@@ -19,7 +20,7 @@ SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check release clean
+.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check docs release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -36,8 +37,9 @@ help:
 	@echo "make fuzz      inputs that may break something: a minute of them, or others: SECONDS=3600 SEED=7"
 	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
 	@echo "make check     lint, fuzz and test-all: what CI runs, and the slow tests"
+	@echo "make docs      the pages as one book in HTML, in site/; a link that leads nowhere fails it"
 	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
-	@echo "make clean     remove .venv and the results of runs"
+	@echo "make clean     remove .venv, the results of runs and the book"
 
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 ...")'
@@ -132,8 +134,16 @@ format: $(STAMP)
 
 check: lint fuzz test-all
 
+$(BOOK): $(STAMP)
+	@echo "Installing Sphinx (once, a minute) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs]"
+	@touch $@
+
+docs: $(BOOK)
+	@$(BIN)/python -m diloco_tools.release.book
+
 release: $(STAMP)
 	@$(BIN)/python -m diloco_tools.release.packages
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray runs
+	rm -rf $(VENV) $(VENV)-ray runs site

@@ -76,21 +76,25 @@ class Measured:
         )
 
 
-def simulate(question: Question, costs: Costs, pieces: int | None = None) -> Measured:
+def simulate(
+    question: Question, costs: Costs, pieces: int | None = None, before_offer: float = 0.0
+) -> Measured:
     """Simulate what is asked, in so many pieces of a fragment; by default as `pieces_of` says.
+
+    `before_offer` is what each push takes before it can be offered, in seconds.
 
     Where pieces stand for several chunks it is done twice, with so many and half as many: what is
     larger in pieces is larger by an amount that grows as they do, so it can be taken off.
     """
     chunks = chunks_of(question.parameters, question.fragments)
     count = min(chunks, pieces_of(question) if pieces is None else pieces)
-    found = _simulate(question, costs, count)
+    found = _simulate(question, costs, count, before_offer)
     half = max(1, count // 2)
     if count in {chunks, half}:
         return found
     # a/count + b is found, and a/half + b; a/chunks + b is meant.
     share = (1 / count - 1 / chunks) / (1 / half - 1 / count)
-    return found.blend(_simulate(question, costs, half), share)
+    return found.blend(_simulate(question, costs, half, before_offer), share)
 
 
 def pieces_of(question: Question) -> int:
@@ -197,7 +201,7 @@ def _line(question: Question, number: int) -> tuple[float, float, tuple[object, 
     return question.delay(number), rate, behind
 
 
-def _simulate(question: Question, costs: Costs, count: int, before_offer: float = 0.0) -> Measured:
+def _simulate(question: Question, costs: Costs, count: int, before_offer: float) -> Measured:
     run = Simulation(question, costs, count, before_offer)
     cycles = CYCLES_ASYNC if question.mode == "async" else CYCLES
     if question.workers * count * question.fragments > MOST_IN_A_ROUND // 2:

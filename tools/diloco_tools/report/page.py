@@ -7,10 +7,11 @@ from hashlib import sha256
 from importlib.resources import files
 
 from diloco_tools.report import sections
+from diloco_tools.report.curves import figures, time_axis
 from diloco_tools.report.drawing.markup import Html, joined, tag, verbatim
 from diloco_tools.report.drawing.wording import clock, figure, moment, plural, quantity, size
 from diloco_tools.report.facts import OPEN, OVER, STOPPED, Facts
-from diloco_tools.report.sections import toned
+from diloco_tools.report.sections import panel, toned
 
 ENDINGS = {
     OVER: ("good", "The run is over"),
@@ -46,9 +47,9 @@ def page_of(facts: Facts) -> str:
         tag("title", f"Run {name}: report"),
         tag("style", verbatim(style)),
     )
-    axis = sections.time_axis(facts)
+    axis = time_axis(facts)
     parts = [
-        sections.plots(facts, axis),
+        panel("plots", "Curves", tag("div", *figures(facts, axis), class_="plots")),
         sections.workers_over_time(facts, axis),
         sections.worker_table(facts),
         sections.slow_rounds(facts),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 
-from diloco_tools.report.drawing.axes import NumberAxis, TimeAxis
-from diloco_tools.report.drawing.charts import Plot, bars, line_chart
+from diloco_tools.report.drawing.axes import TimeAxis
 from diloco_tools.report.drawing.markup import Html, joined, tag
 from diloco_tools.report.drawing.strip import WORDS, presence
 from diloco_tools.report.drawing.wording import (
@@ -14,17 +12,13 @@ from diloco_tools.report.drawing.wording import (
     duration,
     figure,
     moment,
-    on_axis,
     plural,
     quantity,
-    rate,
     setting,
     size,
 )
-from diloco_tools.report.facts import Curve, Facts, Life, Worker
-from diloco_tools.report.history.digest import STALEST
+from diloco_tools.report.facts import Facts, Life, Worker
 from diloco_tools.report.settings import rows_of, title_of
-from diloco_tools.report.thinning import Point
 
 MOST_ROWS = 200  # of a table
 SIGNS = {"good": "●", "uneasy": "◐", "bad": "○", "quiet": "·"}
@@ -69,86 +63,6 @@ def toned(tone: str, text: str) -> Html:
     """A word with its colour and its sign."""
     sign = tag("span", SIGNS[tone], aria_hidden="true")
     return tag("span", sign, f" {text}", data_tone=tone, class_="toned")
-
-
-def word_of(facts: Facts) -> str:
-    """Of what the broker counts the numbers: each push of asynchronous mode makes a version."""
-    return "push" if facts.mode == "async" else "round"
-
-
-def time_axis(facts: Facts) -> TimeAxis:
-    lives = facts.lives
-    away = [(before.ended_at, after.began_at) for before, after in pairwise(lives)]
-    return TimeAxis(facts.began_at, facts.ended_at, away)
-
-
-def plots(facts: Facts, axis: TimeAxis) -> Html:
-    """Everything that is a curve. Workers are not shown one by one where there is only one."""
-    is_async = facts.mode == "async"
-    word = word_of(facts)
-
-    def along_rounds(points: Sequence[Point]) -> NumberAxis:
-        return NumberAxis(points, word)
-
-    def along_time(_: Sequence[Point]) -> TimeAxis:
-        return axis
-
-    def curves(key: str) -> tuple[Curve, ...]:
-        found = facts.curves.get(key, ())
-        return found if len(found) > 1 or not key.endswith("of workers") else ()
-
-    def plot(title: str, unit: str, **others: object) -> Plot:
-        given = {"format": figure, "axis_format": on_axis, "word": word, **others}
-        return Plot(title, unit, **given)  # type: ignore[arg-type]
-
-    def named(key: str, name: str) -> list[Curve]:
-        return [Curve(name, each.points, each.count) for each in facts.curves.get(key, ())]
-
-    seconds = {"format": duration, "axis_format": lambda value: f"{on_axis(value)} s"}
-    bytes_ = {"format": rate, "axis_format": rate}
-    counts = {"format": quantity, "axis_format": quantity}
-    mean = "of each push" if is_async else "mean of a round"
-    no_loss = "No worker has told a loss: diloco.report(loss=loss) does."
-    loss = plot("Loss", mean, from_zero=False, empty=no_loss)
-    time = ("Round time", "from opening to release")
-    if is_async:
-        time = ("Time between pushes", "from one version to the next")
-    figures = [
-        line_chart(loss, curves("loss"), along_rounds),
-        line_chart(
-            plot(*time, **seconds),
-            curves("seconds"),
-            along_rounds,
-        ),
-        line_chart(plot("Pseudo-gradient norm", mean), curves("norm"), along_rounds),
-        line_chart(plot("Network", "at the broker", **bytes_), curves("network"), along_time),
-    ]
-    if not is_async:
-        both = [*named("alive", "alive"), *named("averaged", "averaged")]
-        arrived = plot("Workers", "alive, and averaged in the round", **counts)
-        figures.append(line_chart(arrived, both, along_rounds))
-    for key, title, from_zero in (
-        ("loss of workers", "Loss of each worker", False),
-        ("norm of workers", "Pseudo-gradient norm of each worker", True),
-    ):
-        if curves(key):
-            figures.append(
-                line_chart(plot(title, "", from_zero=from_zero), curves(key), along_rounds)
-            )
-    speed = plot("Speed", "inner steps/s of each worker", **counts)
-    figures.append(line_chart(speed, facts.curves.get("speed of workers", ()), along_time))
-    figures.append(staleness(facts))
-    return panel("plots", "Curves", tag("div", *figures, class_="plots"))
-
-
-def staleness(facts: Facts) -> Html:
-    def name(versions: int) -> str:
-        return f"over {STALEST}" if versions > STALEST else str(versions)
-
-    rows = [(name(versions), count) for versions, count in facts.staleness]
-    return bars(
-        "Staleness", "versions between base and use, by contributions", rows, "No contribution yet."
-    )
 
 
 def workers_over_time(facts: Facts, axis: TimeAxis) -> Html:
@@ -206,14 +120,19 @@ def figure_of_staleness(worker: Worker) -> str:
 
 
 def slow_rounds(facts: Facts) -> Html:
-    word = word_of(facts)
     if not facts.slowest:
         return panel("rounds", "Rounds", tag("p", "No round has closed.", class_="empty"))
     title = "Longest times between pushes" if facts.mode == "async" else "Slowest rounds"
     half = f"half of them within {duration(facts.round_median_s)}"
     note = f"{half}, 95% within {duration(facts.round_p95_s)}"
     has_fragments = any(each.fragment for each in facts.slowest)
-    columns = [word.capitalize(), "Closed, UTC", "Took", "Averaged", "Without"]
+    columns = [
+        "Push" if facts.mode == "async" else "Round",
+        "Closed, UTC",
+        "Took",
+        "Averaged",
+        "Without",
+    ]
     rows = []
     for each in facts.slowest:
         of = "" if each.expected is None else f" of {each.expected}"

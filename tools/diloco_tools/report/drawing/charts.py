@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from diloco_tools.report.drawing.axes import Axis, Scale, TimeAxis, is_within, scale_of, ticks
 from diloco_tools.report.drawing.markup import Html, joined, tag, verbatim
-from diloco_tools.report.drawing.wording import duration, moment, plural
+from diloco_tools.report.drawing.wording import duration, figure, moment, on_axis, plural
 from diloco_tools.report.facts import Curve
 from diloco_tools.report.thinning import Point
 
@@ -42,9 +42,9 @@ class Plot:
 
     title: str
     unit: str
-    format: Format
-    axis_format: Format
     word: str = "round"
+    format: Format = figure
+    axis_format: Format = on_axis
     from_zero: bool = True
     empty: str = "Nothing of it is in the history."
 

@@ -182,7 +182,7 @@ class Digest:
         worker = self._worker(name, at) if name else None
         if worker is None:
             return
-        staleness = worker.contributed(at, round_, line)
+        staleness = worker.contributed(at, round_, line, self._lives[-1])
         if staleness is not None:
             self._staleness[min(staleness, STALEST + 1)] += 1
         worker.track.is_here(at)

@@ -15,8 +15,6 @@ from diloco_tools.report.history.plain_values import LONGEST_NAME
 
 # How a sentence that begins with a worker's name goes on, and what has happened to the worker then.
 _AFTER_NAME = {
-    "joins from ": "joined",
-    "joins.": "joined",
     "leaves: ": "left",
     "counts as dead: ": "died",
     "is back on a new connection.": "reconnected",
@@ -27,6 +25,7 @@ _WARNS = "warns: "
 _NAMED = re.compile(
     rf"(?s)(.{{1,{LONGEST_NAME}}}?) ({'|'.join(map(re.escape, [*_AFTER_NAME, _WARNS]))})"
 )
+_JOINS = re.compile(rf"(.{{1,{LONGEST_NAME}}}) joins(?: from (.*))?\.$")
 _BROKE = re.compile(r"A connection of (.*) broke\.$")
 _REVOKED = re.compile(r"The key of the worker (.*) was revoked\.$")
 _REMOVED = " removed from the run."
@@ -61,24 +60,25 @@ def sign_of(sentence: str, here: Collection[str]) -> Sign | None:
                 return None
             if (found := _going_on(name, rest)) is not None:
                 return found
+    if match := _JOINS.match(sentence):
+        return Sign(match[1], "joined", match[2] or "")
     if match := _BROKE.match(sentence):
         return Sign(match[1], "lost")
     if match := _REVOKED.match(sentence):
         return Sign(match[1], "revoked")
-    if match := _NAMED.match(sentence):
-        name, rest = match[1], sentence[match.start(2) :]
-        return None if rest.startswith(_WARNS) else _going_on(name, rest)
     if sentence.endswith(_REMOVED):
         kicked = [name for name in here if sentence.endswith(f": {name}{_REMOVED}")]
         return Sign(max(kicked, key=len), "kicked") if kicked else None
+    if match := _NAMED.match(sentence):
+        name, rest = match[1], sentence[match.start(2) :]
+        return None if rest.startswith(_WARNS) else _going_on(name, rest)
     return None
 
 
 def _going_on(name: str, rest: str) -> Sign | None:
     for start, what in _AFTER_NAME.items():
         if rest.startswith(start):
-            host = rest[len(start) : -1] if start == "joins from " else ""
-            return Sign(name, what, host)
+            return Sign(name, what)
     return None
 
 

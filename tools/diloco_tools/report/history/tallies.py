@@ -19,18 +19,21 @@ MOST_SAID = 200  # different warnings
 
 
 class Counted:
-    """A counter that begins again at 0 now and then: what it has come to in all."""
+    """A counter that steps back now and then: what it has come to in all."""
 
     def __init__(self) -> None:
         self.sum = self._last = 0
 
-    def stands_at(self, value: int | None) -> None:
-        if value is not None:
-            self.sum += value - self._last if value >= self._last else value
-            self._last = value
-
-    def begins_again(self) -> None:
-        self._last = 0
+    def stands_at(self, value: int | None, most: int | None = None) -> None:
+        """It has this value. One that steps back has begun again at 0; but not if it is above `most`,
+        all that can have been counted since: then it went on from an older checkpoint."""
+        if value is None:
+            return
+        if value >= self._last:
+            self.sum += value - self._last
+        elif most is None or value <= most:
+            self.sum += value
+        self._last = value
 
 
 class WorkerTally:
@@ -54,7 +57,9 @@ class WorkerTally:
         if host and host not in self._hosts and len(self._hosts) < MOST_HOSTS:
             self._hosts.append(host)
 
-    def contributed(self, at: float, round_: int, line: Mapping[str, Any]) -> int | None:
+    def contributed(
+        self, at: float, round_: int, line: Mapping[str, Any], life: LifeTally
+    ) -> int | None:
         """A round that it is in; returns the staleness of its work, if that is told."""
         self.contributions += 1
         self.last_seen = at
@@ -69,8 +74,8 @@ class WorkerTally:
                 self.curves[key].add(Point(at, round_, value))
         if speed is not None:
             self._speeds.add(max(0.0, speed))
-        self._up.stands_at(count(line.get("bytes_up")))
-        self._down.stands_at(count(line.get("bytes_down")))
+        self._up.stands_at(count(line.get("bytes_up")), life.up.sum)
+        self._down.stands_at(count(line.get("bytes_down")), life.down.sum)
         staleness = count(line.get("staleness"))
         if staleness is not None:
             self._staleness += staleness

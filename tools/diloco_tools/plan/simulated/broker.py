@@ -153,12 +153,12 @@ class Broker:
         message = self._scene.message_seconds
         match work:
             case effects.Fold(wire_dtype=dtype):
-                return message + billions * (costs.broker_codec * DECODE[dtype] + costs.fold)
+                return message + billions * (DECODE[dtype] + costs.fold)
             case effects.Inspect(wire_dtype=dtype):
-                return message + billions * costs.broker_codec * DECODE[dtype]
+                return message + billions * DECODE[dtype]
             case effects.AggregateAndStep(groups=groups):
                 parts = [part for group in groups for part in group]
-                decode = sum(DECODE[part.wire_dtype] for part in parts) * costs.broker_codec
+                decode = sum(DECODE[part.wire_dtype] for part in parts)
                 return billions * (self._step_seconds + decode + costs.fold * len(parts))
             case effects.Step():
                 return billions * self._step_seconds
@@ -170,7 +170,7 @@ class Broker:
         """For a billion elements; in few bits what is sent is decoded again, for the shadow."""
         reply, costs = self._config.reply_dtype, self._scene.costs
         shadow = DECODE[reply] if self._few else 0.0
-        return costs.step + costs.broker_codec * (ENCODE[reply] + shadow)
+        return costs.step + ENCODE[reply] + shadow
 
     # What else the core asks for.
 

@@ -1,9 +1,9 @@
 """Virtual time, and what flows share: a line at the broker, or the cores of a machine.
 
 A `Hub` has a rate, each flow through it at most a rate of its own, and what there is is shared max-min
-fairly: nobody could have more without somebody who has as little getting less. That is what many TCP
-connections through one line come to, and what a scheduler makes of busy threads. Flows of one kind
-always get the same, so they are counted and not gone through: 500 of them cost no more than one.
+fairly, by weight: nobody could have more without somebody who has as little getting less. That is what
+many TCP connections through one line come to, and what a scheduler makes of busy threads. Flows of one
+kind always get the same, so they are counted and not gone through: 500 of them cost no more than one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 Action = Callable[[], None]
 # What is less than this share of the amount at hand is a rounding error.
@@ -70,18 +71,30 @@ class Flow:
 
 
 class _Kind:
-    """Flows of the same rate, behind one line that they share, if there is one."""
+    """Flows of the same rate and weight, behind a line that they share with others, if there is one."""
 
-    def __init__(self, most: float, shared: float) -> None:
-        self.most, self.shared = most, shared
+    def __init__(self, most: float, weight: float, behind: _Line | None) -> None:
+        self.most, self.weight, self.behind = most, weight, behind
         self.active = 0
         self.served = 0.0  # amount that each flow has had that was active all the time
         self.rate = 0.0  # of one flow
         self.finishes: list[tuple[float, int, Flow]] = []  # by `served`
 
     @property
-    def limit(self) -> float:
-        return min(self.most, self.shared / self.active) if self.active else self.most
+    def level(self) -> float:
+        """The rate at which it has all that it can have, for a weight of 1."""
+        most = self.most
+        if self.behind is not None:
+            most = min(most, self.behind.rate * self.weight / self.behind.weight)
+        return most / self.weight
+
+
+@dataclass
+class _Line:
+    """A line in front of the hub, and the weight of all flows that are active behind it."""
+
+    rate: float
+    weight: float = 0.0
 
 
 class Hub:
@@ -93,16 +106,22 @@ class Hub:
     def __init__(self, world: World, rate: float) -> None:
         self._world, self._rate = world, rate
         self._kinds: dict[tuple[float, float, object], _Kind] = {}
+        self._lines: dict[object, _Line] = {}
         self._order = itertools.count()
         self._at = 0.0  # when the amounts served were last brought up to date
         self._plan = 0
         self._is_planned = False
 
-    def flow(self, most: float = math.inf, behind: tuple[object, float] | None = None) -> Flow:
+    def flow(
+        self,
+        most: float = math.inf,
+        behind: tuple[object, float] | None = None,
+        weight: float = 1.0,
+    ) -> Flow:
         """A new flow of this rate at most. `behind` names a line that several share, and its rate."""
-        place, shared = behind or (None, math.inf)
-        kind = self._kinds.setdefault((most, shared, place), _Kind(most, shared))
-        return Flow(self, kind)
+        line = None if behind is None else self._lines.setdefault(behind[0], _Line(behind[1]))
+        key = (most, weight, None if behind is None else behind[0])
+        return Flow(self, self._kinds.setdefault(key, _Kind(most, weight, line)))
 
     def begins(self, flow: Flow, kind: _Kind, amount: float) -> None:
         self._bring_up_to_date()
@@ -129,12 +148,18 @@ class Hub:
     def _share(self) -> None:
         self._is_planned = False
         self._bring_up_to_date()
-        busy = sorted((k for k in self._kinds.values() if k.active), key=lambda k: k.limit)
-        left, flows = self._rate, sum(kind.active for kind in busy)
+        active = [kind for kind in self._kinds.values() if kind.active]
+        for line in self._lines.values():
+            line.weight = 0.0
+        for kind in active:
+            if kind.behind is not None:
+                kind.behind.weight += kind.active * kind.weight
+        busy = sorted(active, key=lambda kind: kind.level)
+        left, weights = self._rate, sum(kind.active * kind.weight for kind in busy)
         for kind in busy:
-            kind.rate = min(kind.limit, left / flows)
+            kind.rate = min(kind.level, left / weights) * kind.weight
             left -= kind.rate * kind.active
-            flows -= kind.active
+            weights -= kind.active * kind.weight
         self._plan += 1
         plan, first = self._plan, min(map(_seconds_left, busy), default=None)
         if first is not None:

@@ -19,6 +19,7 @@ import diloco_tools.chaos.__main__
 import diloco_tools.dashboard.cli
 import diloco_tools.demo.cli
 import diloco_tools.exporter.cli
+import diloco_tools.plan.cli
 import diloco_tools.top.cli
 from diloco_broker.cli.status_text import as_text
 from diloco_protocol.clients import Answer
@@ -44,6 +45,7 @@ COMMANDS = {
     "diloco-dashboard": diloco_tools.dashboard.cli.app,
     "diloco-demo": diloco_tools.demo.cli.app,
     "diloco-exporter": diloco_tools.exporter.cli.app,
+    "diloco-plan": diloco_tools.plan.cli.app,
     "diloco-top": diloco_tools.top.cli.app,
     "chaos": diloco_tools.chaos.__main__.app,
 }

@@ -10,19 +10,24 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from diloco_protocol.errors import UsageError
 from diloco_tools.plan import quantities
 from diloco_tools.plan.answer import answer
+from diloco_tools.plan.page import write
 from diloco_tools.plan.picture import curves, draw
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.report import as_plain, as_text, found_as_text
 from diloco_tools.plan.search import search
 from diloco_tools.plan.simulated.costs import Costs
+from diloco_tools.plan.validation import as_plain as rows_as_plain
+from diloco_tools.plan.validation import as_table, read, rows, summary
 from diloco_tools.terminal import console, console_for_tables, fail
 
 COMMAND = "diloco-plan"
 WIDTH = 100  # of the tables where there is no terminal
+MEASURED = Path("tools/lan.json")
 app = typer.Typer(pretty_exceptions_enable=False)
 T = TypeVar("T")
 
@@ -206,8 +211,39 @@ def main(  # noqa: PLR0913  an option for each thing that a run is made of
     _answer(question, target, plot, as_json=as_json)
 
 
+@app.command()
+def validate(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What make lan has measured.")
+    ] = MEASURED,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the table into this page, too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """Hold the planner against rounds that were measured: a row for each, with its error."""
+    try:
+        recorded = read(file)
+        with _progress().status("Simulating each row ..."):
+            found = rows(recorded)
+        if page is not None:
+            write(page, found, recorded)
+    except UsageError as error:
+        fail(f"{COMMAND} validate", str(error), 2)
+    if as_json:
+        typer.echo(json.dumps(rows_as_plain(found)))
+        return
+    shown = console_for_tables(WIDTH)
+    shown.print(as_table(found))
+    shown.print(Text("\n" + summary(found)))
+
+
+def _progress() -> Console:
+    return console(stderr=True)
+
+
 def _answer(question: Question, target: float | None, plot: Path | None, *, as_json: bool) -> None:
-    progress = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    progress = _progress()
     shown = console_for_tables(WIDTH)
     costs = Costs()
     with progress.status("Simulating ...") as status:
@@ -237,4 +273,4 @@ def _plot(
             draw(question, found, path, target)
         except (OSError, ValueError) as error:
             fail(COMMAND, f"{path} cannot be written: {error}", 1)
-    console(stderr=True).print(f"The picture is in {path}")
+    progress.print(f"The picture is in {path}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from diloco_protocol.errors import UsageError
 from diloco_tools.plan.answer import Answer, answer
@@ -138,6 +141,37 @@ def summary(found: Sequence[Row]) -> str:
         f"{met} of {len(found)} predictions are within {MOST_ERROR:.0%} of what was measured; the "
         f"median error is {median(abs(row.error) for row in found):.0%}."
     )
+
+
+def as_table(found: Sequence[Row]) -> Table:
+    """For the terminal."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in HEAD:
+        table.add_column(name, header_style="dim")
+    for row in found:
+        style = "" if row.is_met else "yellow"
+        table.add_row(*(Text(cell, style) for cell in cells(row)))
+    return table
+
+
+def as_plain(found: Sequence[Row]) -> dict[str, Any]:
+    """For programs: seconds, and errors as shares."""
+    return {
+        "text": summary(found),
+        "within": MOST_ERROR,
+        "rows": [
+            {
+                "kind": row.kind,
+                "question": asdict(row.question),
+                "measured_s": row.measured,
+                "predicted_s": row.predicted,
+                "whole_s": row.whole,
+                "error": row.error,
+                "is_within": row.is_met,
+            }
+            for row in found
+        ],
+    }
 
 
 def as_markdown(found: Sequence[Row]) -> str:

@@ -42,7 +42,7 @@ CORES_FOR_OTHERS = {"diloco_broker.pure", "diloco_worker.pure"}
 MAY_USE_CORES = ("plan",)
 # Measures a part of the broker by itself, which no public name shows.
 OF_PARTS = "diloco_tools.bench.roles.tensor_work"
-MAY_USE_BOTH = ("demo", "bench", "chaos", "experiments", "ray")
+MAY_USE_BOTH = ("demo", "bench", "chaos", "evidence", "ray")
 # A whole run for users' tests: it has a broker, by its public name. Nothing else imports it.
 WHOLE_RUN = "diloco_worker.testing"
 # What no module of these reaches, by any path: everything there can be run in a test with a fake clock.

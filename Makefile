@@ -20,7 +20,7 @@ SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check docs release clean
+.PHONY: help setup demo chaos attack bench lan fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check docs release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -28,9 +28,10 @@ help:
 	@echo "make chaos     kill, stop and cut off a run in every mode, then audit it: under 5 minutes"
 	@echo "make attack    floods, forgeries and stolen keys against a broker that trains: what got through, what it cost"
 	@echo "make bench     measure this machine's limits and the product against them: half an hour"
+	@echo "make lan       syncs over lines of 1 Gb/s, 100 and 50 Mb/s in network namespaces: under 20 minutes, as root"
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
-	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
+	@echo "make test-browser  the dashboard and reports in headless Chromium, which is installed where that may be"
 	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"
 	@echo "make test-engines  a run on a real Slurm and a real Ray, which are installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
@@ -66,6 +67,10 @@ attack: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/diloco-bench all
 
+# It says why where there can be no such network.
+lan: $(STAMP)
+	@$(BIN)/python -m diloco_tools.lan --skip-is-success
+
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser and not integration and not engine"
 
@@ -81,7 +86,7 @@ chromium:
 	  || echo "Chromium cannot be installed here (that takes root and apt): its tests will be skipped."; }
 
 test-browser: $(STAMP) chromium
-	@$(BIN)/python -m pytest -m browser -rs tests/tools/test_dashboard_browser.py
+	@$(BIN)/python -m pytest -m browser -rs tests/tools/test_dashboard_browser.py tests/tools/test_report_browser.py
 
 # The tests skip themselves, with the reason, where these cannot be had.
 $(LIBRARIES): $(STAMP)

@@ -111,7 +111,7 @@ def test_page_says_what_the_facts_say(tmp_path: Path) -> None:
     assert "warning b counts as dead" in shown.text("warnings")
     assert "the run is over, the broker stops anna 3" in shown.text("orders")
     assert "Steps to a boundary (H) 500" in shown.text("settings")
-    assert "lowest 2.750 (round 1) · highest 3.250 (round 0)" in shown.text("plots")
+    assert "last 2.750 · from 2.750 (round 1) to 3.250 (round 0)" in shown.text("plots")
 
 
 def test_each_column_of_a_chart_tells_its_values(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_value_that_would_flatten_all_others_is_told_instead() -> None:
     curve = a_curve(5000.0, *(2.0 + n % 7 / 10 for n in range(60)))
     shown = drawn([curve], NumberAxis(curve.points, "round"))
     assert "1 value (5.00e+03) is off the scale." in shown.text()
-    assert "highest 5.00e+03 (round 0)" in shown.text()
+    assert "to 5.00e+03 (round 0)" in shown.text()
 
 
 def test_many_lines_have_colours_for_eight_and_say_how_many_more() -> None:
@@ -238,8 +238,9 @@ def test_row_of_a_worker_has_what_happened_to_it(tmp_path: Path) -> None:
     assert shown.paths("here") == ["M0 3h200v14H0zM500 3h100v14H500z"]
     assert shown.paths("lost") == ["M200 3h20v14H200z"]
     assert len(shown.paths("active")) == 1
-    for what in ("joined", "died", "back", "kicked"):
+    for what in ("joined", "died", "kicked"):
         assert len(shown.paths(what)) == 2, "in the row, and in the key"
+    assert len(shown.paths("back")) == 1, "which has one sign for both"
     assert "14 Nov 2023 22:13:42 UTC: a counts as dead: its connection closed." in shown.titles
     (told,) = (each for each in shown.titles if each.startswith("a: here for"))
     assert told.endswith(

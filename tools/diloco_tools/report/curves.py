@@ -8,7 +8,7 @@ from itertools import pairwise
 from diloco_tools.report.drawing.axes import NumberAxis, TimeAxis
 from diloco_tools.report.drawing.charts import Plot, bars, line_chart
 from diloco_tools.report.drawing.markup import Html
-from diloco_tools.report.drawing.wording import duration, on_axis, quantity, rate
+from diloco_tools.report.drawing.wording import duration, norm, on_axis, quantity, rate
 from diloco_tools.report.facts import Curve, Facts
 from diloco_tools.report.history.digest import STALEST
 from diloco_tools.report.thinning import Point
@@ -53,7 +53,7 @@ def figures(facts: Facts, axis: TimeAxis) -> list[Html]:
     found = [
         of_rounds(loss, curves("loss")),
         of_rounds(seconds, curves("seconds")),
-        of_rounds(Plot("Pseudo-gradient norm", mean, word=word), curves("norm")),
+        of_rounds(Plot("Pseudo-gradient norm", mean, word=word, format=norm), curves("norm")),
         line_chart(network, curves("network"), along_time),
     ]
     if not is_async:
@@ -68,7 +68,7 @@ def figures(facts: Facts, axis: TimeAxis) -> list[Html]:
         each_loss = Plot("Loss of each worker", "", word=word, from_zero=False)
         found.append(of_rounds(each_loss, curves("loss of workers")))
     if len(curves("norm of workers")) > 1 and len(curves("norm")) == 1:
-        each_norm = Plot("Pseudo-gradient norm of each worker", "", word=word)
+        each_norm = Plot("Pseudo-gradient norm of each worker", "", word=word, format=norm)
         found.append(of_rounds(each_norm, curves("norm of workers")))
     return [*found, line_chart(speed, curves("speed of workers"), along_time), _staleness(facts)]
 

@@ -24,42 +24,67 @@ class Point(NamedTuple):
     value: float
 
 
+class _Stretch:
+    """Points that follow each other: four of them, with their places in the whole."""
+
+    __slots__ = ("first", "high", "last", "low", "places")
+
+    def __init__(self, point: Point, place: int) -> None:
+        self.first = self.low = self.high = self.last = point
+        self.places = [place, place, place, place]
+
+    def add(self, point: Point, place: int) -> None:
+        value = point.value
+        if value < self.low.value:
+            self.low = point
+            self.places[1] = place
+        elif value > self.high.value:
+            self.high = point
+            self.places[2] = place
+        self.last = point
+        self.places[3] = place
+
+    def join(self, later: _Stretch) -> _Stretch:
+        """Both as one."""
+        if later.low.value < self.low.value:
+            self.low, self.places[1] = later.low, later.places[1]
+        if later.high.value > self.high.value:
+            self.high, self.places[2] = later.high, later.places[2]
+        self.last, self.places[3] = later.last, later.places[3]
+        return self
+
+    def points(self) -> Iterator[Point]:
+        """The first, the lowest, the highest and the last, each once, in their order."""
+        kept = dict(zip(self.places, (self.first, self.low, self.high, self.last), strict=True))
+        for place in sorted(kept):
+            yield kept[place]
+
+
 class Thinned:
-    """At most four points for each of `buckets` stretches."""
+    """At most four points for each of `buckets` stretches, an even number."""
 
     def __init__(self, buckets: int) -> None:
         self.count = 0  # points that were added
         self._most = buckets
         self._length = 1  # points of a stretch
-        self._buckets: list[list[Point]] = []
-        self._in_last = 0
+        self._stretches: list[_Stretch] = []
 
     def add(self, point: Point) -> None:
         """One more point, later than all before."""
+        place = self.count
         self.count += 1
-        if self._buckets and self._in_last < self._length:
-            self._in_last += 1
-            self._buckets[-1] = _kept([*self._buckets[-1], point])
+        if place % self._length:
+            self._stretches[-1].add(point, place)
             return
-        if len(self._buckets) == self._most:
-            pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
-            self._buckets = [_kept(one + other) for one, other in pairs]
+        if len(self._stretches) == self._most:
+            pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+            self._stretches = [one.join(other) for one, other in pairs]
             self._length *= 2
-        self._buckets.append([point])
-        self._in_last = 1
+        self._stretches.append(_Stretch(point, place))
 
     def __iter__(self) -> Iterator[Point]:
-        for bucket in self._buckets:
-            yield from bucket
-
-
-def _kept(points: list[Point]) -> list[Point]:
-    """The first, the lowest, the highest and the last of these, in their order."""
-    if len(points) < 3:
-        return points
-    values = [point.value for point in points]
-    places = {0, values.index(min(values)), values.index(max(values)), len(points) - 1}
-    return [points[place] for place in sorted(places)]
+        for stretch in self._stretches:
+            yield from stretch.points()
 
 
 class Spread:

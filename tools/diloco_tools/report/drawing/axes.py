@@ -37,6 +37,10 @@ LONGEST_AWAY = 0.06
 OFF_SCALE = 8.0  # times the newer half's range: then that decides the scale
 
 
+ALIKE = 1e-12  # of their size: values that differ by less are drawn as one
+TINY = 1e-300  # smaller ones cannot be divided by
+
+
 class Tick(NamedTuple):
     place: float  # 0 to 1
     text: str
@@ -70,7 +74,10 @@ def scale_of(values: Sequence[float], *, from_zero: bool) -> Scale:
     if high - low > OFF_SCALE * (near_high - near_low) > 0:
         low, high = near_low, near_high
     low = min(0.0, low) if from_zero else low
-    room = (high - low) or abs(high) or 1.0
+    size = max(abs(low), abs(high))
+    room = high - low
+    if room <= ALIKE * size:  # a flat line lies in the middle
+        room = size if size > TINY else 1.0
     return Scale(low if from_zero and low == 0 else low - 0.06 * room, high + 0.06 * room)
 
 

@@ -208,8 +208,8 @@ def _in_words(plot: Plot, curves: Sequence[Curve]) -> str:
     high = max(points, key=lambda point: point.value)
     return (
         f"last {plot.format(points[-1].value)} · "
-        f"lowest {plot.format(low.value)} ({plot.word} {low.number}) · "
-        f"highest {plot.format(high.value)} ({plot.word} {high.number})"
+        f"from {plot.format(low.value)} ({plot.word} {low.number}) "
+        f"to {plot.format(high.value)} ({plot.word} {high.number})"
     )
 
 

@@ -23,6 +23,7 @@ SHAPES = {
     "kicked": "M0 -6L6 0L0 6L-6 0z",
     "revoked": "M0 -6L6 0L0 6L-6 0z",
 }
+ARRIVED = "joined, or came back"
 WORDS = {
     "here": "here at the end",
     "away": "was here when a broker ended, and did not come to the next",
@@ -155,8 +156,8 @@ def _key(shown: Sequence[Worker], axis: TimeAxis, pauses: Sequence[tuple[float, 
             parts.append(tag("span", swatch, word))
     there = {mark.what for worker in shown for mark in worker.marks}
     for what, shape in SHAPES.items():
-        if what in there:
+        if what in there and (what != "back" or "joined" not in there):
             sign = tag("path", d=shape, class_=f"mark {what}")
             box = tag("svg", sign, width=16, height=14, viewBox="-8 -7 16 14")
-            parts.append(tag("span", box, WORDS[what]))
+            parts.append(tag("span", box, ARRIVED if what == "joined" else WORDS[what]))
     return tag("p", *parts, class_="legend")

@@ -53,8 +53,13 @@ def quantity(value: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A loss or a norm."""
+    """A loss."""
     return number(value, NONE)
+
+
+def norm(value: float | None) -> str:
+    """A norm: its size matters, and not so much its digits."""
+    return NONE if value is None else f"{value:.3g}"
 
 
 def on_axis(value: float) -> str:

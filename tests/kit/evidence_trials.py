@@ -159,3 +159,20 @@ def _in_virtual_time(trial: Trial, replicas: list[Replica], theta: State, outer:
 def options(**changes: Any) -> dict[str, Any]:
     """An outer optimizer that is not the usual one."""
     return {"outer_lr": 0.6, "outer_momentum": 0.8, **changes}
+
+
+def a_result(trial: Trial, loss: float | None, ends: float = 100.0) -> dict[str, Any]:
+    """A line of a file of results, made up."""
+    curve = [[0, 0.0, 5.5], [50, ends / 2, 3.0], [trial.steps, ends, loss]]
+    return {
+        "trial": trial.plain(),
+        "loss": loss,
+        "curve": curve,
+        "seconds": 1.0,
+        "bytes_up": 1000,
+        "bytes_down": 2000,
+        "pushes": 1,
+        "lost": 0,
+        "rejected": 0,
+        "staleness": 0.0,
+    }

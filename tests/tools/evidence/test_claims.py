@@ -27,26 +27,11 @@ from diloco_tools.evidence.conduct import TUNING_SEED, Study
 from diloco_tools.evidence.parts import PARTS
 from diloco_tools.evidence.running import Results, train_all
 from diloco_tools.evidence.trial import Trial
+from kit.evidence_trials import a_result
 
 
 def finding(values: list[float], relation: Relation) -> Finding:
     return Finding(Claim("it is so", relation, lambda _: values), values)
-
-
-def a_result(trial: Trial, loss: float | None, ends: float = 100.0) -> dict[str, Any]:
-    curve = [[0, 0.0, 5.5], [50, ends / 2, 3.0], [trial.steps, ends, loss]]
-    return {
-        "trial": trial.plain(),
-        "loss": loss,
-        "curve": curve,
-        "seconds": 1.0,
-        "bytes_up": 1000,
-        "bytes_down": 2000,
-        "pushes": 1,
-        "lost": 0,
-        "rejected": 0,
-        "staleness": 0.0,
-    }
 
 
 # Verdicts.
@@ -81,6 +66,7 @@ def test_claim_is_shown_when_the_mean_keeps_to_it_also_one_error_on(
 def test_finding_tells_its_mean_its_error_and_each_seed() -> None:
     assert finding([1.0, 2.0, 3.0], REPORTED).told == "+2.0% ± 0.6 (+1.0, +2.0, +3.0)"
     assert finding([1.0, math.inf], REPORTED).told == "diverged in 1 of 2"
+    assert finding([1.0, math.nan], REPORTED).told.startswith("no figure")
     assert str(Relation(most=-3)) == "at most -3%"
     assert str(Relation(least=5)) == "at least +5%"
     assert str(Relation(-1, 1)) == "-1% to +1%"

@@ -129,6 +129,8 @@ class Finding:
     @property
     def told(self) -> str:
         """The mean and what it is between; so many that have diverged."""
+        if any(map(math.isnan, self.values)):
+            return "no figure: what it is held against has diverged"
         diverged = sum(value == DIVERGED for value in self.values)
         if diverged:
             return f"diverged in {diverged} of {len(self.values)}"
@@ -156,8 +158,10 @@ def apart(arm: str, base: str) -> Callable[[Measured], list[float]]:
     return measure
 
 
-def until(result: Result, loss: float) -> float:
+def until(result: Result, loss: float | None) -> float:
     """Virtual seconds until the curve first is at this loss or below; infinite if never."""
+    if loss is None:
+        return math.nan  # there is nothing to be reached
     curve = result["curve"]
     return next((at for _, at, seen in curve if seen is not None and seen <= loss), DIVERGED)
 

@@ -73,7 +73,7 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     ),
     "What was measured": (
         "tools/EVIDENCE.md",
-        "tools/EXPERIMENTS.md",
+        "tools/DEMO.md",
         "tools/LAN.md",
         "tools/BENCHMARK.md",
         "tools/CHAOS.md",

@@ -206,9 +206,9 @@ def main(  # noqa: PLR0913  an option for each thing that a run is made of
             back_after_s=back_after,
             dies_unnoticed=dies_unnoticed,
         )
+        _answer(question, target, plot, as_json=as_json)
     except UsageError as error:
         fail(COMMAND, str(error), 2)
-    _answer(question, target, plot, as_json=as_json)
 
 
 @app.command()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diloco_protocol.errors import UsageError
 from diloco_tools.plan.answer import answer
 from diloco_tools.plan.quantities import of_bits, of_count, of_share
 from diloco_tools.plan.question import Question
@@ -38,7 +40,8 @@ def curves(
         points = []
         for factor in FACTORS:
             at = with_lines(each, factor)
-            points.append((at.broker_link, answer(at, costs, PIECES).utilisation))
+            with suppress(UsageError):  # lines on which no connection would live
+                points.append((at.broker_link, answer(at, costs, PIECES).utilisation))
         found.append((label(each), points))
     return found
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from diloco_protocol.dtypes import SIZES
+from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import longest_delay
 from diloco_tools.plan.answer import Answer, answer
 from diloco_tools.plan.question import Question
@@ -84,7 +85,10 @@ def search(
     options = []
     for candidate in candidates(question):
         told(candidate)
-        found = answer(candidate, costs, PIECES)
+        try:
+            found = answer(candidate, costs, PIECES)
+        except UsageError:  # on these lines
+            continue
         options.append(Option(found, least_steps(found, target, costs)))
     enough = [each for each in options if each.answer.utilisation >= target]
     within = [each for each in options if each.needed is not None]

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from diloco_broker.pure import BrokerConfig, upload_window
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import SIZES
+from diloco_protocol.errors import UsageError
 from diloco_tools.plan.question import USABLE, Question
 from diloco_tools.plan.simulated.broker import Broker, Connection, Listener
 from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.simulated.fair_share import Hub, World
 from diloco_tools.plan.simulated.pieces import SMALL, Pieces, chunks_of
 from diloco_tools.plan.simulated.scene import Scene
-from diloco_tools.plan.simulated.worker import Record, Worker
+from diloco_tools.plan.simulated.worker import Record, TooSlow, Worker
 from diloco_worker.pure import DOWNLOAD_WINDOW
 
 # Pieces of the model at most, over all fragments, and of one fragment at least and at most.
@@ -85,6 +86,8 @@ def simulate(
 
     Where pieces stand for several chunks it is done twice, with so many and half as many: what is
     larger in pieces is larger by an amount that grows as they do, so it can be taken off.
+
+    Raises UsageError for lines on which no connection would live.
     """
     chunks = chunks_of(question.parameters, question.fragments)
     count = min(chunks, pieces_of(question) if pieces is None else pieces)
@@ -114,7 +117,8 @@ def config_of(question: Question) -> BrokerConfig:
         fragment_sync_delay="auto" if question.delay_steps is None else question.delay_steps,
         wire_dtype=question.wire_dtype,
         reply_dtype=question.reply_dtype,
-        deterministic=question.is_whole and question.mode == "sync",
+        # A quorum of all is the same as none, but that pushes count whole.
+        quorum=question.workers if question.is_whole and question.mode == "sync" else None,
         heartbeat_timeout=0.0,
         stall_timeout=0.0,
         chunk_elements=SMALL,
@@ -209,7 +213,14 @@ def _simulate(question: Question, costs: Costs, count: int, before_offer: float)
     cycles = CYCLES_ASYNC if question.mode == "async" else CYCLES
     if question.workers * count * question.fragments > MOST_IN_A_ROUND // 2:
         cycles = 1
-    if not run.runs(cycles):
+    try:
+        has_ended = run.runs(cycles)
+    except TooSlow:
+        raise UsageError(
+            "These lines are too slow: no chunk comes for so long that a worker takes its connection "
+            "for dead and begins again. Take codecs with fewer bytes, faster lines, or fewer workers."
+        ) from None
+    if not has_ended:
         raise RuntimeError(
             f"The simulation came to a stop at {run.world.now:.0f} s, after {run.world.events} events."
         )

@@ -42,6 +42,10 @@ from diloco_worker.pure import (
 INSTANT_S = 1e-6
 
 
+class TooSlow(Exception):
+    """A worker has given up its connection: for too long no chunk has moved on it."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """Train for so many steps, or until something has come."""
@@ -109,7 +113,9 @@ class Worker:
         self._draw: Callable[[], int] = lambda: dice.getrandbits(64)
         self.worker_id = f"w{number}"
         self.record = Record()
-        self.session = Session(Join(self.worker_id, scene.pieces.manifest), self._draw)
+        join = Join(self.worker_id, scene.pieces.manifest)
+        # Heartbeats change nothing here: nobody is dropped.
+        self.session = Session(join, self._draw, heartbeat_interval=0)
         self.inbox = Inbox(self.session)
         self._executor = Executor(self.session, self.inbox, self, self, self._notice)
         self._payload = scene.pieces.payload(scene.question.wire_dtype)
@@ -187,7 +193,7 @@ class Worker:
         self._world.after(self._connections[0].delay, lambda: self._feed(events.Connected()))
 
     def disconnect(self) -> None:
-        raise AssertionError(f"{self.worker_id} gives up its connection at {self._world.now:.0f} s")
+        raise TooSlow
 
     def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
         assert self._connections is not None

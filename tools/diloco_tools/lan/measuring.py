@@ -167,6 +167,7 @@ def streaming(place: Place, part: Part) -> Iterator[Measurement]:
                 step_s=step_s,
                 hidden=1 - median(waited) / median(whole),
                 sync_seconds=median(whole),
+                copy_s=median(each["copy"] for each in found),
             )
             place.set_lines(SET_UP)
 

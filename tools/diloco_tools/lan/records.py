@@ -46,6 +46,7 @@ class Measurement:
     heartbeats: int | None = None  # that the p99 is of
     hidden: float | None = None  # share of a sync during which training went on
     sync_seconds: float | None = None  # streaming: a sync of the whole model with nothing hidden
+    copy_s: float | None = None  # streaming: to copy all parameters of a worker once
     mode: str = "sync"
     quorum: int | None = None
     grace_s: float | None = None

@@ -30,7 +30,7 @@ class Table:
         )
         for number, name in enumerate(self.head):
             is_label = number < self.labels
-            shown.add_column(name, justify="left" if is_label else "right", no_wrap=True)
+            shown.add_column(name, justify="left" if is_label else "right", no_wrap=is_label)
         for row in self.rows:
             shown.add_row(*row)
         return shown

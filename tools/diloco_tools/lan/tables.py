@@ -141,6 +141,7 @@ def _streaming(found: Sequence[Measurement]) -> Iterator[Table]:
             "sync, nothing hidden",
             "steps between two",
             "training stands still",
+            "to copy the model twice",
             "hidden",
             "merged behind the slot",
         ),
@@ -151,6 +152,7 @@ def _streaming(found: Sequence[Measurement]) -> Iterator[Table]:
                 seconds(each.sync_seconds or 0.0),
                 f"{each.sync_every} of {seconds(each.step_s or 0.0)}",
                 seconds(each.median_s),
+                NOTHING if each.copy_s is None else seconds(2 * each.copy_s),
                 percent(each.hidden or 0.0),
                 f"{each.delay_steps} steps",
             )

@@ -188,8 +188,8 @@ class Trainer:
             drift_every: the parameters change in the first of so many steps: before each boundary.
 
         Returns:
-            When it began and ended, how long the hook held up each step, all in s; and how many steps
-            behind its slot the last reply was merged.
+            When it began and ended, how long the hook held up each step, how long it takes to copy all
+            parameters once, all in s; and how many steps behind its slot the last reply was merged.
         """
         began, waited = time.monotonic(), []
         for number in range(steps):
@@ -200,7 +200,8 @@ class Trainer:
             self._optimizer.step()
             waited.append(time.monotonic() - self._began)
         delay = self._diloco.sync_metrics.merge_delay
-        return {"began": began, "ended": time.monotonic(), "waited": waited, "delay": delay}
+        found = {"began": began, "ended": time.monotonic(), "waited": waited, "delay": delay}
+        return found | {"copy": self._copy_seconds()}
 
     def train(self, steps: int) -> dict[str, Any]:
         """Train on random bytes; seconds of each step, and of the hook within it."""

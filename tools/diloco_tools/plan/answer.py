@@ -147,7 +147,8 @@ class Answer:
         if every is None:
             return None
         whole = SIZES[whole_dtype(question.reply_dtype)].element * question.parameters
-        line = min(question.broker_link, *question.links) * USABLE / 8
+        downs = question.links_down or question.links
+        line = min(question.broker_link, *downs) * USABLE / 8
         lost = self.cycle_s / 2 + question.back_after_s + whole / line
         # It dies at any moment of a cycle; others wait only for what is left of the time-out when they
         # come to the end of theirs.
@@ -182,6 +183,7 @@ def at_a_site(question: Question) -> Question:
         workers=question.at_a_site,
         broker_link=question.lan_link,
         links=(question.lan_link,),
+        links_down=None,
         delays=(question.lan_delay,),
         wire_dtype=wire,
         delay_steps=0,
@@ -193,8 +195,10 @@ def at_a_site(question: Question) -> Question:
 
 def between_sites(question: Question) -> Question:
     """The relays as the workers of their parent, which is at the first site."""
-    links = (question.site_link,) if question.site_link is not None else question.links
-    return replace(question, workers=question.sites, links=links, site_link=None, has_relays=False)
+    of_sites = replace(question, workers=question.sites, site_link=None, has_relays=False)
+    if question.site_link is None:
+        return of_sites
+    return replace(of_sites, links=(question.site_link,), links_down=None)
 
 
 def _mean(numbers: list[float]) -> float:

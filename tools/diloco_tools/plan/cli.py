@@ -46,7 +46,7 @@ def _read(parse: Callable[[str], T]) -> Callable[[Any], T]:
     return read
 
 
-def _list(parse: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+def _list(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return lambda text: tuple(parse(each) for each in text.split(","))
 
 
@@ -60,7 +60,7 @@ def _delay(text: str) -> int | None:
 
 RATE, SECONDS, COUNT = map(_read, (quantities.rate, quantities.seconds, quantities.count))
 SHARE, DELAY = _read(quantities.share), _read(_delay)
-RATES, TIMES = _read(_list(quantities.rate)), _read(_list(quantities.seconds))
+RATES, TIMES = _read(_list(quantities.both_ways)), _read(_list(quantities.seconds))
 
 
 @app.callback(invoke_without_command=True)
@@ -79,8 +79,8 @@ def main(  # noqa: PLR0913  an option for each thing that a run is made of
         typer.Option(
             metavar="RATE[,RATE]",
             parser=RATES,
-            help="A worker's line, each way; of a list they have one each, in turn. By default as "
-            "fast as the broker's.",
+            help="A worker's line, each way; 40M/250M: up and down. Of a list they have one each, in "
+            "turn. By default as fast as the broker's.",
         ),
     ] = None,
     delay: Annotated[
@@ -180,6 +180,8 @@ def main(  # noqa: PLR0913  an option for each thing that a run is made of
     if parameters is None:
         fail(COMMAND, "how large is the model? --parameters 124M, or --parameters 7B.", 2)
     several = num_fragments > 1
+    lines = link or ((broker_link, broker_link),)
+    is_lopsided = any(up != down for up, down in lines)
     is_given = context.get_parameter_source("fragment_sync_delay").name != "DEFAULT"  # type: ignore[union-attr]
     delay_steps = fragment_sync_delay if is_given else (None if several else 0)
     try:
@@ -187,7 +189,8 @@ def main(  # noqa: PLR0913  an option for each thing that a run is made of
             parameters=parameters,
             workers=workers,
             broker_link=broker_link,
-            links=link or (broker_link,),
+            links=tuple(up for up, _ in lines),
+            links_down=tuple(down for _, down in lines) if is_lopsided else None,
             delays=delay,
             step_s=step_time,
             sync_every=sync_every,

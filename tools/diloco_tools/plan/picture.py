@@ -55,11 +55,13 @@ def label(question: Question) -> str:
 
 def with_lines(question: Question, factor: float) -> Question:
     """The same with all lines between broker and workers so many times as fast."""
+    downs = question.links_down
     site = None if question.site_link is None else question.site_link * factor
     return replace(
         question,
         broker_link=question.broker_link * factor,
         links=tuple(each * factor for each in question.links),
+        links_down=None if downs is None else tuple(each * factor for each in downs),
         site_link=site,
     )
 
@@ -95,7 +97,7 @@ def draw(question: Question, found: list[Curve], path: Path, target: float | Non
         loc="left",
         fontsize=11,
     )
-    same = len(set(question.links)) == 1 and question.links[0] == question.broker_link
+    same = set(question.links) | set(question.links_down or ()) == {question.broker_link}
     others = "each line" if same else "the broker's line; the others in proportion"
     axes.set_xlabel(f"{others}, each way", color=QUIET)
     axes.set_ylabel("share of the time in training", color=QUIET)

@@ -33,6 +33,14 @@ def rate(text: str) -> float:
     return number * factor
 
 
+def both_ways(text: str) -> tuple[float, float]:
+    """A line: 1G, or 40M/250M where it is another one up than down. Raises ValueError."""
+    up, _, down = text.partition("/")
+    if not down[:1].isdigit():  # 1G, or 1Gb/s
+        return rate(text), rate(text)
+    return rate(up), rate(down)
+
+
 def seconds(text: str) -> float:
     """20ms, 0.5s, 2min, 24h, 30d, or a plain number of seconds. Raises ValueError with a sentence."""
     number, unit = _split(text)

@@ -21,6 +21,7 @@ class Question:
 
     Attributes:
         links, delays: of the workers; where there are fewer than workers, they are taken in turn.
+        links_down: of the workers, where a line is another one on the way down; else as `links`.
         step_s: seconds of an inner step.
         delay_steps: tau, steps from sending a fragment to merging the reply; None: `auto`, at the first
             step at which it is all there.
@@ -40,6 +41,7 @@ class Question:
     workers: int = 2
     broker_link: float = 1e9
     links: tuple[float, ...] = (1e9,)
+    links_down: tuple[float, ...] | None = None
     delays: tuple[float, ...] = (0.001,)
     step_s: float = 1.0
     sync_every: int = 500
@@ -68,7 +70,7 @@ class Question:
         _within("--sync-every", self.sync_every, 1, 10**9)
         for name, rate in (
             ("--broker-link", self.broker_link),
-            *(("--link", each) for each in self.links),
+            *(("--link", each) for each in (*self.links, *(self.links_down or ()))),
             ("--site-link", self.site_link or 1.0),
             ("--lan-link", self.lan_link),
         ):
@@ -125,6 +127,10 @@ class Question:
 
     def link(self, worker: int) -> float:
         return self.links[worker % len(self.links)]
+
+    def link_down(self, worker: int) -> float:
+        links = self.links_down or self.links
+        return links[worker % len(links)]
 
     def delay(self, worker: int) -> float:
         return self.delays[worker % len(self.delays)]

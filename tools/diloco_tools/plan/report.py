@@ -37,21 +37,26 @@ def as_text(found: Answer) -> Group:
 
 def _asked(question: Question) -> list[str]:
     q = question
-    lines = [
+    said = [
         f"{of_count(q.parameters)} parameters, {q.workers} workers, {q.mode}, {_setting(q)}, "
         f"steps of {of_seconds(q.step_s)}"
     ]
     delays = ", ".join(of_seconds(each) for each in dict.fromkeys(q.delays))
-    links = ", ".join(of_bits(each) for each in dict.fromkeys(q.links))
-    lines.append(f"broker at {of_bits(q.broker_link)}, workers at {links}, {delays} there and back")
+    lines = dict.fromkeys((q.link(each), q.link_down(each)) for each in range(q.workers))
+    links = ", ".join(_line(*each) for each in lines)
+    said.append(f"broker at {of_bits(q.broker_link)}, workers at {links}, {delays} there and back")
     if q.sites > 1:
         how = "a relay at each" if q.has_relays else "each worker by itself"
-        lines.append(f"{q.sites} sites of {q.at_a_site} workers, the broker at the first; {how}")
+        said.append(f"{q.sites} sites of {q.at_a_site} workers, the broker at the first; {how}")
     if q.has_keys:
-        lines.append("with keys, so that everything is encrypted")
+        said.append("with keys, so that everything is encrypted")
     if q.cores is not None:
-        lines.append(f"everything on one machine of {q.cores} cores")
-    return lines
+        said.append(f"everything on one machine of {q.cores} cores")
+    return said
+
+
+def _line(up: float, down: float) -> str:
+    return of_bits(up) if up == down else f"{of_bits(up)} up and {of_bits(down)} down"
 
 
 def _setting(question: Question) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from diloco_broker.pure import BrokerConfig, upload_window
 from diloco_protocol.chunks import CHUNK_ELEMENTS
@@ -158,7 +159,8 @@ class Simulation:
     def _connector(self, number: int) -> Callable[[Listener], tuple[Connection, Connection]]:
         """How a worker connects. Control and bulk share its line; control has nothing to carry."""
         question = self.question
-        delay, rate, behind = _line(question, number)
+        line = _line(question, number)
+        delay = line.delay
         elements = min(CHUNK_ELEMENTS, question.parameters / question.fragments)
         most_up = _windowed(
             upload_window(question.workers), elements * SIZES[question.wire_dtype].element, delay
@@ -168,8 +170,8 @@ class Simulation:
         )
         # TCP does not share a line evenly for as long as a round takes: see `Costs`.
         weight = 1.0 + (1 if number % 2 else -1) * self._unevenness
-        up = self._up.flow(min(rate, most_up), behind, weight)
-        down = self._down.flow(min(rate, most_down), behind)
+        up = self._up.flow(min(line.up, most_up), line.behind, weight)
+        down = self._down.flow(min(line.down, most_down), line.behind)
 
         def connect(hears: Listener) -> tuple[Connection, Connection]:
             self._routes += 2
@@ -197,15 +199,24 @@ def _windowed(window: int, nbytes: float, delay: float) -> float:
     return window * nbytes / delay if delay else math.inf
 
 
-def _line(question: Question, number: int) -> tuple[float, float, tuple[object, float] | None]:
-    """Of a worker to the broker: delay there and back, bytes a second, the line of its site."""
+class _Line(NamedTuple):
+    """Of a worker to the broker: seconds there and back, bytes a second, and the line of its site."""
+
+    delay: float
+    up: float
+    down: float
+    behind: tuple[object, float] | None = None
+
+
+def _line(question: Question, number: int) -> _Line:
     if question.sites > 1 and question.site(number) == 0:
-        return question.lan_delay, question.lan_link * USABLE / 8, None
-    rate, shared = question.link(number) * USABLE / 8, question.site_link
-    behind = None
+        rate = question.lan_link * USABLE / 8
+        return _Line(question.lan_delay, rate, rate)
+    shared, behind = question.site_link, None
     if question.sites > 1 and shared is not None:
         behind = (question.site(number), shared * USABLE / 8)
-    return question.delay(number), rate, behind
+    up, down = question.link(number), question.link_down(number)
+    return _Line(question.delay(number), up * USABLE / 8, down * USABLE / 8, behind)
 
 
 def _simulate(question: Question, costs: Costs, count: int, before_offer: float) -> Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -28,6 +29,9 @@ from diloco_tools.evidence.parts import PARTS
 from diloco_tools.evidence.running import Results, train_all
 from diloco_tools.evidence.trial import Trial
 from kit.evidence_trials import a_result
+from kit.process_kit import Processes, wait_for
+
+pytest_plugins = ("kit.process_fixtures",)
 
 
 def finding(values: list[float], relation: Relation) -> Finding:
@@ -225,3 +229,26 @@ def test_trials_are_trained_in_processes_and_failures_are_raised(results: Result
     assert len(told) == 2  # nothing was missing
     with pytest.raises(Exception, match="does not exist"):
         train_all([small.with_changes(data="/nowhere")], results, 1, told.append)
+
+
+def children_of(pid: int) -> list[int]:
+    """Python processes that this one has started and that are still there; Linux."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, rest = stat.read_text().rpartition(")")
+            command = (stat.parent / "cmdline").read_text()
+            if int(rest.split()[1]) == pid and "spawn_main" in command:
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
+def test_killed_command_leaves_no_process_behind(processes: Processes, tmp_path: Path) -> None:
+    data = tmp_path / "text"
+    data.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 4000)
+    options = ("--jobs", "1", "--data", str(data), "--out", str(tmp_path / "out"))
+    command = processes.run("-m", "diloco_tools.evidence", "codecs", *options)
+    children = wait_for(lambda: children_of(command.pid))
+    command.kill()
+    wait_for(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in children))

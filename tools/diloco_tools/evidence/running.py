@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -92,6 +93,18 @@ class Results:
         return [trial for trial in by_key.values() if trial not in self]
 
 
+def end_with_parent() -> None:
+    """Let this process not outlive the one that started it, also where that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def train_all(
     trials: Sequence[Trial], results: Results, jobs: int, tell: Callable[[str], None]
 ) -> None:
@@ -109,7 +122,7 @@ def train_all(
     began = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     at_a_time = min(jobs or os.cpu_count() or 1, len(missing))
-    with ProcessPoolExecutor(at_a_time, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(at_a_time, spawn, initializer=end_with_parent) as pool:
         # The long ones first, so that none of them is alone at the end.
         futures = [pool.submit(measure, trial) for trial in sorted(missing, key=lambda t: -t.work)]
         try:

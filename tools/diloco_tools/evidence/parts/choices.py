@@ -17,4 +17,4 @@ def outer(*pairs: tuple[float, float]) -> Choices:
 OUTER = outer((0.7, 0.9), (0.8, 0.5), (1.0, 0.0))
 # For a momentum step at each push of one of four workers, which has four times as many.
 OUTER_PER_PUSH = outer((0.2, 0.5), (0.1, 0.9), (0.25, 0.0))
-INNER: Choices = tuple({"lr": lr} for lr in (1.5e-3, 3e-3, 6e-3))
+INNER: Choices = tuple({"lr": lr} for lr in (0.75e-3, 1.5e-3, 3e-3))

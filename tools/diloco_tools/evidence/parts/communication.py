@@ -27,7 +27,6 @@ FRAGMENTS = Part(
     "falls to 1/P. Tuned: the outer settings of the whole model, which all arms have.",
     (
         Arm("whole model", _DEEPER, _PAIR),
-        _streaming(2, 0),
         _streaming(4, 0),
         _streaming(4, 2),
         _streaming(4, 2, fragment_update_alpha=0.5),
@@ -40,7 +39,6 @@ FRAGMENTS = Part(
             apart("P = 4, tau = 0", "whole model"),
             "2.48 against 2.49 nats (2501.18512)",
         ),
-        Claim("with 2 fragments", REPORTED, apart("P = 2, tau = 0", "whole model")),
         Claim(
             "with 4 fragments merged 2 steps later, against the whole model",
             Relation(most=3),
@@ -59,7 +57,7 @@ FRAGMENTS = Part(
     ),
 )
 
-CODEC_PAIRS = ("bf16/fp32", "bf16/bf16", "int8/int8", "int4/int4", "int4z/int4z", "top64/int4z")
+CODEC_PAIRS = ("bf16/fp32", "int8/int8", "int4/int4", "int4z/int4z", "top64/int4z")
 
 
 def _in(pair: str) -> Arm:

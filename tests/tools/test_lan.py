@@ -100,9 +100,24 @@ def test_only_rounds_of_these_codecs_on_the_fast_line_count() -> None:
 def test_streaming_leaves_copies_and_what_does_not_fit_between_two_syncs() -> None:
     streamed = a_round(kind="streaming", seconds=(0.05,), fragments=4)
     hidden = utilisation.hidden_of([streamed], USUAL)
-    assert hidden is not None
-    assert hidden.seconds(1e8, 300.0) == pytest.approx(0.5)
-    assert hidden.seconds(1e8, 620.0) == pytest.approx(120.5)
+    assert hidden is not None and hidden.standstill * 1e8 == pytest.approx(0.5)
+    assert utilisation.standstill_beside(0.5, 300.0) == pytest.approx(0.5)
+    assert utilisation.standstill_beside(0.5, 620.0) == pytest.approx(120.5)
+
+
+@pytest.mark.parametrize(
+    ("sync", "copies"), [(5.0, None), (300.0, 2.0), (700.0, 2.0), (50.0, 40.0)]
+)
+def test_steps_that_reach_a_share_are_the_least_that_do(sync: float, copies: float | None) -> None:
+    steps = founding.Cell("1B", "bf16/fp32", 1, sync, False, copies).steps_for(0.97)
+
+    def share(sync_every: int) -> float:
+        left = sync
+        if copies is not None:
+            left = utilisation.standstill_beside(copies, sync, sync_every)
+        return utilisation.utilisation(left, sync_every)
+
+    assert share(steps) >= 0.97 > share(steps - 1)
 
 
 def test_table_of_the_plan_says_what_is_measured_and_what_is_computed() -> None:
@@ -121,8 +136,8 @@ def test_table_of_the_plan_says_what_is_measured_and_what_is_computed() -> None:
     assert shown["plan"].rows[0][:4] == ("150M", "bf16/fp32", "99.5%", "98.8% m")
     assert shown["plan"].rows[0][-1] == "91.2% c"
     goals = " ".join(shown["plan"].notes)
-    assert "**1B, at least 99.5%.** Reached: by none." in goals
-    assert "**7B, at least 97.0%.**" in goals
+    assert "**1B, at least 99.5%**, so a standstill of at most 2.51 s. Reached: by none." in goals
+    assert "**7B, at least 97.0%**" in goals
 
 
 def test_each_setting_is_said_to_reach_the_goal_or_not() -> None:
@@ -131,10 +146,11 @@ def test_each_setting_is_said_to_reach_the_goal_or_not() -> None:
     shown = {each.key: each for each in founding.founding_tables(measurements)}
     (one_billion, seven) = shown["plan"].notes
     assert one_billion == (
-        "**1B, at least 99.5%.** Reached: bf16/fp32 (1, 2 and 4 workers). "
-        "Not reached: bf16/fp32 (8 workers)."
+        "**1B, at least 99.5%**, so a standstill of at most 2.51 s. "
+        "Reached: bf16/fp32 (1, 2 and 4 workers). "
+        "Not reached: bf16/fp32 (8 workers: from H = 796 on)."
     )
-    assert seven.startswith("**7B, at least 97.0%.** Reached: bf16/fp32 (1, 2 and 4 workers).")
+    assert "Reached: bf16/fp32 (1, 2 and 4 workers)." in seven
 
 
 # What is measured

@@ -7,6 +7,7 @@ for the uploads of all, and sends each of them the new parameters over it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,9 +17,12 @@ from diloco_tools.lan.records import Measurement
 from diloco_tools.lan.table import NOTHING, Table, percent, seconds
 from diloco_tools.lan.utilisation import (
     FAST_LINE,
+    STEP_S,
+    SYNC_EVERY,
     Costs,
     costs_of,
     hidden_of,
+    standstill_beside,
     utilisation,
 )
 
@@ -31,14 +35,35 @@ UPLOAD_BITS = 16  # of a parameter, in the plan
 
 
 class Cell(NamedTuple):
-    """Of one setting: the share of time that is training, and the seconds it stands still for a sync."""
+    """Of one setting. Without streaming training stands still for the whole of a sync."""
 
     model: str
     setting: str
     workers: int
-    share: float
-    standstill: float
+    sync: float  # seconds
     is_measured: bool
+    copies: float | None = None  # seconds of them; None without streaming
+
+    @property
+    def standstill(self) -> float:
+        """Seconds in SYNC_EVERY steps."""
+        if self.copies is None:
+            return self.sync
+        return standstill_beside(self.copies, self.sync)
+
+    @property
+    def share(self) -> float:
+        """Of the time, that is training."""
+        return utilisation(self.standstill)
+
+    def steps_for(self, goal: float) -> int:
+        """The least H with which this share of the time is training."""
+        of_all = self.sync if self.copies is None else self.copies
+        seconds_needed = of_all * goal / (1 - goal)
+        if self.copies is not None and seconds_needed < self.sync:
+            # The sync does not fit between two then: what is too long is waited for, too.
+            seconds_needed = goal * (self.copies + self.sync)
+        return math.ceil(seconds_needed / STEP_S)
 
 
 def cells(measurements: Sequence[Measurement]) -> list[Cell]:
@@ -54,11 +79,10 @@ def cells(measurements: Sequence[Measurement]) -> list[Cell]:
                 measured = _measured(measurements, parameters, pair, workers)
                 computed = costs.seconds(parameters, workers, FAST_LINE)
                 sync = computed if measured is None else measured.median_s
-                whole = (name, workers, utilisation(sync), sync, measured is not None)
-                found.append(Cell(model, *whole))
+                found.append(Cell(model, name, workers, sync, measured is not None))
                 if hidden is not None:
-                    left = hidden.seconds(parameters, computed)
-                    of_it = (f"{name}, streaming", workers, utilisation(left), left, False)
+                    copies = parameters * hidden.standstill
+                    of_it = (f"{name}, streaming", workers, computed, False, copies)
                     found.append(Cell(model, *of_it))
     return found
 
@@ -130,18 +154,22 @@ def _measured(
 def _goal_sentences(found: Sequence[Cell]) -> Iterator[str]:
     """Which settings reach what was aimed at, and which do not."""
     for model, goal in GOALS.items():
-        of_model = [cell for cell in found if cell.model == model]
-        settings = dict.fromkeys(cell.setting for cell in of_model)
+        by_setting: dict[str, list[Cell]] = {}
+        for cell in found:
+            if cell.model == model:
+                by_setting.setdefault(cell.setting, []).append(cell)
         reached, missed = [], []
-        for setting in settings:
-            good = [c.workers for c in of_model if c.setting == setting and c.share >= goal]
-            bad = [c.workers for c in of_model if c.setting == setting and c.share < goal]
-            if good:
+        for setting, of_it in by_setting.items():
+            if good := [cell.workers for cell in of_it if cell.share >= goal]:
                 reached.append(f"{setting} ({_counts(good)})")
-            if bad:
-                missed.append(f"{setting} ({_counts(bad)})")
+            if bad := [cell for cell in of_it if cell.share < goal]:
+                steps = dict.fromkeys(cell.steps_for(goal) for cell in bad)
+                people = _counts([cell.workers for cell in bad])
+                missed.append(f"{setting} ({people}: from H = {', '.join(map(str, steps))} on)")
         yield (
-            f"**{model}, at least {percent(goal)}.** Reached: {'; '.join(reached) or 'by none'}. "
+            f"**{model}, at least {percent(goal)}**, so a standstill of at most "
+            f"{seconds(SYNC_EVERY * STEP_S * (1 - goal) / goal)}. "
+            f"Reached: {'; '.join(reached) or 'by none'}. "
             f"Not reached: {'; '.join(missed) or 'by none'}."
         )
 

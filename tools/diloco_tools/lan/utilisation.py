@@ -111,11 +111,16 @@ class Hidden:
     standstill: float  # seconds for each parameter
     of: Measurement
 
-    def seconds(
-        self, parameters: float, sync_s: float, sync_every: int = SYNC_EVERY, step_s: float = STEP_S
-    ) -> float:
-        """Training stands still for the copies, and for what of a sync does not fit between two."""
-        return parameters * self.standstill + max(0.0, sync_s - sync_every * step_s)
+
+def standstill_beside(
+    copies_s: float, sync_s: float, sync_every: int = SYNC_EVERY, step_s: float = STEP_S
+) -> float:
+    """With streaming: the copies, and what of a sync does not fit between two.
+
+    >>> standstill_beside(0.5, 300.0), standstill_beside(0.5, 620.0)
+    (0.5, 120.5)
+    """
+    return copies_s + max(0.0, sync_s - sync_every * step_s)
 
 
 def hidden_of(measurements: Sequence[Measurement], pair: Pair) -> Hidden | None:

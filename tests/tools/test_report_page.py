@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco_tools.report.curves import time_axis
@@ -24,6 +24,8 @@ from kit.past_runs import closed, event, line, start, write_run
 from kit.report_pages import Page, action, facts_of, page
 
 AT = 1_700_000_000.0
+# On a machine that is busy an example may take seconds.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 HOSTILE = [
     "<img src=x onerror=alert(1)>",
     "</title><script>alert(1)</script>",
@@ -178,6 +180,7 @@ def test_many_lines_have_colours_for_eight_and_say_how_many_more() -> None:
     assert "and 12 more in grey" in shown.text()
 
 
+@UNHURRIED
 @given(
     st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=30),
     st.booleans(),
@@ -190,6 +193,7 @@ def test_scale_has_room_for_the_newer_values(values: list[float], from_zero: boo
     assert 1 <= len(ticks(scale.low, scale.high, 5)) <= 12
 
 
+@UNHURRIED
 @given(
     st.lists(st.floats(0, 1e9), min_size=2, max_size=20), st.lists(st.floats(0, 1e9), max_size=9)
 )

@@ -26,7 +26,7 @@ FREE = Costs(
     step=0.0,
     freeze=0.0,
     land=0.0,
-    worker_codec=0.0,
+    left_out=0.0,
     awake=0.0,
     unevenness=0.0,
 )

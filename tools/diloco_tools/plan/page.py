@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_protocol.errors import UsageError
-from diloco_tools.plan.validation import Row, as_markdown
+from diloco_tools.plan.validation import OF_THE_CORES, Row, as_markdown
 
 BLOCK = re.compile(r"<!-- validation -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -21,8 +21,8 @@ def filled(page: str, found: Sequence[Row], recorded: Mapping[str, Any]) -> str:
         )
     machine = recorded["machine"]
     where = (
-        f"Measured on {machine.get('cores')} cores ({machine.get('processor')}), which the broker and "
-        "its workers share;\nthe planner is told so."
+        f"Measured on {machine.get('cores')} cores ({machine.get('processor')}) that had other work, too: "
+        f"LAN.md has the load.\nThe planner is told that the run had {OF_THE_CORES:.0%} of them."
     )
     block = f"<!-- validation -->\n{where}\n\n{as_markdown(found)}\n<!-- end -->"
     return BLOCK.sub(lambda _: block, page)

@@ -30,7 +30,7 @@ class Question:
         site_link: the line of a site to the others, shared by its workers; None: as wide as need be.
         has_relays: a broker at each site adds up what its workers send, and pushes once.
         lan_link, lan_delay: of a worker to what is at its own site.
-        cores: of the one machine that everything runs on; None: each has a machine of its own.
+        cores: that everything shares, on one machine; None: each has a machine of its own.
         fails_every_s: mean seconds between two failures of one worker; None: it never fails.
         back_after_s: until it is started again.
         dies_unnoticed: it goes without a word (a machine, a line), so that the broker waits for
@@ -57,7 +57,7 @@ class Question:
     has_relays: bool = False
     lan_link: float = 10e9
     lan_delay: float = 0.0005
-    cores: int | None = None
+    cores: float | None = None
     fails_every_s: float | None = None
     back_after_s: float = 300.0
     dies_unnoticed: bool = False

@@ -51,7 +51,7 @@ def _asked(question: Question) -> list[str]:
     if q.has_keys:
         said.append("with keys, so that everything is encrypted")
     if q.cores is not None:
-        said.append(f"everything on one machine of {q.cores} cores")
+        said.append(f"everything on one machine of {q.cores:g} cores")
     return said
 
 

@@ -20,6 +20,10 @@ from diloco_tools.plan.simulated.costs import Costs
 
 MOST_ERROR = 0.15
 KINDS = ("round", "streaming")
+# Of the machine's cores, what the run is taken to have had: the load that is recorded beside each
+# measurement says that the machine had other work. Calibrated once, on rounds that waited for a core.
+OF_THE_CORES = 0.7
+PIECES = 16  # of a fragment: there are dozens of rows
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def question_of(measurement: Mapping[str, Any], cores: int | None) -> Question |
         wire_dtype=m["wire_dtype"],
         reply_dtype=m["reply_dtype"],
         mode=mode,
-        cores=cores,
+        cores=None if cores is None else OF_THE_CORES * cores,
     )
 
 
@@ -81,7 +85,7 @@ def rows(recorded: Mapping[str, Any], costs: Costs | None = None) -> list[Row]:
     for measurement in recorded["measurements"]:
         question = question_of(measurement, cores)
         if question is not None:
-            found.append(_row(measurement, question, answer(question, costs)))
+            found.append(_row(measurement, question, answer(question, costs, PIECES)))
     return found
 
 
@@ -122,7 +126,7 @@ def cells(row: Row) -> tuple[str, ...]:
     links = ", ".join(of_bits(each) for each in question.links) if many else ""
     spread = f" ({row.least:.3g} to {row.most:.3g})" if row.most > row.least else ""
     streams = f", P = {question.fragments}" if row.kind == "streaming" else ""
-    verdict = "" if row.is_met else ", not within 15%"
+    verdict = "" if row.is_met else ", not met"
     return (
         of_count(question.parameters),
         str(question.workers),

@@ -46,7 +46,8 @@ class Costs:
         step: the outer step of a chunk, and laying out what is sent.
         freeze: a worker's delta.
         land: a worker's new parameters into the model.
-        worker_codec: times what a codec costs at the broker: errors are fed back.
+        left_out: to work out what few bits have left out of a push that has counted, which the thread
+            that trains does when its reply is here.
         awake: of the broker for each second of an exchange, in which bytes come in small numbers.
         unevenness: half of the workers send by so much faster than the mean where they share a line, and
             half by so much slower. Connections through one queue that drops packets do not get the same
@@ -59,8 +60,8 @@ class Costs:
     message: float = 0.00015
     fold: float = 0.9
     step: float = 3.0
-    freeze: float = 1.5
-    land: float = 1.7
-    worker_codec: float = 1.95
+    freeze: float = 1.1
+    land: float = 1.2
+    left_out: float = 4.0
     awake: float = 0.07
     unevenness: float = 0.3

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.dtypes import whole_dtype
+from diloco_protocol.dtypes import in_few_bits, whole_dtype
 from diloco_protocol.messages import Heartbeat, Join, Message
 from diloco_tools.plan.simulated.broker import Broker, Connection, Listener
 from diloco_tools.plan.simulated.costs import DECODE, ENCODE, GIGA
@@ -183,7 +183,6 @@ class Worker:
     def _io_seconds(self, payload: Payload, codec: float) -> float:
         """CPU for a chunk on its way in or out; `codec` is seconds a billion elements."""
         scene = self._scene
-        codec *= scene.costs.worker_codec
         return scene.wire_seconds(payload.size) + scene.message_seconds + codec * scene.billions
 
     # The network.
@@ -366,7 +365,8 @@ class Worker:
                 self._world.after(self._before_offer, lambda: self._feed(offer))
             case sync_effects.Land(number, landing):
                 if landing.touches_model:
-                    yield Busy(costs.land * of_fragment)
+                    few = landing.flight is not None and in_few_bits(question.wire_dtype)
+                    yield Busy((costs.land + few * costs.left_out) * of_fragment)
                 if number == 0 and landing.flight is not None:
                     self._mark()
             case events.Event():

@@ -1,0 +1,245 @@
+"""What the command takes, shows and draws, and the table of its page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from diloco_protocol.errors import UsageError
+from diloco_tools.plan import quantities
+from diloco_tools.plan.cli import app
+from diloco_tools.plan.page import filled
+from diloco_tools.plan.picture import FACTORS, curves, draw, with_lines
+from diloco_tools.plan.question import Question
+from diloco_tools.plan.simulated.costs import Costs
+from diloco_tools.plan.validation import Row, question_of, read, rows
+from kit.paths import ROOT
+
+SMALL = ("--parameters", "10M", "--delay", "1ms")
+PAGE, MEASURED = ROOT / "tools" / "PLAN.md", ROOT / "tools" / "lan.json"
+
+
+def run(*words: str, columns: int = 80) -> Result:
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": str(columns)})
+
+
+# Quantities.
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("124M", 124_000_000), ("1.3B", 1_300_000_000), ("7g", 7_000_000_000), ("350e6", 350_000_000)],
+)
+def test_parameters_are_written_as_people_do(text: str, number: int) -> None:
+    assert quantities.count(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("1G", 1e9), ("100M", 1e8), ("2.5Gbit/s", 2.5e9), ("50 Mb/s", 5e7), ("1e9", 1e9)],
+)
+def test_speeds_are_bits_a_second(text: str, bits: float) -> None:
+    assert quantities.rate(text) == bits
+    assert quantities.both_ways(text) == (bits, bits)
+
+
+def test_a_line_may_be_another_one_down() -> None:
+    assert quantities.both_ways("40M/250M") == (4e7, 2.5e8)
+    assert quantities.both_ways("40Mb/s/250Mb/s") == (4e7, 2.5e8)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("20ms", 0.02), ("0.5s", 0.5), ("2min", 120.0), ("24h", 86400.0)]
+)
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert quantities.seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("text", "share"), [("95%", 0.95), ("0.95", 0.95)])
+def test_shares_are_below_one(text: str, share: float) -> None:
+    assert quantities.share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--parameters", "many"), "'many' is no number of parameters"),
+        (("--parameters", "-1"), "is no number of parameters"),
+        ((*SMALL, "--link", "fast"), "'fast' is no speed of a line"),
+        ((*SMALL, "--link", "0M"), "is no speed of a line"),
+        ((*SMALL, "--delay", "20 parsecs"), "is no time"),
+        ((*SMALL, "--target", "120%"), "is no share of the time"),
+        ((*SMALL, "--tau", "soon"), "is no number of steps"),
+        ((), "how large is the model?"),
+        ((*SMALL, "--workers", "0"), "--workers is 0"),
+        ((*SMALL, "-P", "4", "-H", "3"), "is too little"),
+        ((*SMALL, "--broker-link", "5k"), "These lines are too slow"),
+        (("validate", "no-such-file.json"), "make lan writes it"),
+    ],
+)
+def test_wrong_input_gets_a_sentence(words: tuple[str, ...], said: str) -> None:
+    found = run(*words, columns=300)
+    assert found.exit_code == 2, found.output
+    assert said in found.output
+
+
+# What is shown.
+
+
+def test_table_fits_80_columns_and_names_what_was_asked() -> None:
+    found = run(*SMALL, "--workers", "3", "--link", "100M,1G,40M/250M", "--fails-every", "24h")
+    assert found.exit_code == 0, found.output
+    assert max(map(len, found.stdout.splitlines())) <= 80
+    assert "10M parameters, 3 workers, sync, H = 500, bf16/fp32" in found.stdout
+    for name in ("training has", "a round takes", "its memory", "a failure costs", "simulated"):
+        assert name in found.stdout
+
+
+def test_json_has_seconds_bytes_and_shares() -> None:
+    found = json.loads(run(*SMALL, "--json").stdout)
+    assert found["question"]["parameters"] == 10_000_000
+    assert 0.99 < found["utilisation"] < 1.0
+    assert found["broker_bytes_in"] == pytest.approx(4e7)
+    assert found["broker_bytes_out"] == pytest.approx(8e7)
+    day = 86400 / found["cycle_s"]
+    assert found["broker_bytes_in_a_day"] == pytest.approx(day * found["broker_bytes_in"])
+    assert found["target"] is None and found["failures"] is None
+
+
+def test_target_names_options_of_serve() -> None:
+    words = (*SMALL, "-H", "5", "--broker-link", "100M", "--target", "90%")
+    assert "The mildest that has 90.0%: --sync-every" in run(*words, columns=200).stdout
+    target = json.loads(run(*words, "--json").stdout)["target"]
+    best = target["best"]
+    assert best["utilisation"] >= 0.9 or best["sync_every"] > 5
+    assert set(best) >= {"num_fragments", "fragment_sync_delay", "wire_dtype", "reply_dtype"}
+
+
+def test_fragments_overlap_unless_a_number_is_given() -> None:
+    def delay(*words: str) -> Any:
+        return json.loads(run(*SMALL, *words, "--json").stdout)["question"]["delay_steps"]
+
+    assert delay() == 0
+    assert delay("-P", "4") is None
+    assert delay("-P", "4", "--tau", "3") == 3
+    assert delay("--tau", "auto") is None
+
+
+def test_nothing_heavy_is_loaded() -> None:
+    """A plan is there in a second: torch alone takes two."""
+    heavy = "[name for name in ('torch', 'numpy') if name in sys.modules]"
+    code = f"import sys, diloco_tools.plan.cli; print({heavy})"
+    told = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert told.strip() == "[]"
+
+
+# The picture.
+
+
+def test_picture_has_a_curve_for_each_setting(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    question = Question(10_000_000, delays=(0.001,), sync_every=20)
+    found = curves(question, Costs())
+    assert found[0][0] == "bf16/fp32"
+    assert len({name for name, _ in found}) == len(found) == 4
+    for _, points in found:
+        shares = [share for _, share in points]
+        assert len(points) >= len(FACTORS) - 2
+        assert shares[-1] > shares[0]
+    path = tmp_path / "plan.png"
+    draw(question, found, path, 0.95)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_lines_are_made_faster_together() -> None:
+    question = Question(10**6, links=(1e8, 5e7), links_down=(1e9, 5e8), site_link=2e8)
+    twice = with_lines(question, 2.0)
+    assert (twice.broker_link, twice.links, twice.site_link) == (2e9, (2e8, 1e8), 4e8)
+    assert twice.links_down == (2e9, 1e9)
+
+
+def test_picture_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("diloco_tools.plan.cli.find_spec", lambda _: None)
+    found = run(*SMALL, "--plot", str(tmp_path / "x.png"), columns=200)
+    assert found.exit_code == 1
+    assert "pip install 'diloco-broker[plot]'" in found.output
+
+
+# Validation.
+
+
+def test_measurements_become_questions_and_what_is_not_simulated_is_left_out() -> None:
+    measurement = {
+        "kind": "round",
+        "parameters": 10_000_000,
+        "workers": 2,
+        "wire_dtype": "bf16",
+        "reply_dtype": "fp32",
+        "broker_bits_per_s": 1e9,
+        "worker_bits_per_s": [1e9, 1e8],
+        "round_trip_s": 0.0002,
+        "fragments": 1,
+        "sync_every": None,
+        "step_s": None,
+        "mode": "sync",
+        "quorum": None,
+    }
+    question = question_of(measurement, 2)
+    assert question is not None
+    assert (question.links, question.delay_steps) == ((1e9, 1e8), 0)
+    assert question.cores == pytest.approx(1.4)
+    streaming = {
+        **measurement,
+        "kind": "streaming",
+        "fragments": 4,
+        "sync_every": 48,
+        "step_s": 0.1,
+    }
+    streams = question_of(streaming, 2)
+    assert streams is not None and streams.delay_steps is None
+    assert question_of({**measurement, "kind": "mixed"}, 2) is None
+    assert question_of({**measurement, "quorum": 2}, 2) is None
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[Row]:
+    return rows(read(MEASURED))
+
+
+@pytest.mark.timeout(300)
+def test_page_has_the_table_of_the_measurements(compared: list[Row]) -> None:
+    """Page, JSON and planner agree: diloco-plan validate --page tools/PLAN.md writes it."""
+    page = PAGE.read_text()
+    assert filled(page, compared, read(MEASURED)) == page
+
+
+@pytest.mark.timeout(300)
+def test_rounds_that_wait_for_their_line_are_predicted_within_15_percent(
+    compared: list[Row],
+) -> None:
+    """Where replies are twice as long as pushes, the line is what a round waits for."""
+    wide = [row for row in compared if row.question.wire_dtype == "bf16"]
+    assert len(wide) >= 3
+    assert all(row.is_met for row in wide)
+
+
+def test_page_without_a_place_for_the_table_is_refused() -> None:
+    recorded = {"machine": {}, "measurements": []}
+    with pytest.raises(UsageError, match="no place for the table"):
+        filled("# A page", [], recorded)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"machine": {}, "measurements": []}', "{"])
+def test_file_without_measurements_gets_a_sentence(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "lan.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="has no measurements in it"):
+        read(path)

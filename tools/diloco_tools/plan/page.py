@@ -21,8 +21,8 @@ def filled(page: str, found: Sequence[Row], recorded: Mapping[str, Any]) -> str:
         )
     machine = recorded["machine"]
     where = (
-        f"Measured on {machine.get('cores')} cores ({machine.get('processor')}) that had other work, too: "
-        f"LAN.md has the load.\nThe planner is told that the run had {OF_THE_CORES:.0%} of them."
+        f"Measured on {machine.get('cores')} cores ({machine.get('processor')}) that had other work, "
+        f"too: LAN.md has the load.\nThe planner is told that the run had {OF_THE_CORES:.0%} of them."
     )
     block = f"<!-- validation -->\n{where}\n\n{as_markdown(found)}\n<!-- end -->"
     return BLOCK.sub(lambda _: block, page)

@@ -49,6 +49,7 @@ NOT_RUN = (
     NotRun(
         "python -m diloco_tools.chaos", "the logs of a drill", "tests/tools/test_chaos_drill.py"
     ),
+    NotRun("diloco-plan", "half a minute and more", "tests/tools/plan/test_command.py"),
     NotRun("diloco-evidence", "minutes to hours", "tests/tools/evidence/test_driver.py"),
     NotRun("python -m diloco_tools.lan", "minutes, as root", "tests/tools/test_lan.py"),
     NotRun("diloco-bench", "minutes to half an hour", "tests/tools/test_bench.py"),

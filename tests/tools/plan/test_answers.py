@@ -15,6 +15,8 @@ from diloco_tools.plan.question import USABLE, Question
 from diloco_tools.plan.report import advice
 from diloco_tools.plan.search import Found, candidates, search
 
+pytestmark = pytest.mark.timeout(300)
+
 PIECES = 4
 INT4Z = {"wire_dtype": "int4z", "reply_dtype": "int4z"}
 
@@ -94,7 +96,7 @@ def test_failures_cost_their_worker_half_a_cycle_and_the_others_the_time_out() -
     assert answer(replace(question, fails_every_s=None), pieces=1).failures is None
 
 
-# The search.
+# The search. Dozens of runs each.
 
 
 @cache

@@ -35,10 +35,10 @@ def rate(text: str) -> float:
 
 def both_ways(text: str) -> tuple[float, float]:
     """A line: 1G, or 40M/250M where it is another one up than down. Raises ValueError."""
-    up, _, down = text.partition("/")
-    if not down[:1].isdigit():  # 1G, or 1Gb/s
-        return rate(text), rate(text)
-    return rate(up), rate(down)
+    ways = re.split(r"/(?=\s*\d)", text)  # not at that of Mb/s
+    if len(ways) > 2:
+        raise ValueError(f"{text!r} has more ways than up and down; write 40M/250M.")
+    return rate(ways[0]), rate(ways[-1])
 
 
 def seconds(text: str) -> float:

@@ -26,8 +26,9 @@ MOST_PIECES, LEAST_OF_ONE, MOST_OF_ONE = 96, 8, 48
 MOST_IN_A_ROUND = 8_000
 # Cycles of H steps that are looked at behind the first.
 CYCLES, CYCLES_ASYNC = 2, 4
-# A run that needs more events than this goes round in circles.
-MOST_EVENTS = 20_000_000
+# A piece of a worker takes about twenty events each cycle. A run that needs so many for each goes round
+# in circles.
+MOST_EVENTS = 500
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,9 @@ class Simulation:
     def runs(self, cycles: int) -> bool:
         """Until each worker has made so many cycles behind its first. False: it comes to a stop."""
         self._cycles = cycles
-        return self.world.run(lambda: self._done == len(self.workers), MOST_EVENTS)
+        each_cycle = len(self.workers) * self.pieces.count * self.pieces.fragments
+        most = MOST_EVENTS * each_cycle * (cycles + 2) + 100_000
+        return self.world.run(lambda: self._done == len(self.workers), most)
 
     def _marked(self, record: Record) -> None:
         self._done += len(record.marks) == self._cycles + 1

@@ -18,8 +18,8 @@ from diloco_tools.demo.model import (
     build_optimizer,
     learning_rate_factor,
 )
-from diloco_tools.evidence.trial import MODELS, Trial
-from diloco_tools.evidence.turns import virtual_order
+from diloco_tools.evidence.driver.trial import MODELS, Trial
+from diloco_tools.evidence.driver.turns import virtual_order
 
 TINY_MODEL = GPTConfig(context=16, width=16, layers=4, heads=2)
 SPEEDS = (0.58, 0.75, 1.51, 3.33)

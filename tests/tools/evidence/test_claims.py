@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from diloco_broker import BrokerConfig
-from diloco_tools.evidence import running
 from diloco_tools.evidence.claim import (
     REPORTED,
     Arm,
@@ -25,9 +24,10 @@ from diloco_tools.evidence.claim import (
     sooner,
 )
 from diloco_tools.evidence.conduct import TUNING_SEED, Study
+from diloco_tools.evidence.driver import running
+from diloco_tools.evidence.driver.running import Results, train_all
+from diloco_tools.evidence.driver.trial import Trial
 from diloco_tools.evidence.parts import PARTS
-from diloco_tools.evidence.running import Results, train_all
-from diloco_tools.evidence.trial import Trial
 from kit.evidence_trials import a_result
 from kit.process_kit import Processes, wait_for
 

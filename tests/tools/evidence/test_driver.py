@@ -16,10 +16,10 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.state.dylu import sync_every
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import batch_seed, load_text, training_batches
-from diloco_tools.evidence import baselines, training
-from diloco_tools.evidence.running import measure
-from diloco_tools.evidence.training import KEPT, LOST, DiLoCoRun, lost_in
-from diloco_tools.evidence.trial import MODELS, Trial, parameters
+from diloco_tools.evidence.driver import baselines, training
+from diloco_tools.evidence.driver.running import measure
+from diloco_tools.evidence.driver.training import KEPT, LOST, DiLoCoRun, lost_in
+from diloco_tools.evidence.driver.trial import MODELS, Trial, parameters
 from diloco_worker import DiLoCoClient
 from kit.evidence_trials import (
     SPEEDS,
@@ -237,12 +237,6 @@ def test_data_parallel_takes_the_step_of_the_whole_batch() -> None:
         schedule.step()
     for name, value in model.state_dict().items():
         assert torch.allclose(found.parameters[name], value, rtol=1e-4, atol=1e-6)
-
-
-def trial_model(trial: Trial) -> gpt.GPTConfig:
-    from diloco_tools.evidence import trial as trials
-
-    return trials.MODELS[trial.model]
 
 
 def test_one_worker_alone_is_one_replica() -> None:

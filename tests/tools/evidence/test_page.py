@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from diloco_tools.evidence import cli, page, picture
 from diloco_tools.evidence.cli import app
 from diloco_tools.evidence.conduct import Study
+from diloco_tools.evidence.driver.running import Results, measure
+from diloco_tools.evidence.driver.trial import Trial
 from diloco_tools.evidence.parts import PARTS
-from diloco_tools.evidence.running import Results, measure
-from diloco_tools.evidence.trial import Trial
 from kit.evidence_trials import a_result
 from kit.paths import ROOT
 

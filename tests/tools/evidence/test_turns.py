@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from diloco_tools.evidence import turns
-from diloco_tools.evidence.turns import AnyOrder, Baton, Broken, Stuck, virtual_order
+from diloco_tools.evidence.driver import turns
+from diloco_tools.evidence.driver.turns import AnyOrder, Baton, Broken, Stuck, virtual_order
 from kit.evidence_trials import SPEEDS
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diloco_tools.evidence.trial import Trial
+from diloco_tools.evidence.driver.trial import Trial
 
 Result = Mapping[str, Any]
 Measured = Mapping[str, Sequence[Result]]  # by arm, in the order of the seeds

@@ -15,8 +15,8 @@ import typer
 from diloco_tools.demo.data import DataError
 from diloco_tools.evidence import page, picture
 from diloco_tools.evidence.conduct import Conducted, Study
+from diloco_tools.evidence.driver.running import Results
 from diloco_tools.evidence.parts import PARTS
-from diloco_tools.evidence.running import Results
 from diloco_tools.processes import end_like_an_error_on_signals
 from diloco_tools.terminal import fail
 

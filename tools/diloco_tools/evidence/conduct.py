@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_tools.evidence.claim import Arm, Finding, Part, Result
-from diloco_tools.evidence.running import Results, train_all
-from diloco_tools.evidence.trial import Trial
+from diloco_tools.evidence.driver.running import Results, train_all
+from diloco_tools.evidence.driver.trial import Trial
 
 # Settings are chosen on a seed that nothing is measured on.
 TUNING_SEED = 100

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_tools.evidence.claim import DIVERGED, Finding, Result, perplexity
 from diloco_tools.evidence.conduct import TUNING_SEED, Conducted, Tuned
-from diloco_tools.evidence.trial import MODELS, Trial, parameters
+from diloco_tools.evidence.driver.trial import MODELS, Trial, parameters
 
 HEAD = """# Evidence
 

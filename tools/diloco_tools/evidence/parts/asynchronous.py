@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from diloco_tools.evidence.claim import REPORTED, Arm, Claim, Part, Relation, apart, sooner
+from diloco_tools.evidence.driver.trial import Trial
 from diloco_tools.evidence.parts.choices import OUTER, OUTER_PER_PUSH
-from diloco_tools.evidence.trial import Trial
 
 # Inner steps per second of four devices (arXiv 2401.09135).
 SPEEDS = (0.58, 0.75, 1.51, 3.33)

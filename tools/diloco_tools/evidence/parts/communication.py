@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from diloco_protocol.dtypes import SIZES
 from diloco_tools.evidence.claim import REPORTED, Arm, Claim, Measured, Part, Relation, apart
+from diloco_tools.evidence.driver.trial import Trial, parameters
 from diloco_tools.evidence.parts.choices import outer
-from diloco_tools.evidence.trial import Trial, parameters
 
 _DEEPER = Trial(model="0.8M", sync_every=20, every=4)
 _PAIR = outer((0.7, 0.9), (0.8, 0.5))

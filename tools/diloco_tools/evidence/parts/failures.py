@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from diloco_tools.evidence.claim import REPORTED, Arm, Claim, Part, Relation, apart
+from diloco_tools.evidence.driver.trial import Trial
 from diloco_tools.evidence.parts.choices import OUTER
-from diloco_tools.evidence.trial import Trial
 
 SHARES = (10, 30, 50)  # percent
 

@@ -5,8 +5,8 @@ replicas with one gradient.
 from __future__ import annotations
 
 from diloco_tools.evidence.claim import REPORTED, Arm, Claim, Part, Relation, apart
+from diloco_tools.evidence.driver.trial import Trial
 from diloco_tools.evidence.parts.choices import INNER, OUTER
-from diloco_tools.evidence.trial import Trial
 
 ALONE = Arm("one worker", Trial(arm="alone", workers=1, every=5), INNER)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from diloco_broker import Broker, BrokerConfig
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import Text, batch_seed, training_batches
-from diloco_tools.evidence.trial import MODELS, Trial
-from diloco_tools.evidence.turns import PATIENCE_S, AnyOrder, Baton, Broken
+from diloco_tools.evidence.driver.trial import MODELS, Trial
+from diloco_tools.evidence.driver.turns import PATIENCE_S, AnyOrder, Baton, Broken
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 
 # What a pseudo-gradient that does harm is multiplied by.

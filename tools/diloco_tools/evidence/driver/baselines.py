@@ -8,8 +8,8 @@ import torch
 
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import Text, batch_seed, training_batches
-from diloco_tools.evidence.training import Outcome, finite
-from diloco_tools.evidence.trial import MODELS, Trial
+from diloco_tools.evidence.driver.training import Outcome, finite
+from diloco_tools.evidence.driver.trial import MODELS, Trial
 
 
 def train(trial: Trial, text: Text) -> Outcome:

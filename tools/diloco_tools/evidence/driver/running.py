@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from diloco_tools.demo.data import load_text
-from diloco_tools.evidence import baselines
-from diloco_tools.evidence.training import DiLoCoRun, Outcome
-from diloco_tools.evidence.trial import Trial
+from diloco_tools.evidence.driver import baselines
+from diloco_tools.evidence.driver.training import DiLoCoRun, Outcome
+from diloco_tools.evidence.driver.trial import Trial
 
 Result = dict[str, Any]
 

@@ -21,13 +21,12 @@ from diloco_tools.lan import founding, grid, page, utilisation
 from diloco_tools.lan.cli import SKIPPED, app
 from diloco_tools.lan.grid import Choice, Part
 from diloco_tools.lan.measuring import SET_UP, Place, measure
-from diloco_tools.lan.records import PAIRS, BadFile, LanFile, Measurement, read
+from diloco_tools.lan.records import INT4Z, USUAL, BadFile, LanFile, Measurement, read
 from diloco_tools.lan.tables import KEYS, tables
 from kit.paths import ROOT
 
 COMMITTED = ROOT / "tools" / "lan.json"
 PAGE = ROOT / "tools" / "LAN.md"
-USUAL, _, FEWEST = PAIRS
 TINY = "0.4M"
 
 
@@ -185,9 +184,9 @@ def test_short_syncs_are_measured_more_often() -> None:
 
 
 def test_choice_keeps_what_is_asked_for() -> None:
-    choice = Choice(kinds=["round"], sizes=["10M"], pairs=[FEWEST], lines=["50M"])
+    choice = Choice(kinds=["round"], sizes=["10M"], pairs=[INT4Z], lines=["50M"])
     (part,) = grid.chosen(grid.everything(), choice)
-    assert (part.kind, part.size, part.pair, part.lines) == ("round", "10M", FEWEST, (5e7,))
+    assert (part.kind, part.size, part.pair, part.lines) == ("round", "10M", INT4Z, (5e7,))
     assert grid.chosen(grid.everything(), Choice()) == grid.everything()
     assert grid.chosen(grid.everything(), Choice(sizes=["150M"], lines=["50M"])) == []
 
@@ -267,9 +266,10 @@ def test_command_without_root_says_why_it_measures_nothing(
     ("options", "sentence"),
     [
         (["--lines", "2G"], "--lines '2G' is unknown here; choose from 1G, 100M, 50M"),
-        (["--codecs", "bf16"], "--codecs 'bf16' is unknown here; choose from bf16/fp32, int8/int8"),
+        (["--codecs", "bf16"], "--codecs 'bf16' is unknown here; choose from bf16/fp32, bf16/bf16"),
         (["--parameters", "7B"], "--parameters '7B' is unknown here"),
         (["--kinds", "mixed", "--parameters", "150M"], "nothing is measured with all of these"),
+        (["--into", "/nowhere/lan.json"], "--into /nowhere/lan.json cannot be written"),
         (["--page"], "--page takes the file of measurements: --into tools/lan.json"),
     ],
 )
@@ -307,7 +307,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def test_sync_moves_the_bytes_of_its_codecs_over_the_lines(place: Place) -> None:
     parameters = parameters_of(TINY)
     usual, few = (
-        next(measure(place, Part("round", TINY, pair, 2, (1e8,)))) for pair in (USUAL, FEWEST)
+        next(measure(place, Part("round", TINY, pair, 2, (1e8,)))) for pair in (USUAL, INT4Z)
     )
     assert 2 < usual.bytes_up / parameters < 2.5
     assert 4 < usual.bytes_down / parameters < 5
@@ -381,4 +381,4 @@ def test_json_of_the_command_is_its_file(tmp_path: Path) -> None:
     said = subprocess.check_output([*command, "--out", str(tmp_path)], timeout=200)
     assert json.loads(said) == json.loads((tmp_path / "lan.json").read_text())
     (found,) = read(tmp_path / "lan.json").measurements
-    assert (found.pair, found.broker_bits_per_s, found.workers) == (FEWEST, 1e9, 2)
+    assert (found.pair, found.broker_bits_per_s, found.workers) == (INT4Z, 1e9, 2)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from diloco_tools import terminal
 from diloco_tools.bench import machine
-from diloco_tools.bench.limited_network import NoNetwork, limited_network
+from diloco_tools.bench.limited_network import NoNetwork, limited_network, why_not
 from diloco_tools.bench.options import words
 from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.lan import grid, page
@@ -82,11 +82,11 @@ def lan(  # noqa: PLR0913, PLR0917  each is an option of the command
         bool, typer.Option("--page", help=f"Measure nothing; write what --into has into {PAGE}.")
     ] = False,
 ) -> None:
-    """Measure syncs over lines of a limited rate: a broker and real workers, in network namespaces.
+    """Measure syncs over lines of a limited rate: broker and workers in namespaces.
 
-    Takes root and Linux, and under 20 minutes on two cores. Nothing of it can be seen from your own
-    network, and all of it is removed at the end. Where it cannot be made the reason is said and the
-    exit code is 3.
+    Takes root and Linux, and under 20 minutes on two cores. Nothing of it can be
+    seen from your own network, and all of it is removed at the end. Where it
+    cannot be made the reason is said and the exit code is 3.
     """
     older = _read(into)
     if only_page:
@@ -137,13 +137,13 @@ def _measure(parts: Sequence[Part], out: Path) -> tuple[LanFile, bool]:
     def say(text: str) -> None:
         progress.print(text, soft_wrap=True)
 
+    if reason := machine.complaint() or why_not():  # before anything is written
+        raise NoNetwork(reason)
     logs = out.resolve() / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse(f"cannot write to {out} ({error.strerror}); name another folder with --out")
-    if complaint := machine.complaint():
-        raise NoNetwork(complaint)
     end_like_an_error_on_signals()
     at, began = datetime.now().astimezone(), time.monotonic()
     about = machine.describe() | {"nice": os.nice(0)}
@@ -156,12 +156,12 @@ def _measure(parts: Sequence[Part], out: Path) -> tuple[LanFile, bool]:
             found, has_failed = _all_of(Place(network, pool), parts, say)
     except KeyboardInterrupt:
         terminal.fail(COMMAND, "interrupted; its processes and networks are gone", 130)
+    say(f"{time.monotonic() - began:4.0f} s")
     return LanFile(
         shlex.join([*COMMAND.split(), *sys.argv[1:]]),
         at.isoformat(timespec="seconds"),
         about,
         tuple(found),
-        round(time.monotonic() - began, 1),
     ), has_failed
 
 
@@ -208,6 +208,9 @@ def _say_left_out(part: Part, pool: ProcessPool, say: Callable[[str], None]) -> 
 
 
 def _read(into: Path | None) -> LanFile | None:
+    """What is there; a file that could not be written is refused before anything is measured."""
+    if into is not None and not os.access(into if into.exists() else into.parent, os.W_OK):
+        refuse(f"--into {into} cannot be written; name a file in a folder that is there")
     try:
         return read(into) if into is not None and into.exists() else None
     except BadFile as error:

@@ -163,9 +163,10 @@ def _goal_sentences(found: Sequence[Cell]) -> Iterator[str]:
             if good := [cell.workers for cell in of_it if cell.share >= goal]:
                 reached.append(f"{setting} ({_counts(good)})")
             if bad := [cell for cell in of_it if cell.share < goal]:
-                steps = dict.fromkeys(cell.steps_for(goal) for cell in bad)
+                steps = sorted({cell.steps_for(goal) for cell in bad})
+                ends = f"{steps[0]} on" if len(steps) == 1 else f"{steps[0]} to {steps[-1]} on"
                 people = _counts([cell.workers for cell in bad])
-                missed.append(f"{setting} ({people}: from H = {', '.join(map(str, steps))} on)")
+                missed.append(f"{setting} ({people}: from H = {ends})")
         yield (
             f"**{model}, at least {percent(goal)}**, so a standstill of at most "
             f"{seconds(SYNC_EVERY * STEP_S * (1 - goal) / goal)}. "

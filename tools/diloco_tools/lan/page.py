@@ -48,8 +48,10 @@ def where(found: LanFile) -> str:
     times = sorted(each.at for each in found.measurements)
     versions = ", ".join(f"{name} {about.get(name)}" for name in ("kernel", "python", "torch"))
     load = f"{min(loads):.1f} to {max(loads):.1f} processes wanted a core"
+    if about.get("nice", 0) < 0:
+        load += ", behind those that measure"
     return (
         f"Measured on {about.get('cores')} cores of a machine ({about.get('processor')}, {versions})\n"
         f"from {times[0][:16]} to {times[-1][:16]}. In the minute before each measurement\n"
-        f"{load}, those of the measurement before it among them."
+        f"{load}."
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 KINDS = ("round", "streaming", "mixed")
 MODES = ("sync", "quorum", "async")
-PAIRS = (("bf16", "fp32"), ("int8", "int8"), ("int4z", "int4z"))  # codecs up and down
+# Codecs up and down.
+USUAL, SHORT_REPLIES = ("bf16", "fp32"), ("bf16", "bf16")
+INT8, INT4Z = ("int8", "int8"), ("int4z", "int4z")
+PAIRS = (USUAL, SHORT_REPLIES, INT8, INT4Z)
 
 
 class BadFile(Exception):
@@ -88,13 +91,12 @@ class LanFile:
     at: str
     machine: Mapping[str, Any]
     measurements: tuple[Measurement, ...] = ()
-    seconds: float = field(default=0.0)  # that measuring the last ones took
 
     def with_older(self, older: Iterable[Measurement]) -> LanFile:
         """With those of another file that have not been measured again."""
         found = {each.key: each for each in (*older, *self.measurements)}
         in_order = sorted(found.values(), key=_order)
-        return LanFile(self.command, self.at, self.machine, tuple(in_order), self.seconds)
+        return LanFile(self.command, self.at, self.machine, tuple(in_order))
 
     def text(self) -> str:
         """As it stands in the file: a line for each measurement, so that changes can be read."""
@@ -117,14 +119,9 @@ def read(path: Path) -> LanFile:
 
 
 def _order(of: Measurement) -> tuple[Any, ...]:
-    return (
-        KINDS.index(of.kind),
-        of.parameters,
-        of.workers,
-        of.pair,
-        -of.broker_bits_per_s,
-        of.mode,
-    )
+    codecs = PAIRS.index(of.pair) if of.pair in PAIRS else len(PAIRS)
+    line, mode = -of.broker_bits_per_s, MODES.index(of.mode)
+    return (KINDS.index(of.kind), of.parameters, of.workers, codecs, line, mode)
 
 
 def _line(plain: Mapping[str, Any]) -> str:

@@ -56,6 +56,47 @@ def test_submission_is_applied_at_once_and_its_sender_gets_the_version_right_aft
     assert all(chunk["a", 1] == 1 for chunk in stage.counted())
 
 
+def seen_by(worker: Puppet) -> list[int]:
+    """The versions that it was told of, after the one at joining."""
+    return [released.version.counter for released in worker.all(Released)][1:]
+
+
+def test_who_waits_for_its_own_push_is_not_sent_what_others_have_made_meanwhile() -> None:
+    stage, b = b_is_late(3)
+    b.offers(1)
+    b.pulls(after=0, credit=16)
+    assert seen_by(b) == []
+    stage.pushes(a=20)  # which b follows: it may be the one with its push
+    b.delivers(range(stage.state.versions[0].layout.chunks))
+    b.commits()
+    assert seen_by(b) == [4]  # that of a, which it had begun with
+    b.pulls(after=4, credit=16)
+    assert seen_by(b) == [4, 5]
+    assert stage.version().counter == 5
+    assert b.got(Released).ledger.names_whole("b", 1)
+
+
+def test_so_it_is_for_a_push_that_waits_for_a_slot() -> None:
+    stage, (a, b) = a_run("a", "b", staging_slots=1)
+    a.pushes(10)
+    a.offers(11)
+    assert b.offers(1, base=stage.version()).standing is Standing.WAIT
+    b.pulls(after=0, credit=16)
+    assert seen_by(b) == []
+
+
+def test_who_has_nothing_under_way_gets_the_newest_at_once() -> None:
+    stage, b = b_is_late(3)
+    b.pulls(after=0)
+    assert seen_by(b) == [3]
+    b.pushes(1, base=stage.version())
+    b.pulls(after=0)  # its push is in the current version
+    assert seen_by(b)[-1] == 4
+    b.offers(2)
+    b.pulls(after=-1)  # and who asks for any version gets one
+    assert seen_by(b)[-1] == 4 and len(seen_by(b)) == 3
+
+
 def test_each_submission_makes_a_version_of_its_own() -> None:
     stage, _ = a_run("a", "b")
     for number in range(3):

@@ -19,7 +19,26 @@ def pull(state: RunState, member: Member, pull: messages.Pull) -> effects.Effect
     if member.bulk is None or not _has_reader(state, member):
         member.early_pulls[pull.fragment] = pull  # it overtook the credit that binds the connection
     else:
-        yield from _read(state, _reader_of(state, member, member.bulk), pull)
+        reader = _reader_of(state, member, member.bulk)
+        yield from _read(state, reader, _of_what_it_sent(state, member, pull))
+
+
+def _of_what_it_sent(state: RunState, member: Member, pull: messages.Pull) -> messages.Pull:
+    """What a worker asks for that waits for its own push to count.
+
+    Asynchronously others make versions while it trains. They are newer than what it has seen, but its
+    push is in none of them: it would take each whole, and wait on.
+    """
+    version = state.versions[pull.fragment].version
+    if not state.config.is_async or version is None or not 0 <= pull.after < version.counter:
+        return pull
+    pool = state.submissions.pool(pull.fragment).values()
+    pushes = [each.push for each in pool if each.worker_id == member.worker_id]
+    deferred = member.deferred.get(pull.fragment)
+    pushes += [deferred] if deferred is not None else []
+    if all(state.standing(member, push).is_full for push in pushes):
+        return pull
+    return replace(pull, after=version.counter)
 
 
 def credit(
@@ -35,8 +54,13 @@ def credit(
     if member.bulk is not None:
         reader = _reader_of(state, member, member.bulk)
         yield from state.versions.add_credit(reader, credit.chunks, state.now)
-        while member.early_pulls:
-            yield from _read(state, reader, member.early_pulls.popitem()[1])
+        yield from _read_early(state, member, reader)
+
+
+def _read_early(state: RunState, member: Member, reader: Reader) -> effects.Effects:
+    while member.early_pulls:
+        pull = member.early_pulls.popitem()[1]
+        yield from _read(state, reader, _of_what_it_sent(state, member, pull))
 
 
 def _has_reader(state: RunState, member: Member) -> bool:
@@ -89,8 +113,7 @@ def lane(
         yield from state.versions.add_credit(
             reader, binding.credit, state.now, index, member.processes
         )
-    while member.early_pulls:
-        yield from _read(state, reader, member.early_pulls.popitem()[1])
+    yield from _read_early(state, member, reader)
 
 
 def _check_lane(

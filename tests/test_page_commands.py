@@ -108,6 +108,7 @@ def why_not_run(command: Command) -> NotRun | None:
     return next((each for each in NOT_RUN if text.startswith(each.begins)), None)
 
 
+@pytest.mark.timeout(300)  # on a busy machine each process of them takes long to begin
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_commands_of_the_page_run(page: Path, place: Place) -> None:
     for command in commands(page):

@@ -75,9 +75,13 @@ def test_links_hold_where_readmes_are_the_first_pages_of_their_folders(tmp_path:
 
 def test_links_to_what_is_no_page_are_text(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("")
-    write(tmp_path, README="[x.py](x.py), [`run`](x.py), [the code](x.py) and `[no](link.md)`\n")
+    (tmp_path / "tools").mkdir()
+    write(
+        tmp_path,
+        README="[x.py](x.py), [tools/](tools), [`run`](x.py), [the code](x.py) and `[no](link.md)`\n",
+    )
     text = gathered(tmp_path, "index.md")
-    assert text.startswith("`x.py`, `run`, the code and `[no](link.md)`\n")
+    assert text.startswith("`x.py`, `tools/`, `run`, the code and `[no](link.md)`\n")
 
 
 def test_code_is_left_alone(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def _link(root: Path, page: str, there: list[str], found: re.Match[str]) -> str:
         return f"[{text}]({relative}{hash_}{heading})"
     if picture:
         return found[0]
-    return text if "`" in text or text not in target else f"`{text}`"
+    return text if "`" in text or text.rstrip("/") not in target else f"`{text}`"
 
 
 def _pictures(page: Path) -> list[str]:

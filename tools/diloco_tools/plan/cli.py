@@ -26,7 +26,7 @@ from diloco_tools.plan.validation import as_table, read, rows, summary
 from diloco_tools.terminal import console, console_for_tables, fail
 
 COMMAND = "diloco-plan"
-WIDTH = 100  # of the tables where there is no terminal
+WIDTH, WIDE = 80, 120  # of an answer and of the rows of a validation, where there is no terminal
 MEASURED = Path("tools/lan.json")
 app = typer.Typer(pretty_exceptions_enable=False)
 T = TypeVar("T")
@@ -236,7 +236,7 @@ def validate(
     if as_json:
         typer.echo(json.dumps(rows_as_plain(found)))
         return
-    shown = console_for_tables(WIDTH)
+    shown = console_for_tables(WIDE)
     shown.print(as_table(found))
     shown.print(Text("\n" + summary(found)))
 

@@ -91,16 +91,20 @@ def test_run_without_a_usable_loss_is_infinitely_worse(loss: float | None) -> No
     assert perplexity(a_result(Trial(), loss)) == math.inf
 
 
-def test_time_until_the_loss_of_rounds_is_held_against_their_end() -> None:
+def test_time_until_near_the_final_loss_of_rounds_is_held_against_theirs() -> None:
     rounds = [
-        a_result(Trial(), 3.0)
+        a_result(Trial(), 2.0)
     ]  # at 100 / 0.5 seconds, the slowest makes half a step a second
-    fast = [a_result(Trial(), 2.0, ends=80.0)]  # at 3.0 after 40 seconds
+    fast = [a_result(Trial(), 2.019, ends=80.0)]  # within 1% after 80 seconds
+    far = [a_result(Trial(), 2.021)]
     never = [a_result(Trial(), None)]
-    found = {"rounds": rounds, "fast": fast, "never": never}
-    assert sooner("fast", "rounds", 0.5)(found) == [-80.0]
-    low = {"rounds": [a_result(Trial(), 1.0)], "never": never}
-    assert sooner("never", "rounds", 0.5)(low) == [math.inf]
+    found = {"rounds": rounds, "fast": fast, "far": far, "never": never}
+    assert sooner("fast", "rounds", 0.5)(found) == pytest.approx([-60.0])
+    for arm in ("far", "never"):
+        assert sooner(arm, "rounds", 0.5)(found) == [math.inf]
+    assert math.isnan(sooner("fast", "never", 0.5)(found)[0])
+    claim = Claim("soon", Relation(most=0), lambda _: [], never="not reached")
+    assert Finding(claim, [math.inf, -60.0]).told == "not reached in 1 of 2"
 
 
 # Trials.

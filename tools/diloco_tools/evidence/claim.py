@@ -50,12 +50,14 @@ class Claim:
         relation: the bounds of the figure, in percent.
         measure: the figure of each seed, in percent, from the results of the part's arms.
         published: what the paper has, and where; "" where it is a claim of ours.
+        never: what an infinite figure means.
     """
 
     text: str
     relation: Relation
     measure: Callable[[Measured], list[float]]
     published: str = ""
+    never: str = "diverged"
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Finding:
             return "no figure: what it is held against has diverged"
         diverged = sum(value == DIVERGED for value in self.values)
         if diverged:
-            return f"diverged in {diverged} of {len(self.values)}"
+            return f"{self.claim.never} in {diverged} of {len(self.values)}"
         each = ", ".join(f"{value:+.1f}" for value in self.values)
         return f"{self.mean:+.1f}% ± {self.error:.1f} ({each})"
 
@@ -166,17 +168,21 @@ def until(result: Result, loss: float | None) -> float:
     return next((at for _, at, seen in curve if seen is not None and seen <= loss), DIVERGED)
 
 
-def sooner(arm: str, base: str, speed: float) -> Callable[[Measured], list[float]]:
-    """By how many percent later one arm reaches the final loss of rounds than they do.
+# Of the final loss of rounds: who is this near has reached what they have. Seeds differ by as much.
+NEAR = 1.01
 
-    Below 0: sooner. Infinite where it does not. `speed` is that of the slowest worker of the rounds.
+
+def sooner(arm: str, base: str, speed: float) -> Callable[[Measured], list[float]]:
+    """By how many percent later than rounds one arm is within 1% of their final loss.
+
+    Below 0: sooner. Infinite where it never is. `speed` is that of the slowest worker of the rounds.
     """
 
     def measure(found: Measured) -> list[float]:
-        pairs = zip(found[arm], found[base], strict=True)
-        return [
-            100 * (until(one, other["loss"]) / (other["curve"][-1][1] / speed) - 1)
-            for one, other in pairs
-        ]
+        values = []
+        for one, other in zip(found[arm], found[base], strict=True):
+            target = None if other["loss"] is None else NEAR * other["loss"]
+            values.append(100 * (until(one, target) / (until(other, target) / speed) - 1))
+        return values
 
     return measure

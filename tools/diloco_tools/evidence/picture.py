@@ -12,7 +12,9 @@ from diloco_tools.evidence.conduct import Conducted
 
 # Told apart also by people who do not see red from green (Okabe and Ito 2008), then greys.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#1f2937", "#9ca3af")
-HEADROOM = 0.35  # of the span below the start: where curves begin is of no interest
+# The top of a picture, in distances from the lowest loss to where curves are after a quarter of their
+# way, on the median: where they begin is of no interest, nor how far one of them goes astray.
+HEADROOM = 2.6
 AXES = {"steps": "inner steps of each worker", "seconds": "virtual seconds"}
 
 
@@ -44,8 +46,8 @@ def _curves(axes: Any, of: Conducted) -> None:
         axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
         lowest.append(min(low))
         highest.append(mean[len(mean) // 4])
-    span = max(highest) - min(lowest)
-    axes.set_ylim(min(lowest) - 0.1 * span, max(highest) + HEADROOM * span)
+    span = statistics.median(highest) - min(lowest)
+    axes.set_ylim(min(lowest) - 0.1 * span, min(lowest) + HEADROOM * span)
     axes.set_xlim(left=0)
     axes.set_xlabel(AXES[of.part.axis], color=QUIET)
     axes.set_ylabel("held-out loss (nats per byte)", color=QUIET)

@@ -22,7 +22,7 @@ from diloco_tools.lan.cli import SKIPPED, app
 from diloco_tools.lan.grid import Choice, Part
 from diloco_tools.lan.measuring import SET_UP, Place, measure
 from diloco_tools.lan.records import INT4Z, USUAL, BadFile, LanFile, Measurement, read
-from diloco_tools.lan.tables import KEYS, tables
+from diloco_tools.lan.tables import tables
 from kit.paths import ROOT
 
 COMMITTED = ROOT / "tools" / "lan.json"
@@ -54,6 +54,10 @@ def a_round(**changes: object) -> Measurement:
 
 def a_file(*measurements: Measurement) -> LanFile:
     return LanFile("python -m diloco_tools.lan", "2026-01-01T00:00:00", {"cores": 2}, measurements)
+
+
+def filled(text: str, found: LanFile) -> str:
+    return page.filled(text, found, tables(found.measurements))
 
 
 # What is computed
@@ -221,31 +225,31 @@ def test_what_is_no_file_of_measurements_gets_a_sentence(tmp_path: Path, text: s
 
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
-    assert page.filled(text, read(COMMITTED)) == text
+    assert filled(text, read(COMMITTED)) == text
     keys = {match["key"] for match in page.BLOCK.finditer(text)}
-    assert keys == {page.WHERE, *KEYS}
+    assert keys == {page.WHERE, *page.KEYS}
 
 
 def test_other_measurements_change_the_page_between_its_marks_only() -> None:
     before = "Words.\n<!-- table: sync -->\n| 1M | 7 s |\n<!-- end -->\nMore.\n"
-    after = page.filled(before, a_file(a_round(workers=2, seconds=(0.5,))))
+    after = filled(before, a_file(a_round(workers=2, seconds=(0.5,))))
     assert "| 10M | bf16/fp32 | 0.50 s, 64% |" in after
     assert after.startswith("Words.\n<!-- table: sync -->\n") and after.endswith("-->\nMore.\n")
     assert "1M | 7 s" not in after
 
 
 def test_every_table_of_the_page_was_measured() -> None:
-    assert {each.key for each in tables(read(COMMITTED).measurements)} == set(KEYS)
+    assert {each.key for each in tables(read(COMMITTED).measurements)} == set(page.KEYS)
 
 
 def test_table_of_nothing_says_so() -> None:
     before = "<!-- table: mixed -->\n<!-- end -->"
-    assert "Nothing was measured for this." in page.filled(before, a_file(a_round()))
+    assert "Nothing was measured for this." in filled(before, a_file(a_round()))
 
 
 def test_table_that_there_is_not_is_named() -> None:
     with pytest.raises(BadFile, match=r"a table 'nonsense', and there is sync"):
-        page.filled("<!-- table: nonsense -->\n<!-- end -->", a_file(a_round(workers=2)))
+        filled("<!-- table: nonsense -->\n<!-- end -->", a_file(a_round(workers=2)))
 
 
 # The command

@@ -220,7 +220,7 @@ def _read(into: Path | None) -> LanFile | None:
 def _write_page(found: LanFile, into: Path | None) -> None:
     assert into is not None
     try:
-        page.write(found, into.with_name(PAGE))
+        page.write(found, tables(found.measurements), into.with_name(PAGE))
     except BadFile as error:
         refuse(str(error))
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from diloco_tools.lan.records import BadFile, LanFile
-from diloco_tools.lan.tables import KEYS, tables
+from diloco_tools.lan.table import Table
 
+# Tables that a page may ask for.
+KEYS = (
+    *("sync", "training", "heartbeats", "bytes"),
+    *("streaming", "mixed"),
+    *("plan", "plan-seconds", "costs"),
+)
 WHERE = "where"  # the block that says what machine it was
 BLOCK = re.compile(r"<!-- table: (?P<key>[a-z-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def write(found: LanFile, path: Path) -> None:
-    """Put the numbers of this file into the page.
+def write(found: LanFile, tables: Iterable[Table], path: Path) -> None:
+    """Put the tables of this file into the page.
 
     Raises:
         BadFile: there is no such page, or it asks for a table that there is not; the page is as it was.
@@ -22,13 +29,13 @@ def write(found: LanFile, path: Path) -> None:
         page = path.read_text(encoding="utf-8")
     except OSError as error:
         raise BadFile(f"{path} cannot be read ({error.strerror})") from None
-    path.write_text(filled(page, found), encoding="utf-8")
+    path.write_text(filled(page, found, tables), encoding="utf-8")
 
 
-def filled(page: str, found: LanFile) -> str:
-    """The page with the numbers of this file in its blocks; raises BadFile."""
+def filled(page: str, found: LanFile, tables: Iterable[Table]) -> str:
+    """The page with the tables of this file in its blocks; raises BadFile."""
     blocks = dict.fromkeys(KEYS, "Nothing was measured for this.")
-    blocks |= {each.key: "\n".join(each.lines()) for each in tables(found.measurements)}
+    blocks |= {each.key: "\n".join(each.lines()) for each in tables}
     blocks[WHERE] = where(found)
 
     def block(match: re.Match[str]) -> str:

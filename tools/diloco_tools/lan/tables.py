@@ -13,12 +13,6 @@ from diloco_tools.lan.table import NOTHING, Table, percent, seconds, size_of
 from diloco_tools.lan.utilisation import Number, on_a_slower_line, utilisation
 
 LINES = tuple(grid.LINES.values())
-# Of all that there may be, in their order.
-KEYS = (
-    *("sync", "training", "heartbeats", "bytes"),
-    *("streaming", "mixed"),
-    *("plan", "plan-seconds", "costs"),
-)
 Row = tuple[int, tuple[str, str]]  # parameters, codecs
 
 

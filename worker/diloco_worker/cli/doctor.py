@@ -80,6 +80,6 @@ def doctor(
         console = Console(markup=False, emoji=False, highlight=False)
         if not console.is_terminal:
             console.width = WIDE
-        of_all = None if planned is None else planned.sentence
-        console.print(report.as_text(findings, found, of_all))
+        sentence = None if planned is None else planned.sentence
+        console.print(report.as_text(findings, found, sentence))
     raise typer.Exit(report.exit_code(findings))

@@ -18,7 +18,7 @@ from diloco_tools.plan.search import Found, candidates, search
 pytestmark = pytest.mark.timeout(300)
 
 PIECES = 4
-INT4Z = {"wire_dtype": "int4z", "reply_dtype": "int4z"}
+INT4Z: dict[str, Any] = {"wire_dtype": "int4z", "reply_dtype": "int4z"}
 
 
 def of_32(**fields: Any) -> Question:

@@ -234,7 +234,7 @@ def test_rounds_that_wait_for_their_line_are_predicted_within_15_percent(
 
 
 def test_page_without_a_place_for_the_table_is_refused() -> None:
-    recorded = {"machine": {}, "measurements": []}
+    recorded: dict[str, Any] = {"machine": {}, "measurements": []}
     with pytest.raises(UsageError, match="no place for the table"):
         filled("# A page", [], recorded)
 

@@ -84,7 +84,7 @@ def line_of(text: bytes, before: Line | None) -> Line | None:
 
 
 def checked(text: bytes) -> dict[str, Any]:
-    """One line with a kind, a time and an epoch; nothing else is looked at. Raises MalformedFeedError."""
+    """One line with a kind, a time and an epoch; no more is checked. Raises MalformedFeedError."""
     if len(text) > MAX_LINE_BYTES:
         raise MalformedFeedError(f"a line of {len(text)} bytes")
     document = parsed(text)

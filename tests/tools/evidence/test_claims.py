@@ -32,6 +32,7 @@ from kit.evidence_trials import a_result
 from kit.process_kit import Processes, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
+pytestmark = pytest.mark.timeout(300)  # seconds: processes load torch, one after the other
 
 
 def finding(values: list[float], relation: Relation) -> Finding:

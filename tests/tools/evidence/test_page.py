@@ -58,6 +58,7 @@ def test_page_is_what_the_program_writes_from_the_committed_results(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_claim_computed_from_scratch_is_the_committed_one() -> None:
     """Two workers against one, on one seed. Another processor rounds differently, so not to the bit."""
     committed = Study(Results(COMMITTED / "results.jsonl")).conducted(PARTS["workers"])

@@ -175,4 +175,5 @@ def a_result(trial: Trial, loss: float | None, ends: float = 100.0) -> dict[str,
         "lost": 0,
         "rejected": 0,
         "staleness": 0.0,
+        "versions": {"torch": "2.0", "python": "3.12"},
     }

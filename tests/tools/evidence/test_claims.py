@@ -48,13 +48,17 @@ def finding(values: list[float], relation: Relation) -> Finding:
         ([-5.0, -4.0, -6.0], Relation(most=-3), "PASS"),
         ([-3.2, -2.9, -3.1], Relation(most=-3), "NOT SHOWN"),  # within its error of the bound
         ([-9.0, 2.0, -4.0], Relation(most=-3), "NOT SHOWN"),
-        ([6.0, 7.0], Relation(least=5), "PASS"),
-        ([4.0, 7.0], Relation(least=5), "NOT SHOWN"),
-        ([0.1, -0.1], Relation(-1, 1), "PASS"),
-        ([1.4, 1.5], Relation(-1, 1), "NOT SHOWN"),
-        ([math.inf, 7.0], Relation(least=5), "PASS"),  # what diverges is worse by far
-        ([math.inf, 1.0], Relation(most=5), "NOT SHOWN"),
-        ([math.nan], Relation(most=5), "NOT SHOWN"),
+        ([6.0, 7.0, 6.5], Relation(least=5), "PASS"),
+        ([4.0, 7.0, 5.5], Relation(least=5), "NOT SHOWN"),
+        ([0.1, -0.1, 0.0], Relation(-1, 1), "PASS"),
+        ([1.4, 1.5, 1.3], Relation(-1, 1), "NOT SHOWN"),
+        ([-9.0, -9.1], Relation(most=-3), "NOT SHOWN"),  # of two seeds
+        ([-9.0], Relation(most=-3), "NOT SHOWN"),
+        ([math.inf, 7.0, 9.0], Relation(least=5), "PASS"),  # what diverges is worse by far
+        ([math.inf] * 3, Relation(least=5), "PASS"),
+        ([math.inf, -10.0, -10.0], Relation(least=5), "NOT SHOWN"),
+        ([math.inf, 1.0, 1.0], Relation(most=5), "NOT SHOWN"),
+        ([math.nan, 1.0, 1.0], Relation(most=5), "NOT SHOWN"),
         ([], Relation(most=5), "NOT SHOWN"),
         ([100.0], REPORTED, "reported"),
     ],
@@ -62,15 +66,14 @@ def finding(values: list[float], relation: Relation) -> Finding:
 def test_claim_is_shown_when_the_mean_keeps_to_it_also_one_error_on(
     values: list[float], relation: Relation, verdict: str
 ) -> None:
-    if values:
-        assert finding(values, relation).verdict == verdict
-    else:
-        assert verdict == "NOT SHOWN"
+    assert finding(values, relation).verdict == verdict
 
 
 def test_finding_tells_its_mean_its_error_and_each_seed() -> None:
     assert finding([1.0, 2.0, 3.0], REPORTED).told == "+2.0% ± 0.6 (+1.0, +2.0, +3.0)"
-    assert finding([1.0, math.inf], REPORTED).told == "diverged in 1 of 2"
+    assert finding([1.0, math.inf], REPORTED).told == "diverged in 1 of 2 (others: +1.0)"
+    assert finding([math.inf], REPORTED).told == "diverged in 1 of 1"
+    assert finding([1.0], REPORTED).told == "+1.0% (+1.0)"
     assert finding([1.0, math.nan], REPORTED).told.startswith("no figure")
     assert str(Relation(most=-3)) == "at most -3%"
     assert str(Relation(least=5)) == "at least +5%"
@@ -85,6 +88,12 @@ def test_perplexities_are_compared_seed_by_seed() -> None:
     one = [a_result(Trial(seed=s), loss) for s, loss in enumerate((2.0, 3.0))]
     other = [a_result(Trial(seed=s), loss) for s, loss in enumerate((2.0, 3.0 - math.log(1.1)))]
     assert apart("a", "b")({"a": one, "b": other}) == pytest.approx([0.0, 10.0])
+
+
+def test_nothing_is_held_against_a_run_that_has_diverged() -> None:
+    found = {"a": [a_result(Trial(), 2.0)], "b": [a_result(Trial(), None)]}
+    assert math.isnan(apart("a", "b")(found)[0])
+    assert apart("b", "a")(found) == [math.inf]
 
 
 @pytest.mark.parametrize("loss", [None, 268.9])
@@ -105,7 +114,7 @@ def test_time_until_near_the_final_loss_of_rounds_is_held_against_theirs() -> No
         assert sooner(arm, "rounds", 0.5)(found) == [math.inf]
     assert math.isnan(sooner("fast", "never", 0.5)(found)[0])
     claim = Claim("soon", Relation(most=0), lambda _: [], never="not reached")
-    assert Finding(claim, [math.inf, -60.0]).told == "not reached in 1 of 2"
+    assert Finding(claim, [math.inf, math.inf]).told == "not reached in 2 of 2"
 
 
 # Trials.

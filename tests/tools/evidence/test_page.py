@@ -67,13 +67,13 @@ def test_claim_computed_from_scratch_is_the_committed_one() -> None:
         was = committed.measured[arm][0]
         now = measure(Trial.from_plain(was["trial"]))
         losses[arm] = now["loss"]
-        assert now["loss"] == pytest.approx(was["loss"], rel=0.05)
-        assert now["curve"][1][2] == pytest.approx(was["curve"][1][2], rel=0.02)
+        assert now["loss"] == pytest.approx(was["loss"], rel=0.015)
+        assert now["curve"][1][2] == pytest.approx(was["curve"][1][2], rel=0.01)
         for way in ("bytes_up", "bytes_down"):
             assert now[way] == pytest.approx(was[way], rel=0.001)
     (finding,) = (each for each in committed.findings if each.claim.text == "with 2 workers")
     percent = 100 * (math.exp(losses["M = 2"] - losses["one worker"]) - 1)
-    assert percent == pytest.approx(finding.values[0], abs=8)
+    assert percent == pytest.approx(finding.values[0], abs=3)
 
 
 # Writing.
@@ -92,6 +92,7 @@ def test_page_has_every_claim_with_its_verdict_and_the_tuning(tmp_path: Path) ->
     assert 0 < verdicts.count("NOT SHOWN") < len(verdicts)
     assert "**0.7 / 0.9: 2.500**, 0.8 / 0.5: 2.500" in text
     assert "3 paired seeds" in text and "0.43M and 0.82M parameters" in text
+    assert "With torch 2.0, Python 3.12." in text
 
 
 def test_findings_are_json_also_of_runs_that_diverged(tmp_path: Path) -> None:
@@ -105,8 +106,13 @@ def test_findings_are_json_also_of_runs_that_diverged(tmp_path: Path) -> None:
     assert "diverged" in page.markdown(found)
 
 
-def test_every_part_has_a_picture(tmp_path: Path) -> None:
-    study = Study(filled(tmp_path / "results.jsonl"))
+@pytest.mark.parametrize("points", [3, 9])
+def test_every_part_has_a_picture(points: int, tmp_path: Path) -> None:
+    results = filled(tmp_path / "results.jsonl")
+    study = Study(results)
+    for trial in (each for part in PARTS.values() for each in study.measuring(part)):
+        curve = results[trial]["curve"]
+        results[trial]["curve"] = [*curve, *[curve[-1]] * (points - len(curve))]
     for part in PARTS.values():
         path = picture.draw(study.conducted(part), tmp_path)
         assert path == tmp_path / f"{part.name}.png"
@@ -136,7 +142,7 @@ def test_command_goes_on_with_what_is_missing_and_prints_each_finding(
     assert answer.exit_code == 0, answer.output
     assert "More workers, the same number of steps each" in answer.stdout
     assert answer.stdout.count("PASS") >= 1 and answer.stdout.count("NOT SHOWN") >= 1
-    assert sorted(json.loads((out / "findings.json").read_text())) == ["traffic", "workers"]
+    assert list(json.loads((out / "findings.json").read_text())) == list(PARTS)
     answer = runs("page", "--json", "--out", str(out))
     assert list(json.loads(answer.stdout)) == list(PARTS)
 

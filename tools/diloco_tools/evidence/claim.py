@@ -16,6 +16,8 @@ Verdict = Literal["PASS", "NOT SHOWN", "reported"]
 
 # Of a run that has diverged: worse than any other, by however much.
 DIVERGED = math.inf
+# Fewer say nothing about their spread.
+FEWEST_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -112,32 +114,40 @@ class Finding:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean; 0 of a single value, and where it is not finite."""
-        if len(self.values) < 2 or not math.isfinite(self.mean):
-            return 0.0
+        """Standard error of the mean; infinite of a single value."""
+        if len(self.values) < 2:
+            return math.inf
         return statistics.stdev(self.values) / math.sqrt(len(self.values))
 
     @property
     def verdict(self) -> Verdict:
-        """PASS where the mean keeps to the relation also one standard error nearer to its bounds."""
+        """PASS where the mean keeps to the relation also one standard error nearer to its bounds.
+
+        Where some seeds diverged, each of the others must keep to it; they themselves are above all.
+        """
         relation = self.claim.relation
         if relation.is_open:
             return "reported"
-        if not self.values or math.isnan(self.mean):
+        if len(self.values) < FEWEST_SEEDS or any(map(math.isnan, self.values)):
             return "NOT SHOWN"
-        holds = relation.least <= self.mean - self.error and self.mean + self.error <= relation.most
-        return "PASS" if holds else "NOT SHOWN"
+        if all(map(math.isfinite, self.values)):
+            low, high = self.mean - self.error, self.mean + self.error
+        else:
+            low, high = min(self.values), max(self.values)
+        return "PASS" if relation.least <= low and high <= relation.most else "NOT SHOWN"
 
     @property
     def told(self) -> str:
         """The mean and what it is between; so many that have diverged."""
         if any(map(math.isnan, self.values)):
             return "no figure: what it is held against has diverged"
+        each = ", ".join(f"{value:+.1f}" for value in self.values if value != DIVERGED)
         diverged = sum(value == DIVERGED for value in self.values)
         if diverged:
-            return f"{self.claim.never} in {diverged} of {len(self.values)}"
-        each = ", ".join(f"{value:+.1f}" for value in self.values)
-        return f"{self.mean:+.1f}% ± {self.error:.1f} ({each})"
+            others = f" (others: {each})" if each else ""
+            return f"{self.claim.never} in {diverged} of {len(self.values)}{others}"
+        spread = f" ± {self.error:.1f}" if len(self.values) > 1 else ""
+        return f"{self.mean:+.1f}%{spread} ({each})"
 
 
 # Figures that claims are about.
@@ -151,11 +161,18 @@ def perplexity(result: Result) -> float:
 
 
 def apart(arm: str, base: str) -> Callable[[Measured], list[float]]:
-    """By how many percent the perplexity of one arm is above that of another, seed by seed."""
+    """By how many percent the perplexity of one arm is above that of another, seed by seed.
+
+    Not a number where the other has diverged: there is nothing to hold it against.
+    """
 
     def measure(found: Measured) -> list[float]:
-        pairs = zip(found[arm], found[base], strict=True)
-        return [100 * (perplexity(one) / perplexity(other) - 1) for one, other in pairs]
+        values = []
+        for one, other in zip(found[arm], found[base], strict=True):
+            against = perplexity(other)
+            is_there = math.isfinite(against)
+            values.append(100 * (perplexity(one) / against - 1) if is_there else math.nan)
+        return values
 
     return measure
 

@@ -64,7 +64,7 @@ def main(  # noqa: PLR0917  each is an option
     """Train small models, hold what comes out against each claim: PASS, or NOT SHOWN.
 
     Each run is kept as soon as it is done, in results.jsonl of the folder; the same command goes on
-    where it was stopped. About ten minutes for each part on two cores.
+    where it was stopped. Up to ten minutes for each part on two cores.
     """
     wanted = list(PARTS) if ALL in parts or parts == [PAGE] else list(dict.fromkeys(parts))
     for name in wanted:
@@ -86,22 +86,21 @@ def main(  # noqa: PLR0917  each is an option
     chosen = None if data is None else str(data.resolve())
     study = Study(results, seeds=seeds, data=chosen, steps=steps)
     end_like_an_error_on_signals()
-    found: list[Conducted] = []
     try:
         for name in wanted:
-            if parts == [PAGE] and study.missing(PARTS[name]):
-                continue  # it is not on the page then
-            found.append(measure(study, name, jobs, quiet=as_json))
+            if parts != [PAGE]:
+                measure(study, name, jobs, quiet=as_json)
     except DataError as error:
         wrong(str(error))
     except KeyboardInterrupt:
         fail(COMMAND, "interrupted; the same command goes on with what is missing", 130)
+    found = [study.conducted(part) for part in PARTS.values() if not study.missing(part)]
     if not found:
         wrong(f"{results.file} has not all runs of any part; measure one first")
     write(found, out, page_file or out / "EVIDENCE.md", quiet=as_json)
 
 
-def measure(study: Study, name: str, jobs: int, *, quiet: bool) -> Conducted:
+def measure(study: Study, name: str, jobs: int, *, quiet: bool) -> None:
     """One part, with a line for each run as it is done, and its findings at the end."""
     part = PARTS[name]
     began = time.monotonic()
@@ -119,11 +118,10 @@ def measure(study: Study, name: str, jobs: int, *, quiet: bool) -> Conducted:
             expected = str(finding.claim.relation)
             told = f"  {finding.verdict:<10} {finding.claim.text}: {finding.told}"
             typer.echo(told + (f"; expected {expected}" if expected else ""))
-    return conducted
 
 
 def write(found: Sequence[Conducted], out: Path, page_file: Path, *, quiet: bool) -> None:
-    """The findings as JSON, the page, and the pictures."""
+    """The findings of all parts that are whole, as JSON, as a page and in pictures."""
     plain = json.dumps(page.plain(found), indent=1, allow_nan=False)
     (out / "findings.json").write_text(plain + "\n")
     written = ["results.jsonl", "findings.json"]

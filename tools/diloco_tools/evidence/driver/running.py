@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -53,6 +54,7 @@ def measure(trial: Trial) -> Result:
         "rejected": found.rejected,
         "staleness": round(found.staleness, 3),
         "seconds": round(time.perf_counter() - began, 1),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
 
 
@@ -132,7 +134,9 @@ def train_all(
                 left = (time.monotonic() - began) / done * (len(missing) - done)
                 tell(f"{done}/{len(missing)} {told(result)}, about {left / 60:.0f} min left")
         except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()  # else they would finish what they are at, for minutes
             raise
 
 

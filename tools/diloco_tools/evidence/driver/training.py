@@ -27,6 +27,7 @@ from diloco_worker import DiLoCoClient, DiLoCoWorker
 REVERSED, ENORMOUS = -3.0, 1000.0
 # Tokens that a worker reports for each of its steps: what is lost weighs a billionth of the rest.
 KEPT, LOST = 1_000_000_000, 1
+LOOK_S = 0.5  # between two looks whether a worker has failed
 
 
 @dataclass
@@ -85,12 +86,16 @@ class DiLoCoRun:
         with Broker(config) as broker, ExitStack() as stack:
             self.address = broker.address
             workers = [Worker(self, number) for number in range(trial.workers)]
-            threads = [threading.Thread(target=self._work, args=(each,)) for each in workers]
+            # A round waits for a worker that has failed in it, and who waits there hears nothing else.
+            threads = [
+                threading.Thread(target=self._work, args=(each,), daemon=True) for each in workers
+            ]
             for thread in threads:
                 thread.start()
-            stack.callback(self._end_all, threads)
+            stack.callback(self._end_all)
             for thread in threads:
-                thread.join()
+                while thread.is_alive() and not self._failures:
+                    thread.join(LOOK_S)
             if trial.drop:
                 self.outcome.lost = sum(len(lost_in(each, trial)) for each in range(trial.rounds))
             if self._failures:
@@ -128,14 +133,12 @@ class DiLoCoRun:
             if self.baton is not None:
                 self.baton.end(broken=True)
 
-    def _end_all(self, threads: list[threading.Thread]) -> None:
-        """Where `go` is left before its time, by Ctrl-C."""
+    def _end_all(self) -> None:
+        """Where `go` is left before its time, by a failure or Ctrl-C."""
         self.is_over.set()
         self.together.abort()
         if self.baton is not None:
             self.baton.end(broken=True)
-        for thread in threads:
-            thread.join(PATIENCE_S)
 
     def sees(self, steps: int, seconds: float, loss: float) -> None:
         """A point of the curve. A run whose loss is not finite has ended."""

@@ -15,6 +15,6 @@ def outer(*pairs: tuple[float, float]) -> Choices:
 
 # As published for DiLoCo (.7, .9; arXiv 2311.08105), with less momentum, with none.
 OUTER = outer((0.7, 0.9), (0.8, 0.5), (1.0, 0.0))
-# For a momentum step at each push of one of four workers, which has four times as many.
+# For a step at each push of one of four workers, of which there are four times as many.
 OUTER_PER_PUSH = outer((0.2, 0.5), (0.1, 0.9), (0.25, 0.0))
 INNER: Choices = tuple({"lr": lr} for lr in (0.75e-3, 1.5e-3, 3e-3))

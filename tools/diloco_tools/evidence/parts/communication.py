@@ -131,9 +131,9 @@ def _less(arm: str) -> Callable[[Measured], list[float]]:
 TRAFFIC = Part(
     "traffic",
     "Bytes on the wire",
-    "What the workers of the arms above have counted, headers and all, against rounds x workers x "
-    "parameters x bytes, and the first parameters; and against data-parallel training, which would send "
-    "as much at each of the H steps.",
+    "What the workers of the arms above have counted, headers of messages and all, against rounds x "
+    "workers x parameters x bytes, and the first parameters; and against data-parallel training, which "
+    "would send as much at each of the H steps.",
     tuple(_in(pair) for pair in ("bf16/fp32", "int8/int8", "int4z/int4z")),
     (
         Claim(

@@ -56,10 +56,10 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
     sharing = state.config.staging_slots
     if (yield from collect.comes_again(state, member, push, sharing=sharing)):
         return
+    collect.abandon_others(state, member, push)  # also where this one is refused
     text = _too_old(state, member.worker_id, push)
     if text is not None:
         raise ProtocolError(Code.STALE, text)
-    collect.abandon_others(state, member, push)
     queue = state.submissions.queue
     if _may_send(state, member, push) and not queue:
         yield from collect.begin(state, member, push, sharing=sharing)

@@ -38,7 +38,7 @@ ALLOWED = {
     "diloco_tools": {"diloco_protocol"},
 }
 # Both cores with what they are driven by, for who simulates a whole run; nothing else imports them.
-CORES_FOR_OTHERS = {"diloco_broker.pure", "diloco_worker.pure"}
+CORES_FOR_OTHERS = ("diloco_broker.pure", "diloco_worker.pure")
 MAY_USE_CORES = ("plan",)
 # Measures a part of the broker by itself, which no public name shows.
 OF_PARTS = "diloco_tools.bench.roles.tensor_work"

@@ -78,6 +78,8 @@ def test_shares_are_below_one(text: str, share: float) -> None:
         ((*SMALL, "--tau", "soon"), "is no number of steps"),
         ((), "how large is the model?"),
         ((*SMALL, "--workers", "0"), "--workers is 0"),
+        ((*SMALL, "--sites", "0"), "cannot be shared out evenly to 0 sites"),
+        ((*SMALL, "--fails-every", "0s"), "--fails-every is 0 s"),
         ((*SMALL, "-P", "4", "-H", "3"), "is too little"),
         ((*SMALL, "--broker-link", "5k"), "These lines are too slow"),
         (("validate", "no-such-file.json"), "make lan writes it"),

@@ -49,6 +49,8 @@ def test_lines_that_are_other_ones_down_and_keys_are_asked_for() -> None:
     assert findings.status is not None
     said = words(found, findings.status, 2, with_keys=True)
     assert "100000000/1000000000" in said and said[-1] == "--keys"
+    # The broker's may be as lopsided, the other way round.
+    assert said[said.index("--broker-link") + 1] == "100000000"
 
 
 def test_planner_answers_and_a_worker_alone_takes_what_the_closed_formula_says() -> None:
@@ -87,10 +89,10 @@ def test_planner_that_does_not_answer_is_left_out(
 def test_sentence_and_object_have_what_the_planner_said() -> None:
     planned = Planned(5, 22.61, 0.951)
     assert planned.sentence == (
-        "With the run's 5 workers on a broker's line no faster than this one, a round takes at most "
-        "22.6 s, and training has 95% of the time (diloco-plan)."
+        "If the lines of the broker and of all 5 workers are like this one, a round takes about 22.6 s, "
+        "and training has 95% of the time (diloco-plan)."
     )
-    assert Planned(2, 0.5, None).sentence.endswith("takes at most 500 ms (diloco-plan).")
+    assert Planned(2, 0.5, None).sentence.endswith("takes about 500 ms (diloco-plan).")
     findings, found = a_run(5)
     shown = as_text(findings, found, planned.sentence)
     assert planned.sentence in str(shown.renderables[-1])

@@ -115,7 +115,11 @@ class Answer:
     @property
     def broker_memory(self) -> float:
         question, n = self.question, self.question.parameters
-        held: float = n * (STATE + (SHADOW if question.has_shadow else 0))
+        held: float = n * STATE
+        if question.has_shadow:
+            held += n * SHADOW
+        elif question.reply_dtype != "fp32":  # what is handed out is a copy
+            held += n * SIZES[question.reply_dtype].element
         whole = STAGING_SLOTS if question.mode == "async" else self.pushers
         if question.counts_whole or question.has_relays:
             held += whole * n * SIZES[question.wire_dtype].element

@@ -82,6 +82,15 @@ class Question:
         ):
             if not 0 <= seconds <= 60:
                 raise UsageError(f"{name} is {seconds:g} s; give 0 to 60 seconds, as 20ms.")
+        if self.fails_every_s is not None and not 1 <= self.fails_every_s < 1e12:
+            raise UsageError(
+                f"--fails-every is {self.fails_every_s:g} s; give the time between two failures of a "
+                "worker, as 24h."
+            )
+        if not 0 <= self.back_after_s <= 1e9:
+            raise UsageError(
+                f"--back-after is {self.back_after_s:g} s; give how long it is away, as 10min."
+            )
         if not 0 < self.step_s <= 1e6:
             raise UsageError(f"--step-time is {self.step_s:g} s; give what one inner step takes.")
         check_wire_dtype(self.wire_dtype, WIRE_DTYPES)
@@ -92,9 +101,10 @@ class Question:
         if self.sync_every < fewest:
             raise UsageError(
                 f"--sync-every {self.sync_every} is too little: {self.fragments} fragments with "
-                f"tau = {self.delay_steps or 0} take at least H = P (tau + 1) = {fewest} steps."
+                f"tau = {self.delay_steps or 0} take at least H = P (tau + 1) = {fewest} steps. Give "
+                "more steps, fewer fragments or a smaller tau."
             )
-        if self.workers % self.sites or not 1 <= self.sites <= self.workers:
+        if not 1 <= self.sites <= self.workers or self.workers % self.sites:
             raise UsageError(
                 f"{self.workers} workers cannot be shared out evenly to {self.sites} sites; give "
                 "--sites a number that divides --workers."

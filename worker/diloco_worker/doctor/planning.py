@@ -1,7 +1,8 @@
 """What a round takes of all workers of the run together: `diloco-plan` knows, on the line measured here.
 
-`core.round_cost` is for this worker alone. What others make of a round depends on the broker's line,
-which nobody has measured, so it is taken to be no faster than this one: it takes no longer than that.
+`core.round_cost` is for this worker alone. What others make of a round depends on their lines and on the
+broker's, which nobody has measured: they are taken to be like this one, and the broker's to be as fast
+as the slower way of this one.
 A planner that cannot be run, or takes too long, is left out: the line is what was asked for.
 """
 
@@ -36,8 +37,8 @@ class Planned:
         if self.utilisation is not None:
             trains = f", and training has {self.utilisation:.0%} of the time"
         return (
-            f"With the run's {self.workers} workers on a broker's line no faster than this one, a "
-            f"round takes at most {_seconds(self.seconds)}{trains} (diloco-plan)."
+            f"If the lines of the broker and of all {self.workers} workers are like this one, a round "
+            f"takes about {_seconds(self.seconds)}{trains} (diloco-plan)."
         )
 
 
@@ -51,7 +52,7 @@ def words(
     options = {
         "parameters": exchange.parameters,
         "workers": workers,
-        "broker-link": max(up, down),
+        "broker-link": min(up, down),
         "link": f"{up}/{down}",
         "delay": f"{line.round_trip:.6f}s",
         "step-time": f"{found.step_time or STEP_S}s",

@@ -178,7 +178,7 @@ def _all_of(
                 for each in measure(place, part):
                     found.append(each)
                     say(f"{time.monotonic() - began:4.0f} s      {_in_short(each)}")
-            except ChildFailed as error:
+            except (ChildFailed, NoNetwork) as error:
                 # What was measured before, and what comes, is worth as much without it.
                 say(f"{COMMAND}: {error}")
                 has_failed = True

@@ -82,15 +82,7 @@ class Question:
         ):
             if not 0 <= seconds <= 60:
                 raise UsageError(f"{name} is {seconds:g} s; give 0 to 60 seconds, as 20ms.")
-        if self.fails_every_s is not None and not 1 <= self.fails_every_s < 1e12:
-            raise UsageError(
-                f"--fails-every is {self.fails_every_s:g} s; give the time between two failures of a "
-                "worker, as 24h."
-            )
-        if not 0 <= self.back_after_s <= 1e9:
-            raise UsageError(
-                f"--back-after is {self.back_after_s:g} s; give how long it is away, as 10min."
-            )
+        self._check_failures()
         if not 0 < self.step_s <= 1e6:
             raise UsageError(f"--step-time is {self.step_s:g} s; give what one inner step takes.")
         check_wire_dtype(self.wire_dtype, WIRE_DTYPES)
@@ -115,6 +107,17 @@ class Question:
             )
         if self.has_relays and self.mode == "async":
             raise UsageError("--relays is for rounds: leave out --mode async.")
+
+    def _check_failures(self) -> None:
+        if self.fails_every_s is not None and not 1 <= self.fails_every_s < 1e12:
+            raise UsageError(
+                f"--fails-every is {self.fails_every_s:g} s; give the time between two failures of a "
+                "worker, as 24h."
+            )
+        if not 0 <= self.back_after_s <= 1e9:
+            raise UsageError(
+                f"--back-after is {self.back_after_s:g} s; give how long it is away, as 10min."
+            )
 
     # What follows.
 

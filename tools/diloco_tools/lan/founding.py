@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from diloco_tools.bench.sizes import parameters_of
@@ -178,15 +179,22 @@ def _goal_sentences(found: Sequence[Cell]) -> Iterator[str]:
 def _check(measurements: Sequence[Measurement], costs: Sequence[Costs]) -> Iterator[str]:
     """How far what is computed is from what was measured, where there is both."""
     told = []
+    # Of other models where there are more workers than the one that costs were taken from.
+    others = sorted({m.parameters for m in measurements if m.workers > 2}, reverse=True)
     for each in costs:
-        for workers in WORKERS:
-            found = _measured(measurements, each.of.parameters, each.pair, workers)
-            if found is not None and found is not each.of:
-                computed = each.seconds(found.parameters, workers, FAST_LINE)
-                name = f"{'/'.join(each.pair)} with {_people(workers)}"
+        sizes = [each.of.parameters, *(size for size in others if size != each.of.parameters)]
+        for size, workers in product(sizes, WORKERS):
+            found = _measured(measurements, size, each.pair, workers)
+            is_told = size == each.of.parameters or workers > 2
+            if found is not None and found is not each.of and is_told:
+                computed = each.seconds(size, workers, FAST_LINE)
+                name = f"{size / 1e6:.0f}M in {'/'.join(each.pair)} with {_people(workers)}"
                 told.append(f"{name} {seconds(computed)} for {seconds(found.median_s)} measured")
     if told:
-        yield f"Computed beside measured, {grid.FOUNDING_SIZE}: {'; '.join(told)}."
+        yield (
+            f"Computed beside measured: {'; '.join(told)}. So what is computed for more workers in few "
+            "bits is too short here by as much."
+        )
 
 
 def _share(cell: Cell | None) -> str:

@@ -49,8 +49,21 @@ NOT_RUN = (
     NotRun(
         "python -m diloco_tools.chaos", "the logs of a drill", "tests/tools/test_chaos_drill.py"
     ),
-    NotRun("diloco-plan", "half a minute and more", "tests/tools/plan/test_command.py"),
-    NotRun("diloco-evidence", "minutes to hours", "tests/tools/evidence/test_driver.py"),
+    NotRun(
+        "diloco-plan",
+        "it searches: up to a minute on a busy machine",
+        "tests/tools/plan/test_command.py::test_table_fits_80_columns_and_names_what_was_asked",
+    ),
+    NotRun(
+        "diloco-evidence page",
+        "it reads what is committed",
+        "tests/tools/evidence/test_page.py::test_page_is_what_the_program_writes_from_the_committed_results",
+    ),
+    NotRun(
+        "diloco-evidence",
+        "minutes to hours",
+        "tests/tools/evidence/test_claims.py::test_killed_command_leaves_no_process_behind",
+    ),
     NotRun("python -m diloco_tools.lan", "minutes, as root", "tests/tools/test_lan.py"),
     NotRun("diloco-bench", "minutes to half an hour", "tests/tools/test_bench.py"),
     NotRun("diloco-top --json --follow", "it has no end", "tests/tools/test_top_follow.py"),

@@ -114,8 +114,8 @@ class Finding:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean; infinite of a single value."""
-        if len(self.values) < 2:
+        """Standard error of the mean; infinite of a single value, and where one is not finite."""
+        if len(self.values) < 2 or not all(map(math.isfinite, self.values)):
             return math.inf
         return statistics.stdev(self.values) / math.sqrt(len(self.values))
 

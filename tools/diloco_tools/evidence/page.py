@@ -83,7 +83,7 @@ def _plain_finding(finding: Finding) -> dict[str, Any]:
         "most_percent": _finite(relation.most),
         "values_percent": [_finite(value) for value in finding.values],  # null: diverged
         "mean_percent": _finite(finding.mean),
-        "error_percent": finding.error,
+        "error_percent": _finite(finding.error),
         "verdict": finding.verdict,
         "published": finding.claim.published,
     }

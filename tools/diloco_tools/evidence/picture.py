@@ -87,7 +87,5 @@ def _ends(axes: Any, of: Conducted) -> None:
             )
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlabel(
-        "held-out loss at the end (nats per byte): each seed, and their mean", color=QUIET
-    )
+    axes.set_xlabel("final held-out loss (nats per byte), each seed and the mean", color=QUIET)
     recede(axes, grid="x")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,8 @@ from diloco_tools.evidence.driver.running import Results, train_all
 from diloco_tools.evidence.driver.trial import Trial
 from diloco_tools.evidence.parts import PARTS
 from kit.evidence_trials import a_result
-from kit.process_kit import Processes, wait_for
+from kit.process_kit import wait_for
 
-pytest_plugins = ("kit.process_fixtures",)
 pytestmark = pytest.mark.timeout(300)  # seconds: processes load torch, one after the other
 
 
@@ -258,11 +259,14 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
-def test_killed_command_leaves_no_process_behind(processes: Processes, tmp_path: Path) -> None:
+def test_killed_command_leaves_no_process_behind(tmp_path: Path) -> None:
     data = tmp_path / "text"
     data.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 4000)
     options = ("--jobs", "1", "--data", str(data), "--out", str(tmp_path / "out"))
-    command = processes.run("-m", "diloco_tools.evidence", "codecs", *options)
-    children = wait_for(lambda: children_of(command.pid))
-    command.kill()
+    words = [sys.executable, "-m", "diloco_tools.evidence", "codecs", *options]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as command:
+        try:
+            children = wait_for(lambda: children_of(command.pid), seconds=100)
+        finally:
+            command.kill()
     wait_for(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in children))

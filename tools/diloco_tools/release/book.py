@@ -172,7 +172,17 @@ def build(root: Path, to: Path) -> None:
         settings = "".join(f"{name} = {value!r}\n" for name, value in SETTINGS.items())
         (source / "conf.py").write_text(settings)
         # Warnings are errors, and all of them are shown.
-        words = ["-q", "-W", "--keep-going", "-n", "-b", "html", "-d", f"{scratch}/doctrees"]
+        words = [
+            "-q",
+            "--no-color",
+            "-W",
+            "--keep-going",
+            "-n",
+            "-b",
+            "html",
+            "-d",
+            f"{scratch}/doctrees",
+        ]
         command = [sys.executable, "-m", "sphinx", *words, str(source), str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         said = done.stderr.replace(f"{source}/", "").strip()

@@ -23,7 +23,7 @@ from diloco_tools.evidence.driver.turns import virtual_order
 
 TINY_MODEL = GPTConfig(context=16, width=16, layers=4, heads=2)
 SPEEDS = (0.58, 0.75, 1.51, 3.33)
-TINY = Trial(model="tiny", steps=8, sync_every=2, batch=2, windows=8)
+TINY = Trial(model="tiny", steps=8, sync_every=2, batch=2, windows=8, lr=3e-3)
 State = dict[str, Tensor]
 
 

@@ -80,7 +80,7 @@ def close(trial: Trial, kind: str, **weights: Any) -> None:
     expected = without_a_broker(trial, text, kind, **weights)
     for name, value in expected.items():
         assert torch.allclose(outcome.parameters[name], value, rtol=1e-3, atol=2e-5), name
-    assert outcome.curve[-1][2] < outcome.curve[0][2] - 0.003  # type: ignore[operator]
+    assert outcome.curve[-1][2] < outcome.curve[0][2] - 0.01  # type: ignore[operator]
     assert outcome.rejected == 0
 
 

@@ -24,6 +24,8 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     """A sign of life, with the step count: a training loop that hangs shows in it."""
     figures, life = member.figures, member.liveness
     has_moved = figures.take(beat, state.now)
+    if member.is_relay and beat.workers is not None:
+        member.workers = min(beat.workers, state.config.max_workers)
     life.beat(state.now, has_moved=has_moved)
     if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
         figures.has_warned = True

@@ -264,7 +264,8 @@ class RunState:
         if not self.first_round_pending:
             return config.min_workers
         needed = config.workers
-        if config.max_delta_norm is not None and round_ is not None and round_.barrier is not None:
+        may_refuse = config.max_delta_norm is not None or config.relays
+        if may_refuse and round_ is not None and round_.barrier is not None:
             # They are here, though their work is refused.
             needed -= sum(name in self.members for name in round_.barrier.skipped)
         return max(config.min_workers, needed)

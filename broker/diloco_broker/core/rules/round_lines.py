@@ -35,7 +35,7 @@ def _averaged(state: RunState, ended: Update, expected: set[str]) -> str:
     if not relays:
         return f"{ended.averaged} of {len(expected)} expected workers averaged"
     direct = len(expected) - relays
-    return f"{ended.averaged} workers averaged, with {direct} and {relays} relays expected"
+    return f"{ended.averaged} workers averaged, of {relays} relays and {direct} others expected"
 
 
 def applied(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:

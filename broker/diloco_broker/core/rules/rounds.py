@@ -126,8 +126,11 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
             ledger = ledger.with_contents(each.push.contents)
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
     ledger = ledger.without_the_long_gone(state.members.known)
+    averaged = ended.averaged
+    if state.parents is not None:
+        ledger, averaged = state.parents.ledger, state.parents.averaged
     record = FragmentRecord(
-        in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
+        in_progress.version, ledger, in_progress.gradients, ended.number, averaged
     )
     units.counted(state, ended.fragment, ledger)
     unreleased = UnreleasedVersion(ended, counted, record)

@@ -1,9 +1,9 @@
 """The staged reducer: submissions are kept until whole, and merged together, a round at a time.
 
 Used with a quorum, in deterministic order, with relays, with a bound on how long a push may be, or
-where an aggregate needs whole submissions. A worker may send before its round is open; what is not whole when a
-round closes is carried into the next round of the fragment, or dropped, as the run has it (`--late`),
-and its worker is told either way.
+where an aggregate needs whole submissions. A worker may send before its round is open; what is not whole
+when a round closes is carried into the next round of the fragment, or dropped, as the run has it
+(`--late`), and its worker is told either way.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ from diloco_worker.core.session import Session
 
 # Pushes that the parent would not have; their workers are told when they offer them again.
 REFUSED_KEPT = 10_000
+# After the parent has refused a push: when no newer version has come, the site tries again.
+AGAIN_S = 5.0
 _WAITS = "The relay waits for its parent at {}; it lets workers in once it has the parameters."
 _LARGE = (
     "The model's description is too large for one message, which a relay cannot hand on before it has "
@@ -153,6 +155,7 @@ class Relay:
         # By fragment, the last version that came whole: what was said of it, and its chunks.
         self._versions: dict[int, tuple[Released, tuple[Any, ...]]] = {}
         self._refused: dict[tuple[str, int], tuple[str, str]] = {}  # code and sentence, by push
+        self._again_at: float | None = None  # when the site begins anew, newer version or not
         self._turned_away: tuple[Manifest, str, str] | None = (
             None  # a model the parent would not have
         )
@@ -236,7 +239,7 @@ class Relay:
             case to_parent.Deliver():
                 yield from self._delivered(effect, wires, now)
             case to_parent.PushOver(push_id, str() as code, text):
-                yield from self._is_refused(push_id, code, text)
+                yield from self._is_refused(push_id, code, text, now)
             case to_parent.JoinRefused(code, text, final=True):
                 yield from self._is_turned_away(code, text)
             case to_parent.Told(messages.Notice("shutdown", text)):
@@ -274,12 +277,12 @@ class Relay:
         else:
             yield from self._begin(terms, now, f"the run has gone on to version {released.version}")
 
-    def _is_refused(self, push_id: int, code: str, text: str) -> Commands:
+    def _is_refused(self, push_id: int, code: str, text: str, now: float) -> Commands:
         """The parent does not take the site's push. The site begins anew with the next version."""
         flight = self._flight
         if flight is None or flight.push_id != push_id:
             return
-        self._flight = None
+        self._flight, self._again_at = None, now + AGAIN_S
         if code == Code.CONTAINED:
             text = f"A part of the site's push is counted, or under way, already: {text}"
         else:
@@ -304,7 +307,7 @@ class Relay:
             return
         found = _resumption(session.manifest, terms, self._versions, self.parent)
         self.site = Core(config, self._draw, now, resumption=found)
-        self.is_open, self._flight = True, None
+        self.is_open, self._flight, self._again_at = True, None, None
         yield Begin(self.site, terms.layout)
         text = f"The relay begins anew: {why}." if why else "The relay has the run's parameters."
         for member in before.state.members:
@@ -314,10 +317,13 @@ class Relay:
 
     # Both.
 
-    def tick(self) -> Commands:
+    def tick(self, now: float) -> Commands:
         """Time has passed: the parent hears how many are here, the site what is trained with."""
         session, state = self.session, self.site.state
         if session is None or session.join is None or not self.is_open:
+            return
+        if self._again_at is not None and now >= self._again_at and session.terms is not None:
+            yield from self._begin(session.terms, now, "its push was refused")
             return
         here = state.members.workers
         if session.join.workers != here:

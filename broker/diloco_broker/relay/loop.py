@@ -92,7 +92,7 @@ class RelayLoop(Loop):
         while self._uplink.news:
             effect, wires = self._uplink.news.popleft()
             self._do(self._relay.told(effect, wires, self.now()))
-        self._do(self._relay.tick())
+        self._do(self._relay.tick(self.now()))
 
     def _hear(self, received: events.Received) -> None:
         self._do(self._relay.hears(received))

@@ -10,6 +10,7 @@ TORCH_INDEX ?=
 STAMP := $(VENV)/.ready
 LIBRARIES := $(VENV)/.integrations
 ENGINES := $(VENV)-ray/.ready
+BOOK := $(VENV)/.book
 # Tests run in as many processes as there are cores, up to 8: half of them wait for processes or clocks.
 SPREAD := -n auto --maxprocesses=8 --dist=worksteal
 MUTANTS ?= 300
@@ -19,7 +20,7 @@ SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check release clean
+.PHONY: help setup demo chaos attack bench evidence lan fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check docs release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -27,17 +28,20 @@ help:
 	@echo "make chaos     kill, stop and cut off a run in every mode, then audit it: under 5 minutes"
 	@echo "make attack    floods, forgeries and stolen keys against a broker that trains: what got through, what it cost"
 	@echo "make bench     measure this machine's limits and the product against them: half an hour"
+	@echo "make evidence  what is claimed of training, measured again: some two hours; goes on where it was stopped"
+	@echo "make lan       syncs over lines of 1 Gb/s, 100 and 50 Mb/s in network namespaces: under 20 minutes, as root"
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
-	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
+	@echo "make test-browser  the dashboard and reports in headless Chromium, which is installed where that may be"
 	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"
 	@echo "make test-engines  a run on a real Slurm and a real Ray, which are installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
 	@echo "make fuzz      inputs that may break something: a minute of them, or others: SECONDS=3600 SEED=7"
 	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
 	@echo "make check     lint, fuzz and test-all: what CI runs, and the slow tests"
+	@echo "make docs      the pages as one book in HTML, in site/; a link that leads nowhere fails it"
 	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
-	@echo "make clean     remove .venv and the results of runs"
+	@echo "make clean     remove .venv, the results of runs and the book"
 
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 ...")'
@@ -64,6 +68,13 @@ attack: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/diloco-bench all
 
+# It says why where there can be no such network.
+evidence: $(STAMP)
+	@$(BIN)/diloco-evidence all
+
+lan: $(STAMP)
+	@$(BIN)/python -m diloco_tools.lan --skip-is-success
+
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser and not integration and not engine"
 
@@ -79,7 +90,7 @@ chromium:
 	  || echo "Chromium cannot be installed here (that takes root and apt): its tests will be skipped."; }
 
 test-browser: $(STAMP) chromium
-	@$(BIN)/python -m pytest -m browser -rs tests/tools/test_dashboard_browser.py
+	@$(BIN)/python -m pytest -m browser -rs tests/tools/test_dashboard_browser.py tests/tools/test_report_browser.py
 
 # The tests skip themselves, with the reason, where these cannot be had.
 $(LIBRARIES): $(STAMP)
@@ -132,8 +143,16 @@ format: $(STAMP)
 
 check: lint fuzz test-all
 
+$(BOOK): $(STAMP)
+	@echo "Installing Sphinx (once, a minute) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs]"
+	@touch $@
+
+docs: $(BOOK)
+	@$(BIN)/python -m diloco_tools.release.book
+
 release: $(STAMP)
 	@$(BIN)/python -m diloco_tools.release.packages
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray runs
+	rm -rf $(VENV) $(VENV)-ray runs site

@@ -42,9 +42,12 @@ ALLOWED = {
 # A relay is a broker to its site and a worker to its parent, made of the two cores and their shells: it
 # alone imports from these parts of the worker. Nothing of the broker but its command line imports it.
 RELAY, OF_THE_WORKER = "diloco_broker.relay", ("diloco_worker.core", "diloco_worker.shell")
+# Both cores with what they are driven by, for who simulates a whole run; nothing else imports them.
+CORES_FOR_OTHERS = {"diloco_broker.pure", "diloco_worker.pure"}
+MAY_USE_CORES = ("plan",)
 # Measures a part of the broker by itself, which no public name shows.
 OF_PARTS = "diloco_tools.bench.roles.tensor_work"
-MAY_USE_BOTH = ("demo", "bench", "chaos", "experiments", "ray")
+MAY_USE_BOTH = ("demo", "bench", "chaos", "evidence", "ray")
 # A whole run for users' tests: it has a broker, by its public name. Nothing else imports it.
 WHOLE_RUN = "diloco_worker.testing"
 # What no module of these reaches, by any path: everything there can be run in a test with a fake clock.
@@ -67,6 +70,7 @@ PURE = {
     "diloco_broker.core": NO_SHELL,
     "diloco_broker.relay.core": NO_SHELL,
     "diloco_worker.core": NO_SHELL,
+    **dict.fromkeys(CORES_FOR_OTHERS, NO_SHELL - {"time", "threading"}),  # what is read has a lock
     # A pool of memory, `diloco_protocol.tensors.tensor_pool`, has a lock.
     "diloco_worker.model": NO_SHELL - {"torch", "numpy", "threading"},
     "diloco_broker.tensors": NO_SHELL - {"torch", "numpy", "threading"},
@@ -200,10 +204,14 @@ def test_imports_keep_to_the_house(module: str) -> None:
             is_tool = package == "diloco_tools" and module.split(".")[1] in MAY_USE_BOTH
             both = is_tool or module == WHOLE_RUN
             of_relay = is_in(module, RELAY) and any(is_in(name, part) for part in OF_THE_WORKER)
-            may = of in ALLOWED[package] or (both and is_public) or module == OF_PARTS or of_relay
+            simulates = package == "diloco_tools" and module.split(".")[1] in MAY_USE_CORES
+            is_core = simulates and name in CORES_FOR_OTHERS
+            of_both = (both and is_public) or is_core or of_relay
+            may = of in ALLOWED[package] or of_both or module == OF_PARTS
             assert may, f"{module} imports {name}"
         else:
             assert name != WHOLE_RUN, f"{module} imports what is for tests"
+            assert name not in CORES_FOR_OTHERS, f"{module} imports what is for others"
         if of == package and module != package:  # a package's own face shows what is above
             assert storey(name) <= storey(module), f"{module} imports {name}, which is above it"
     for one, other in (*STRANGERS, *(pair[::-1] for pair in STRANGERS)):

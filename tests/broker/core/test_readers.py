@@ -97,3 +97,17 @@ def test_worker_on_a_thin_link_goes_on_and_one_that_never_reads_is_given_up() ->
     assert silent.bulk in stage.gone
     assert silent.bulk not in stage.state.versions.readers
     assert silent.worker_id in stage.state.members, "its heartbeats come: it may read anew"
+
+
+def test_reader_that_waited_for_long_has_its_time_once_its_credit_is_used_up() -> None:
+    """A worker on a slow line, or one that others keep waiting, asks long before the first chunk."""
+    stage, a = a_long_run()
+    route = stage.route()
+    stage.happens(Received(route, Pull(0, after=0, credit=1)))
+    stage.passes_with(int(OBSERVER_GOES_ON_WITHIN_S) * 3, "a")
+    a.pushes(1)
+    assert chunks_of(stage, route) == 1
+    stage.passes_with(int(OBSERVER_GOES_ON_WITHIN_S) - 5, "a")
+    assert route not in stage.gone
+    stage.passes_with(10, "a")
+    assert route in stage.gone

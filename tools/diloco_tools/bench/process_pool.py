@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import Pipe
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from diloco_protocol.clients import Keys, find_keys
@@ -229,15 +230,25 @@ class ProcessPool(Children):
         return self.raw_samples[-1]
 
     @contextlib.contextmanager
-    def broker(self, **options: object) -> Iterator[BrokerProcess]:
+    def broker(self, inside: Sequence[str] = (), **options: object) -> Iterator[BrokerProcess]:
         """A broker with these options, where True is a flag, for as long as the context lasts.
 
-        Workers come over TCP, which stands for a network here, unless `ipc` is said.
+        Workers come over TCP, which stands for a network here, unless `ipc` is said. `inside` is a
+        command that runs another one somewhere, in its own place (exec).
         """
-        options = {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*"} | options
+        # Where it runs inside, its network may be another than ours; its files are the same.
+        folder = TemporaryDirectory(prefix="diloco-") if inside else nullcontext("")
+        with folder as short:  # the path of a socket has at most 107 characters
+            feed = f"ipc://{short}/feed" if inside else "tcp://127.0.0.1:*"
+            options = {"bind": "tcp://127.0.0.1:*", "feed": feed} | options
+            with self._serve(inside, options) as broker:
+                yield broker
+
+    @contextlib.contextmanager
+    def _serve(self, inside: Sequence[str], options: dict[str, object]) -> Iterator[BrokerProcess]:
         if not options.pop("ipc", False):
             options["no_ipc"] = True
-        command = [sys.executable, "-m", "diloco_broker", "serve"]
+        command = [*inside, sys.executable, "-m", "diloco_broker", "serve"]
         for name, value in options.items():
             command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
         if "save_dir" not in options:
@@ -256,16 +267,16 @@ class ProcessPool(Children):
         trainers: Sequence[RoleProcess],
         size: str,
         link: Link = nullcontext,
-        **options: object,
+        **options: Any,
     ) -> Iterator[BrokerProcess]:
         """A run of these roles, with a boundary behind each step and a model of this size.
 
-        With the option `keys`, a folder of `make_keys`, each has the key of its name. `link` leads to
-        the broker by another address.
+        `options` are those of `broker`; `sync_every` may be another. With the option `keys`, a folder
+        of `make_keys`, each has the key of its name. `link` leads to the broker by another address.
         """
-        workers = options.pop("workers", len(trainers))
+        options = {"workers": len(trainers), "sync_every": 1} | options
         with (
-            self.broker(workers=workers, sync_every=1, **options) as broker,
+            self.broker(**options) as broker,
             link(broker.address) as address,
         ):
             ask_all(trainers, "build", size=size)

@@ -1,4 +1,4 @@
-"""The models of the benchmark: the demo's GPT in four sizes. Pure."""
+"""The models of the benchmark: the demo's GPT in some sizes. Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SIZES = {
     "10M": Shape(320, 8, 5),
     "50M": Shape(640, 10, 10),
     "125M": Shape(1024, 10, 16),
+    "150M": Shape(1024, 12, 16),
 }
 
 

@@ -60,14 +60,8 @@ class Line:
 
 def line_of(text: bytes, before: Line | None) -> Line | None:
     """Check one line; None if a newer broker has written it for others. Raises MalformedFeedError."""
-    if len(text) > MAX_LINE_BYTES:
-        raise MalformedFeedError(f"a line of {len(text)} bytes")
-    document = parsed(text)
-    kind, at, epoch = (document.get(key) for key in ("kind", "at", "epoch"))
-    if not isinstance(kind, str) or not isinstance(epoch, str):
-        raise MalformedFeedError("no kind or no epoch")
-    if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e12:
-        raise MalformedFeedError("no time")
+    document = checked(text)
+    kind, at, epoch = document["kind"], document["at"], document["epoch"]
     if kind not in ("start", "round", "event", "stop"):
         return None
     snapshot_of(document)
@@ -87,6 +81,19 @@ def line_of(text: bytes, before: Line | None) -> Line | None:
         events=last.events + (kind in ("event", "stop")),
         stopped=last.stopped or kind == "stop",
     )
+
+
+def checked(text: bytes) -> dict[str, Any]:
+    """One line with a kind, a time and an epoch; nothing else is looked at. Raises MalformedFeedError."""
+    if len(text) > MAX_LINE_BYTES:
+        raise MalformedFeedError(f"a line of {len(text)} bytes")
+    document = parsed(text)
+    kind, at, epoch = (document.get(key) for key in ("kind", "at", "epoch"))
+    if not isinstance(kind, str) or not isinstance(epoch, str):
+        raise MalformedFeedError("no kind or no epoch")
+    if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e12:
+        raise MalformedFeedError("no time")
+    return document
 
 
 def parsed(text: bytes) -> dict[str, Any]:

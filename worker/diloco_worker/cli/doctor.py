@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
 from diloco_protocol.clients.keys import VARIABLE
 from diloco_worker.doctor import report
 from diloco_worker.doctor.examination import examine
+from diloco_worker.doctor.planning import plan
 
 WIDE = 400  # columns
 _POWERS = {"k": 3, "m": 6, "b": 9}
@@ -68,13 +70,16 @@ def doctor(
     """
     findings = examine(server, keys, timeout)
     found = report.estimate(findings, parameters, step_time)
+    planned = plan(findings, found)
     if as_json:
-        typer.echo(json.dumps(report.as_plain(findings, found)))
+        of_all = None if planned is None else asdict(planned)
+        typer.echo(json.dumps(report.as_plain(findings, found, of_all)))
     else:
         # Names are printed as they are. Where it is no terminal nobody has said how wide it is: a
         # sentence a line.
         console = Console(markup=False, emoji=False, highlight=False)
         if not console.is_terminal:
             console.width = WIDE
-        console.print(report.as_text(findings, found))
+        of_all = None if planned is None else planned.sentence
+        console.print(report.as_text(findings, found, of_all))
     raise typer.Exit(report.exit_code(findings))

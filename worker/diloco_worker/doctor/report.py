@@ -124,8 +124,8 @@ def exit_code(findings: Findings) -> int:
     return int(findings.wrong[0].fault) if findings.wrong else 0
 
 
-def as_text(findings: Findings, found: Estimate | None) -> Group:
-    """A line for each thing, what is wrong at its place, and what a round takes."""
+def as_text(findings: Findings, found: Estimate | None, of_all: str | None = None) -> Group:
+    """A line for each thing, what is wrong at its place, and what a round takes; `of_all` workers."""
     wrong = {_ROWS.get(each.fault, "address"): each.text for each in findings.wrong}
     table = Table.grid(padding=(0, 1))
     for name, value in _rows(findings).items():
@@ -139,7 +139,8 @@ def as_text(findings: Findings, found: Estimate | None) -> Group:
         _row(table, _NOTE, "", note)
     parts: list[Text | Table] = [Text(f"diloco-worker doctor  {findings.server}\n", "bold"), table]
     if found is not None:
-        parts.append(Text("\n" + "\n".join(_sentences(found))))
+        said = _sentences(found) if of_all is None else [*_sentences(found), of_all]
+        parts.append(Text("\n" + "\n".join(said)))
     elif findings.up and findings.down:
         parts.append(
             Text("\nNo model is in this run yet; --parameters N tells what a round would take.")
@@ -222,8 +223,13 @@ def _of_other_dtypes(found: Estimate) -> list[str]:
     ]
 
 
-def as_plain(findings: Findings, found: Estimate | None) -> dict[str, Any]:
-    """For programs: seconds, bytes and bytes a second; null is what is not known."""
+def as_plain(
+    findings: Findings, found: Estimate | None, of_all: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """For programs: seconds, bytes and bytes a second; null is what is not known.
+
+    `of_all`: what a round of all workers takes, if there are several.
+    """
     status, keys, clocks = findings.status, findings.keys, findings.clocks
     trips, up, down = findings.trips, findings.up, findings.down
     return {
@@ -255,6 +261,7 @@ def as_plain(findings: Findings, found: Estimate | None) -> dict[str, Any]:
             "sync_every": found.sync_every,
             "utilisation": found.utilisation,
             "sync_every_for_95": found.needed,
+            "of_all_workers": of_all,
             "in_other_dtypes": [
                 {
                     "wire_dtype": each.wire_dtype,

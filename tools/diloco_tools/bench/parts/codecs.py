@@ -13,7 +13,7 @@ from functools import partial
 from statistics import fmean, median
 
 from diloco_protocol.dtypes import REPLY_DTYPES
-from diloco_tools.bench.limited_network import NoNetwork, limited_network
+from diloco_tools.bench.limited_network import NoNetwork, broker_options, limited_network
 from diloco_tools.bench.link import SlowProxy
 from diloco_tools.bench.options import Repeats, Size
 from diloco_tools.bench.parts.rounds import (
@@ -108,17 +108,17 @@ def codecs_wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 3) -
 def codecs_limited(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 3) -> list[Figure]:
     """Rounds with each pair of dtypes over a network of this kernel, of 1 Gb/s each way; needs root.
 
-    The workers are in a namespace of their own, behind a token bucket.
+    Broker and workers are in a namespace each, behind a token bucket: what they share is the broker's
+    line.
     """
     try:
-        with limited_network(BITS_PER_S) as network:
+        with limited_network(BITS_PER_S, [BITS_PER_S] * 2 * WORKERS) as network:
             trainers = [
-                pool.role("trainer", f"limited-{i}", network.inside) for i in range(2 * WORKERS)
+                pool.role("trainer", f"limited-{i}", network.inside(1 + i))
+                for i in range(2 * WORKERS)
             ]
             try:
-                found = _in_turn(
-                    pool, trainers, size, repeats, bind=f"{network.address}:*", insecure=True
-                )
+                found = _in_turn(pool, trainers, size, repeats, **broker_options(network))
                 return _through(CODECS_LIMITED, size, f"{BITS_PER_S / 1e9:g} Gb/s", found)
             finally:
                 pool.dismiss("limited-")

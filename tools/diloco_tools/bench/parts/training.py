@@ -79,7 +79,7 @@ def streaming(
     saves of the time that the hook takes with tau = 0, where training waits for each reply.
     """
     (trainer,) = pool.roles("trainer")
-    fragments = {"num_fragments": FRAGMENTS, "fragment_pattern": "balanced"}
+    fragments: dict[str, Any] = {"num_fragments": FRAGMENTS, "fragment_pattern": "balanced"}
     a_run = partial(pool.broker, workers=1, sync_every=SYNC_EVERY, **fragments)
     with a_run(fragment_sync_delay=2) as overlapping, a_run(fragment_sync_delay=0) as waiting:
         late, at_once = [], []

@@ -21,6 +21,7 @@ from pkgutil import resolve_name
 ROLES = {
     "raw": "wire:RawEnd",
     "transport": "wire:TransportEnd",
+    "line-probe": "line_probe:LineProbe",
     "kernels": "kernels:Kernels",
     "tensor-work": "tensor_work:TensorWork",
     "fake-worker": "fake_worker:FakeWorkers",

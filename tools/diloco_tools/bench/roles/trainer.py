@@ -179,6 +179,30 @@ class Trainer:
             rounds += 1
         return {"began": began, "ended": time.monotonic(), "rounds": rounds, "bytes": moved}
 
+    def simulate(self, steps: int, step_s: float, drift_every: int) -> dict[str, Any]:
+        """Steps of this length that change the parameters, as training does, with the hook behind each.
+
+        Args:
+            steps: how many.
+            step_s: seconds of each; what the change itself takes is part of them.
+            drift_every: the parameters change in the first of so many steps: before each boundary.
+
+        Returns:
+            When it began and ended, how long the hook held up each step, how long it takes to copy all
+            parameters once, all in s; and how many steps behind its slot the last reply was merged.
+        """
+        began, waited = time.monotonic(), []
+        for number in range(steps):
+            due = time.monotonic() + step_s
+            if number % drift_every == 0:
+                self.drift(normal=True)
+            time.sleep(max(0.0, due - time.monotonic()))
+            self._optimizer.step()
+            waited.append(time.monotonic() - self._began)
+        delay = self._diloco.sync_metrics.merge_delay
+        found = {"began": began, "ended": time.monotonic(), "waited": waited, "delay": delay}
+        return found | {"copy": self._copy_seconds()}
+
     def train(self, steps: int) -> dict[str, Any]:
         """Train on random bytes; seconds of each step, and of the hook within it."""
         whole, hook = [], []

@@ -69,6 +69,7 @@ class Reader:
     account: Account
     joined: bool
     heard_at: float  # when it last asked for something
+    stands_since: float | None = None  # since when it has no credit for what it could be sent
     lanes: dict[int, Outlet] = field(default_factory=dict)
     lane_map: list[list[int]] | None = (
         None  # by fragment, the lane of each chunk; None: it is lane 0
@@ -80,15 +81,23 @@ class Reader:
     holds: dict[int, VersionId] = field(default_factory=dict)
 
     def has_stopped(self, now: float) -> bool:
-        """It does not go on with a version that it has begun."""
-        within = WORKER_GOES_ON_WITHIN_S if self.joined else OBSERVER_GOES_ON_WITHIN_S
+        """It does not go on with a version that it has begun. To be asked now and then.
+
+        It may have waited for the version for hours before, and used up its credit a moment ago.
+        """
         lacks_credit = any(
             each.ready.get(lane)
             for lane, outlet in self.lanes.items()
             if not outlet.credit
             for each in self.downloads.values()
         )
-        return lacks_credit and now - self.heard_at > within
+        if not lacks_credit:
+            self.stands_since = None
+            return False
+        if self.stands_since is None or self.heard_at > self.stands_since:
+            self.stands_since = now
+        within = WORKER_GOES_ON_WITHIN_S if self.joined else OBSERVER_GOES_ON_WITHIN_S
+        return now - self.stands_since > within
 
     @property
     def credit(self) -> int:

@@ -1,0 +1,111 @@
+"""What flows get of a line that they share, in exact numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_tools.plan.simulated.fair_share import Flow, Hub, World
+
+RATES = st.sampled_from([1.0, 2.0, 3.0, 5.0, 8.0])
+AMOUNTS = st.integers(1, 50).map(float)
+
+
+class Line:
+    """A hub, and when what was sent through it came to its end, by name."""
+
+    def __init__(self, rate: float) -> None:
+        self.world = World()
+        self.hub = Hub(self.world, rate)
+        self.ends: dict[object, float] = {}
+        self._sent = 0
+
+    def sends(self, flow: Flow, amount: float, name: object) -> None:
+        def through() -> None:
+            self.ends[name] = self.world.now
+
+        self._sent += 1
+        flow.send(amount, through)
+
+    def runs(self) -> dict[object, float]:
+        assert self.world.run(lambda: len(self.ends) == self._sent, 10_000)
+        return self.ends
+
+
+def ends(hub_rate: float, flows: Sequence[tuple[float, float]]) -> list[float]:
+    """When each of these (most, amount) is through, if all begin at once."""
+    line = Line(hub_rate)
+    for number, (most, amount) in enumerate(flows):
+        line.sends(line.hub.flow(most), amount, number)
+    found = line.runs()
+    return [found[number] for number in range(len(flows))]
+
+
+def test_one_flow_has_its_own_rate_or_that_of_the_line() -> None:
+    assert ends(10.0, [(4.0, 20.0)]) == pytest.approx([5.0])
+    assert ends(10.0, [(math.inf, 20.0)]) == pytest.approx([2.0])
+
+
+def test_what_a_slow_flow_leaves_is_for_the_others() -> None:
+    # 2 for the slow one and 4 for each of the others, until they are through.
+    assert ends(10.0, [(2.0, 8.0), (9.0, 16.0), (9.0, 16.0)]) == pytest.approx([4.0, 4.0, 4.0])
+
+
+def test_who_is_through_leaves_the_line_to_the_others() -> None:
+    assert ends(10.0, [(math.inf, 10.0), (math.inf, 30.0)]) == pytest.approx([2.0, 4.0])
+
+
+def test_a_flow_sends_one_after_the_other() -> None:
+    line = Line(10.0)
+    flow = line.hub.flow()
+    for number in range(3):
+        line.sends(flow, 20.0, number)
+    assert line.runs() == pytest.approx({0: 2.0, 1: 4.0, 2: 6.0})
+    assert flow.total == 60.0
+
+
+def test_weights_share_out_the_line() -> None:
+    line = Line(10.0)
+    line.sends(line.hub.flow(weight=4.0), 8.0, "heavy")
+    line.sends(line.hub.flow(weight=1.0), 8.0, "light")
+    assert line.runs() == pytest.approx({"heavy": 1.0, "light": 1.6})
+
+
+def test_flows_behind_one_line_share_that_first() -> None:
+    line = Line(10.0)
+    for name in ("a", "b"):
+        line.sends(line.hub.flow(behind=("site", 2.0)), 4.0, name)
+    line.sends(line.hub.flow(), 16.0, "c")
+    assert line.runs() == pytest.approx({"c": 2.0, "a": 4.0, "b": 4.0})
+
+
+@given(st.lists(st.tuples(RATES, AMOUNTS), min_size=1, max_size=8), RATES)
+def test_a_line_is_never_idle_and_never_carries_more_than_it_can(
+    flows: list[tuple[float, float]], rate: float
+) -> None:
+    found = ends(rate, flows)
+    total = sum(amount for _, amount in flows)
+    assert max(found) >= total / rate - 1e-6
+    for (most, amount), end in zip(flows, found, strict=True):
+        assert end >= amount / min(most, rate) - 1e-6
+    if all(most >= rate for most, _ in flows):
+        assert max(found) == pytest.approx(total / rate)
+
+
+def test_500_flows_of_a_kind_cost_no_more_events_than_one() -> None:
+    def events(count: int) -> int:
+        line = Line(10.0)
+        for number in range(count):
+            line.sends(line.hub.flow(), 1.0, number)
+        line.runs()
+        return line.world.events
+
+    assert events(500) == events(1)
+
+
+def test_a_world_in_which_nothing_more_happens_says_so() -> None:
+    assert not World().run(lambda: False, 100)

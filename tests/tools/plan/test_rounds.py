@@ -1,0 +1,262 @@
+"""What rounds take on given lines: small cases by hand, and how answers hang together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_protocol.chunks import CHUNK_ELEMENTS
+from diloco_protocol.errors import UsageError
+from diloco_tools.plan.answer import Answer, answer
+from diloco_tools.plan.question import USABLE, Question
+from diloco_tools.plan.simulated.costs import Costs
+from diloco_tools.plan.simulated.run import simulate
+from diloco_worker.core.round_cost import Exchange, Line, fragment_seconds
+
+# Work takes no time, and lines are shared evenly: what is left is bytes over rates.
+FREE = Costs(
+    wire=0.0,
+    keys=0.0,
+    message=0.0,
+    fold=0.0,
+    step=0.0,
+    freeze=0.0,
+    land=0.0,
+    worker_codec=0.0,
+    awake=0.0,
+    unevenness=0.0,
+)
+NO_CODECS = {"wire_dtype": "bf16", "reply_dtype": "bf16"}
+BYTE = 8 / USABLE  # bits of a line that carry one of ours
+CHUNK = float(CHUNK_ELEMENTS)
+
+
+@pytest.fixture(autouse=True)
+def codecs_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker's own, which have no factor: tests of CPU set what they need."""
+    for table in ("ENCODE", "DECODE"):
+        for module in ("broker", "worker"):
+            free = dict.fromkeys(("fp32", "bf16", "fp16", "int8", "int4", "int4z", "top64"), 0.0)
+            monkeypatch.setattr(f"diloco_tools.plan.simulated.{module}.{table}", free)
+
+
+def asked(**fields: Any) -> Question:
+    """Ten chunks of 2 bytes a parameter each way, a line of 1 MB/s, steps of a second."""
+    usual: dict[str, Any] = {
+        "parameters": 10 * CHUNK_ELEMENTS,
+        "workers": 1,
+        "broker_link": 1e6 * BYTE,
+        "links": (1e12,),
+        "delays": (0.0,),
+        "sync_every": 100,
+        **NO_CODECS,
+    }
+    return Question(**usual | fields)
+
+
+def found(pieces: int | None = None, **fields: Any) -> Answer:
+    return answer(asked(**fields), FREE, pieces)
+
+
+WAY_S = 10 * CHUNK * 2 / 1e6  # of all chunks one way
+
+
+def test_one_worker_takes_its_bytes_over_the_rate() -> None:
+    """The ninth chunk comes down while the tenth goes up, so the last one is left."""
+    one = found()
+    assert one.measured.exchange_s == pytest.approx(WAY_S * 1.1, rel=1e-6)
+    assert one.waits_s == pytest.approx(WAY_S * 1.1, rel=1e-6)
+    assert one.utilisation == pytest.approx(100 / (100 + WAY_S * 1.1), rel=1e-6)
+    assert one.measured.bytes_up == one.measured.bytes_down == pytest.approx(20 * CHUNK)
+
+
+def test_larger_replies_take_their_time_behind_the_first_chunk() -> None:
+    twice = found(reply_dtype="fp32")
+    assert twice.measured.exchange_s == pytest.approx(WAY_S * (0.1 + 2.0), rel=1e-6)
+
+
+def test_pushes_that_count_whole_come_back_behind_themselves() -> None:
+    assert found(is_whole=True).measured.exchange_s == pytest.approx(2 * WAY_S, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_workers_share_the_brokers_line(workers: int) -> None:
+    assert found(workers=workers).measured.exchange_s == pytest.approx(
+        workers * WAY_S * 1.1, rel=1e-6
+    )
+
+
+def test_workers_on_lines_of_their_own_do_not_share() -> None:
+    own = found(workers=5, broker_link=1e12, links=(1e6 * BYTE,))
+    assert own.measured.exchange_s == pytest.approx(WAY_S * 1.1, rel=1e-6)
+
+
+def test_all_wait_for_the_worker_on_the_slowest_line() -> None:
+    lines = (1e6 * BYTE, 1e6 * BYTE, 0.5e6 * BYTE)
+    slow = found(workers=3, broker_link=1e12, links=lines)
+    assert slow.waits_s == pytest.approx(2 * WAY_S * 1.1, rel=0.06)
+    assert slow.least_utilisation == pytest.approx(slow.utilisation, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"reply_dtype": "fp32"}, {"is_whole": True}, {"delays": (0.1,)}]
+)
+@pytest.mark.parametrize("up", [0.3e6, 1e6])
+def test_closed_formula_of_one_worker_says_the_same(up: float, fields: dict[str, Any]) -> None:
+    """`round_cost`, which was written before the simulator and knows nothing of it."""
+    question = asked(broker_link=up * BYTE, **fields)
+    reply = 4.0 if question.reply_dtype == "fp32" else 2.0
+    exchange = Exchange(question.parameters, 2.0, reply, CHUNK_ELEMENTS, is_whole=question.is_whole)
+    expected = fragment_seconds(exchange, Line(up, up, question.delays[0]))
+    assert answer(question, FREE).measured.exchange_s == pytest.approx(expected, rel=0.02)
+
+
+def test_a_window_limits_what_a_long_line_carries() -> None:
+    """A push has 16 chunks under way at most, so a second there and back carries so many a second."""
+    far = found(parameters=640 * CHUNK_ELEMENTS, broker_link=1e12, delays=(1.0,), is_whole=True)
+    assert far.measured.exchange_s >= 640 / 16 * 2
+
+
+def test_fragments_hide_behind_training() -> None:
+    """A fragment takes 2.9 of the 25 steps up to the next one."""
+    streams = found(fragments=4, delay_steps=None, parameters=40 * CHUNK_ELEMENTS)
+    assert streams.measured.exchange_s > 10.0
+    assert streams.waits_s == pytest.approx(0.0, abs=1e-6)
+    assert streams.utilisation == pytest.approx(1.0)
+    assert streams.hidden == pytest.approx(1.0)
+
+
+def test_what_does_not_fit_behind_training_is_waited_for() -> None:
+    """With tau = 5 of one second, a fragment of 11.5 s is waited for 6.5 s, four times."""
+    fields: dict[str, Any] = {"fragments": 4, "parameters": 40 * CHUNK_ELEMENTS}
+    streams = found(**fields, delay_steps=5)
+    takes = streams.measured.exchange_s
+    assert takes == pytest.approx(WAY_S * 1.1, rel=1e-6)
+    assert streams.waits_s == pytest.approx(4 * (takes - 5), rel=1e-6)
+    assert streams.hidden == pytest.approx(5 / takes, rel=1e-6)
+    waits = found(**fields, delay_steps=0).waits_s
+    assert waits == pytest.approx(4 * takes, rel=1e-6)
+
+
+def test_asynchronous_workers_do_not_wait_for_a_slow_one() -> None:
+    lines = (10e6 * BYTE, 10e6 * BYTE, 0.5e6 * BYTE)
+    fields: dict[str, Any] = {"workers": 3, "broker_link": 1e12, "links": lines}
+    apart, together = found(mode="async", **fields), found(**fields)
+    fast_apart = apart.measured.trains_s[0] / apart.measured.cycle_s[0]
+    fast_together = together.measured.trains_s[0] / together.measured.cycle_s[0]
+    assert fast_together < 0.85
+    assert fast_apart > 0.95
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.floats(1.0, 50.0),
+    st.floats(1.1, 8.0),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([("bf16", "fp32"), ("int8", "int8"), ("int4z", "int4z")]),
+    st.sampled_from([(1, 0), (2, None), (2, 3)]),
+    st.booleans(),
+)
+def test_a_faster_line_never_takes_longer(
+    megabytes: float,
+    times: float,
+    workers: int,
+    codecs: tuple[str, str],
+    fragments: tuple[int, int | None],
+    is_whole: bool,
+) -> None:
+    question = asked(
+        broker_link=megabytes * 1e6 * BYTE,
+        workers=workers,
+        wire_dtype=codecs[0],
+        reply_dtype=codecs[1],
+        fragments=fragments[0],
+        delay_steps=fragments[1],
+        is_whole=is_whole,
+    )
+    faster = replace(question, broker_link=question.broker_link * times)
+    slow, fast = answer(question), answer(faster)
+    assert fast.measured.exchange_s <= slow.measured.exchange_s * (1 + 1e-6)
+    # What is merged at a step may wait for it, so waits are compared within a step.
+    assert fast.waits_s <= slow.waits_s + question.step_s
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"reply_dtype": "fp32"},
+        {"wire_dtype": "int8", "reply_dtype": "int8", "workers": 3},
+        {"is_whole": True},
+        {"fragments": 4, "delay_steps": 2},
+        {"workers": 2, "delays": (0.05,)},
+        {"mode": "async", "workers": 2},
+    ],
+    ids=str,
+)
+def test_the_answer_does_not_depend_on_the_number_of_pieces(fields: dict[str, Any]) -> None:
+    """400 chunks as they travel, and pieces of many chunks: within 2%."""
+    question = asked(parameters=400 * CHUNK_ELEMENTS, sync_every=1000, **fields)
+    whole = simulate(question, Costs(), 400)
+    assert whole.pieces == 400
+    for count in (8, 12, 24):
+        pieces = simulate(question, Costs(), count)
+        assert pieces.pieces == count * question.fragments
+        assert pieces.exchange_s == pytest.approx(whole.exchange_s, rel=0.02)
+        assert pieces.cycle_s == pytest.approx(whole.cycle_s, rel=0.02)
+        assert pieces.bytes_up == pytest.approx(whole.bytes_up, rel=1e-6)
+
+
+def test_work_takes_cpu_time_of_the_cores_that_there_are() -> None:
+    slow = replace(FREE, fold=1000.0)  # for a billion: 5.2 s for each push
+    fields: dict[str, Any] = {"broker_link": 1e12, "workers": 2}
+    alone = answer(asked(**fields), slow)
+    folds = 2 * 10 * CHUNK * 1000 / 1e9
+    assert alone.measured.exchange_s == pytest.approx(folds, rel=0.001)
+    assert alone.measured.broker_cpu_s == pytest.approx(folds, rel=0.001)
+    busy = replace(slow, freeze=1000.0)
+    apart = answer(asked(**fields), busy)
+    shared = answer(asked(**fields, cores=1), busy)
+    assert apart.waits_s == pytest.approx(folds + folds / 2, rel=0.001)
+    assert shared.waits_s == pytest.approx(2 * folds, rel=0.001)
+
+
+def test_unevenly_shared_lines_cost_rounds_that_carry_the_same_both_ways() -> None:
+    uneven = replace(FREE, unevenness=0.3)
+    same, larger = asked(workers=2), asked(workers=2, reply_dtype="fp32")
+
+    def times(question: Question) -> float:
+        even = answer(question, FREE).measured.slowest_s
+        return answer(question, uneven).measured.slowest_s / even
+
+    assert 1.1 < times(same) < 1.3
+    assert 1.0 <= times(larger) < 1.1
+
+
+def test_lines_on_which_no_connection_would_live_are_refused() -> None:
+    """A chunk of a reply, 2 MiB, takes longer than the 30 s after which a worker begins again."""
+    with pytest.raises(UsageError, match="These lines are too slow"):
+        found(broker_link=0.06e6 * BYTE, reply_dtype="fp32")
+    assert found(broker_link=0.08e6 * BYTE, reply_dtype="fp32").utilisation > 0
+
+
+def test_keys_cost_cpu_at_both_ends() -> None:
+    plain, locked = (answer(asked(has_keys=has), Costs()) for has in (False, True))
+    gigabytes = 2 * 20 * CHUNK / 1e9
+    assert locked.measured.broker_cpu_s - plain.measured.broker_cpu_s == pytest.approx(
+        gigabytes * Costs().keys, rel=0.2
+    )
+
+
+def test_500_workers_and_7_billion_parameters_take_a_bounded_number_of_events() -> None:
+    question = Question(7_000_000_000, workers=500, broker_link=100e9, links=(1e9,))
+    found = answer(question, Costs(), pieces=6)
+    assert found.measured.events < 700_000
+    # The workers' lines carry 28 GB of replies each at 0.119 GB/s; the broker's is shared by all.
+    least = 500 * 28e9 / (100e9 * USABLE / 8)
+    assert found.measured.exchange_s >= max(least, 28e9 / (1e9 * USABLE / 8))
+    assert 0.0 < found.utilisation < 1.0

@@ -1,0 +1,521 @@
+"""What diloco-report makes of a history: what happened, when, and to whom."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diloco_broker.core.events import KeysRevoked
+from diloco_protocol.feed import FeedError
+from diloco_protocol.roles import Peer, Role
+from diloco_tools.report.facts import OPEN, OVER, STOPPED, Facts, Worker
+from diloco_tools.report.history import digest, presence
+from diloco_tools.report.history.presence import Activity, Track
+from diloco_tools.report.history.reading import read_run
+from diloco_tools.report.history.sentences import Closed, Sign, closed_of, sign_of
+from diloco_tools.report.history.tallies import Counted
+from diloco_tools.report.thinning import Point, Spread, Thinned
+from kit.core_harness import a_run
+from kit.heartbeats import Beating
+from kit.past_runs import closed, event, line, start, write, write_run
+from kit.recorded_runs import RECORDED, RUNS, trained
+from kit.report_pages import action, facts_of, page
+
+AT = 1_700_000_000.0
+# On a machine that is busy an example may take seconds.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+DIED = "its connection closed and it did not come back"
+
+
+def in_life(epoch: str, *lines: dict[str, Any]) -> list[dict[str, Any]]:
+    """Lines of another life of the broker."""
+    return [{**each, "epoch": epoch} for each in lines]
+
+
+def worker(facts: Facts, name: str) -> Worker:
+    (found,) = (each for each in facts.workers if each.id == name)
+    return found
+
+
+def words(facts: Facts, name: str) -> list[str]:
+    return [mark.what for mark in worker(facts, name).marks]
+
+
+def spans(facts: Facts, name: str) -> list[tuple[float, float, str]]:
+    return [
+        (each.began_at - AT, each.ended_at - AT, each.state) for each in worker(facts, name).spans
+    ]
+
+
+# A run from its start to its end.
+
+
+def test_run_is_told_from_its_start_to_its_end(tmp_path: Path) -> None:
+    facts = read_run(write_run(tmp_path, rounds=50))
+    assert (facts.run, facts.mode, facts.model["parameters"]) == ("3fa2c1d09b11", "sync", 1000)
+    assert (facts.rounds, facts.contributions, facts.most_alive) == (50, 100, 2)
+    assert facts.first_loss == 4.0 and facts.last_loss == pytest.approx(3.51)
+    assert (facts.best_loss, facts.best_loss_round) == (facts.last_loss, 49)
+    assert facts.round_median_s == pytest.approx(40.0, rel=0.02) and facts.round_longest_s == 40.0
+    assert (facts.bytes_up, facts.bytes_down) == (49_000, 98_000)
+    assert facts.last_words == "it was asked to"
+    a = worker(facts, "a")
+    assert (a.contributions, a.rounds_here, a.step, a.hosts) == (50, 50, 24_500, ("host-of-a",))
+    assert (a.loss, a.staleness_most) == (2.4, 0)
+    assert a.steps_per_s == pytest.approx(12.5, rel=0.02)
+    assert dict(facts.staleness) == {0: 100}
+    assert facts.ended_at - facts.began_at == 2002.0
+
+
+@pytest.mark.parametrize(
+    ("last", "ending"),
+    [
+        ([line("stop", AT + 9, text="anna asked for it", run_is_over=True)], OVER),
+        ([line("stop", AT + 9, text="SIGTERM", run_is_over=False)], STOPPED),
+        ([line("stop", AT + 9, text="of an older release")], STOPPED),
+        ([], OPEN),
+    ],
+)
+def test_end_is_told_as_the_history_has_it(tmp_path: Path, last: list[Any], ending: str) -> None:
+    facts = facts_of(tmp_path, start(AT), closed(AT + 1, 0, "a"), *last)
+    assert facts.ending == ending
+    assert (facts.lives[-1].ending is None) == (ending == OPEN)
+
+
+def test_run_that_was_resumed_has_all_its_lives(tmp_path: Path) -> None:
+    facts = facts_of(
+        tmp_path,
+        start(AT),
+        *(closed(AT + n, n, "a", "b") for n in range(1, 11)),
+        *in_life(
+            "b1", start(AT + 100), event(AT + 101, "a joins from h."), event(AT + 101, "b joins.")
+        ),
+        *in_life("b1", *(closed(AT + 100 + n, n, "a", "b") for n in range(9, 12))),
+        *in_life("c2", start(AT + 200), event(AT + 201, "a joins."), closed(AT + 205, 12, "a")),
+        *in_life("c2", line("stop", AT + 206, text="enough", run_is_over=True)),
+    )
+    assert [(life.first, life.last, life.rounds) for life in facts.lives] == [
+        (1, 10, 10),
+        (9, 11, 3),
+        (12, 12, 1),
+    ]
+    assert [life.ending for life in facts.lives] == [None, None, "enough"]
+    assert facts.bytes_up == 10_000 + 11_000 + 12_000, "counters begin again with each life"
+    assert worker(facts, "a").bytes_up == 5_000 + 6_000
+    assert "reconnected" in words(facts, "a") and "back" not in words(facts, "a")
+    assert (worker(facts, "a").ended, worker(facts, "b").ended) == ("here", "away")
+    assert worker(facts, "a").returns == 0
+    (remark,) = (each for each in facts.remarks if "number that an earlier round had" in each)
+    assert remark.startswith("2 rounds")
+
+
+def test_bytes_of_a_worker_count_once_whatever_its_counter_does() -> None:
+    counted = Counted()
+    for value, of_all in ((400, 900), (1000, 2000), (300, 5000), (500, 6000)):
+        counted.stands_at(value, of_all)
+    assert counted.sum == 1500, "it came again, and began at 0"
+    counted.stands_at(450, 90)
+    counted.stands_at(480, 120)
+    assert counted.sum == 1530, "a new broker went on from a checkpoint a little older"
+
+
+def test_history_that_has_lost_its_beginning_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "history.1.jsonl", *(closed(AT + n, n, "a") for n in range(700, 710)))
+    facts = facts_of(tmp_path, start(AT + 9), *(closed(AT + n, n, "a") for n in range(710, 720)))
+    assert facts.rounds == 20 and (facts.lives[0].first, facts.lives[0].last) == (700, 719)
+    assert any("begins with round 700" in each for each in facts.remarks)
+
+
+# An optimizer of torch's own changes nothing in a history, and loads for seconds.
+@pytest.mark.parametrize("kind", sorted(RUNS.keys() - {"torch"}))
+def test_run_of_each_kind_is_read_as_its_broker_wrote_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained(kind, "run", 0, RECORDED)
+    facts = read_run(tmp_path / "run")
+    assert (facts.rounds, facts.contributions) == (RECORDED, RECORDED)
+    losses = [point.value for point in facts.curves["loss"][0].points]
+    assert losses == [pytest.approx(1.0 / (number + 1)) for number in range(RECORDED)]
+    assert facts.mode == ("async" if kind == "asynchronous" else "sync")
+    assert len(facts.curves["norm"]) == RUNS[kind].get("num_fragments", 1)
+    assert worker(facts, "w").contributions == RECORDED
+    assert words(facts, "w")[:1] == ["joined"]
+    assert [each.what for each in facts.actions] == ["save"]
+    assert facts.damaged == 0 and facts.ending == OVER
+    # On a machine that is busy the broker may warn, of how long it stood still, say.
+    assert not [each for each in facts.said if "a checkpoint is asked for" in each.text]
+    word = "push" if kind == "asynchronous" else "round"
+    assert f"{word} 0" in page(facts).text("plots")
+
+
+# Comings and goings.
+
+
+def test_worker_that_died_and_came_back_is_seen_to(tmp_path: Path) -> None:
+    facts = facts_of(
+        tmp_path,
+        start(AT),
+        event(AT + 1, "a joins from h1."),
+        event(AT + 1, "b joins from h2."),
+        closed(AT + 10, 0, "a", "b"),
+        event(AT + 12, "A connection of b broke."),
+        event(AT + 14, f"b counts as dead: {DIED}.", level="warning"),
+        closed(AT + 20, 1, "a"),
+        event(AT + 25, "b joins from h3."),
+        closed(AT + 30, 2, "a", "b"),
+        event(AT + 31, "b leaves: it is done."),
+        line("stop", AT + 40, text="x"),
+    )
+    assert words(facts, "b") == ["joined", "lost", "died", "back", "left"]
+    assert spans(facts, "b") == [(1, 12, "here"), (12, 14, "lost"), (25, 31, "here")]
+    b = worker(facts, "b")
+    assert (b.deaths, b.returns, b.ended, b.here_s) == (1, 1, "left", 19.0)
+    assert (b.contributions, b.rounds_here, b.hosts[0]) == (2, 2, "h2") and "h3" in b.hosts
+    assert spans(facts, "a") == [(1, 40, "here")] and worker(facts, "a").rounds_here == 3
+    (speed,) = (each for each in facts.curves["speed of workers"] if each.name == "b")
+    assert speed.absent == ((AT + 14, AT + 25),), "no line is drawn where it was gone"
+
+
+def test_worker_that_stood_still_or_reconnected_stays(tmp_path: Path) -> None:
+    facts = facts_of(
+        tmp_path,
+        event(AT, "a joins."),
+        event(
+            AT + 5, "a has stood at step 7 for 70 s though it sends heartbeats; the others go on."
+        ),
+        event(AT + 9, "a trains again, at step 8."),
+        event(AT + 10, "A connection of a broke."),
+        event(AT + 11, "a is back on a new connection."),
+        line("stop", AT + 20, text="x"),
+    )
+    states = ["here", "stalled", "here", "lost", "here"]
+    assert [state for _, _, state in spans(facts, "a")] == states
+    assert (worker(facts, "a").deaths, worker(facts, "a").returns) == (0, 0)
+
+
+def test_worker_that_was_removed_is_told_from_one_that_others_speak_of(tmp_path: Path) -> None:
+    facts = facts_of(
+        tmp_path,
+        event(AT, "a joins."),
+        event(AT, "b joins."),
+        event(AT + 1, "b warns: anna: a removed from the run."),
+        event(AT + 2, "b warns: a leaves: it is done."),
+        event(AT + 3, "anna: b removed from the run.", level="warning"),
+        line("stop", AT + 9, text="x"),
+        actions=(action(AT + 3, "kick", "b removed from the run", before="b"),),
+    )
+    assert (worker(facts, "a").ended, worker(facts, "b").ended) == ("here", "kicked")
+    assert spans(facts, "b") == [(0, 3, "here")] and worker(facts, "b").kicks == 1
+    assert facts.warnings == 0, "what operators did is no warning"
+
+
+def test_worker_of_a_history_without_its_joining_is_there_from_its_first_round(
+    tmp_path: Path,
+) -> None:
+    facts = facts_of(tmp_path, closed(AT + 5, 7, "a"), closed(AT + 15, 8, "a"))
+    assert spans(facts, "a") == [(5, 15, "here")]
+
+
+@pytest.mark.parametrize("name", ["b", "b joins", "b leaves: it is done.", "a b", "Übung [red]"])
+def test_the_brokers_own_sentences_are_understood(name: str) -> None:
+    stage, (a, b) = a_run("a", name, stall_timeout=60.0, disconnect_grace=5.0)
+    here: set[str] = set()
+
+    def last(*words: str) -> Sign | None:
+        return sign_of(stage.said(*words)[-1], here)
+
+    joined = last(f"{name} joins")
+    assert joined is not None and joined.what == "joined"
+    here |= {"a", name}
+    beating = Beating(stage)
+    beating.goes_on(80, **{"a": "training", name: "standing"})
+    assert last("has stood at step") == Sign(name, "stalled")
+    beating.goes_on(10, **{"a": "training", name: "training"})
+    assert last("trains again") == Sign(name, "moving")
+    b.loses_connection()
+    assert last("A connection of") == Sign(name, "lost")
+    b.joins()
+    assert last("is back on") == Sign(name, "reconnected")
+    stage.kicks(name)
+    assert last("removed from the run") == Sign(name, "kicked")
+    b.joins()
+    b.dies()
+    stage.passes(6.0)
+    assert last("counts as dead") == Sign(name, "died")
+    a.leaves()
+    assert last("a leaves") == Sign("a", "left")
+
+
+def test_the_brokers_sentence_of_a_key_that_is_taken_back_is_understood() -> None:
+    stage, _ = a_run("a", "b")
+    stage.happens(KeysRevoked(frozenset({Peer(Role.WORKER, "b")})))
+    assert sign_of(stage.said("was revoked")[-1], {"a", "b"}) == Sign("b", "revoked")
+
+
+def test_the_brokers_sentence_of_a_round_is_understood() -> None:
+    stage, (a, b) = a_run("a", "b", disconnect_grace=1.0)
+    a.pushes(11)
+    b.dies()
+    stage.passes(2.0)
+    (sentence,) = stage.said("Round 1 closed")
+    found = closed_of(sentence)
+    assert found is not None and (found.number, found.expected) == (1, 1)
+    text = "Round 12 (fragment 3) closed in 1.5 s: 1 of 3 expected workers averaged, without b, c."
+    assert closed_of(text) == Closed(12, 3, "b, c")
+    assert closed_of("b warns: Round 12 closed in 1.5 s") is None
+
+
+def test_slowest_rounds_come_with_whom_they_went_without(tmp_path: Path) -> None:
+    rounds: list[Any] = []
+    for number in range(40):
+        rounds.append(closed(AT + number, number, "a", seconds=10.0 + (number == 17)))
+        absent = ", without b" if number == 17 else ""
+        text = f"Round {number} closed in 1.0 s: 1 of 2 expected workers averaged{absent}."
+        rounds.append(event(AT + number, text))
+    facts = facts_of(tmp_path, *rounds)
+    slowest = facts.slowest[0]
+    assert (slowest.number, slowest.averaged, slowest.expected) == (17, 1, 2)
+    assert slowest.without == "b" and len(facts.slowest) == 10
+    assert not facts.events, "each round has a line of its own"
+
+
+# Settings, operators, warnings.
+
+
+def test_change_of_a_setting_is_told_with_who_is_behind_it(tmp_path: Path) -> None:
+    other = {"outer": {"optimizer": "nesterov", "lr": 0.5, "momentum": 0.9}}
+    facts = facts_of(
+        tmp_path,
+        start(AT),
+        start(AT + 5, settings=other),
+        start(AT + 6, settings=other),  # written again when the file begins anew
+        *in_life("b1", start(AT + 9)),
+    )
+    told = [(each.name, each.before, each.after, each.by_restart) for each in facts.changes]
+    assert told == [("outer.lr", 0.7, 0.5, False), ("outer.lr", 0.5, 0.7, True)]
+    assert facts.settings["sync_every"] == 500
+
+
+def test_what_operators_did_is_told_and_pauses_are_seen(tmp_path: Path) -> None:
+    facts = facts_of(
+        tmp_path,
+        closed(AT, 0, "a"),
+        event(AT + 10, "anna: the run is paused.", level="warning"),
+        closed(AT + 90, 1, "a"),
+        actions=(
+            action(AT + 10, "pause", "the run is paused"),
+            action(AT + 20, "resume", "the run goes on after 10 s"),
+            action(AT + 30, "set outer_lr", "outer lr 0.7 -> 0.5", before=0.7, after=0.5),
+            action(AT + 80, "pause", "the run is paused", is_proven=False),
+        ),
+    )
+    assert facts.pauses == ((AT + 10, AT + 20), (AT + 80, AT + 90))
+    assert [(a.what, a.before, a.after) for a in facts.actions][2] == ("set outer_lr", 0.7, 0.5)
+    assert facts.actions[3].sentence == "anna (unproven): the run is paused."
+    assert facts.warnings == 0
+
+
+def test_warnings_that_differ_in_numbers_are_one(tmp_path: Path) -> None:
+    said = [event(AT + n, f"b has been slow for {n}.5 s", level="warning") for n in range(90)]
+    facts = facts_of(tmp_path, *said, event(AT + 99, "the disk is full", level="error"))
+    assert [(each.level, each.count) for each in facts.said] == [("error", 1), ("warning", 90)]
+    slow = facts.said[1]
+    assert (slow.text, slow.first_at, slow.last_at) == ("b has been slow for 89.5 s", AT, AT + 89)
+    assert (facts.warnings, facts.errors) == (90, 1)
+
+
+# What is damaged, empty, odd.
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+    facts = facts_of(
+        tmp_path, start(AT), b"{cut", b"\xff\xfe", closed(AT + 1, 0, "a"), b'{"kind": 3}', b"[]"
+    )
+    assert (facts.rounds, facts.damaged) == (1, 4)
+    assert any(each.startswith("4 lines are damaged") for each in facts.remarks)
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [([], "it is empty"), ([b"nonsense", b"{}"], "all of its 2 lines are damaged")],
+)
+def test_history_without_a_line_is_one_sentence(
+    tmp_path: Path, lines: list[bytes], why: str
+) -> None:
+    with pytest.raises(FeedError, match=why) as caught:
+        facts_of(tmp_path, *lines)
+    assert str(tmp_path / "history.jsonl") in str(caught.value)
+    assert "give the history.jsonl" in str(caught.value)
+
+
+def test_run_in_which_nothing_happened_has_a_report(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, start(AT), event(AT + 1, "a joins."))
+    shown = page(facts)
+    assert "No round has closed in this history" in shown.text("head")
+    assert "Nothing of it is in the history." in shown.text("plots")
+    assert "at 0" not in shown.text("plots")
+
+
+def test_clock_that_is_set_back_and_far_off_times_do_no_harm(tmp_path: Path) -> None:
+    rounds = [closed(at, n, "a") for n, at in enumerate([AT, AT - 500, 0, AT + 1, 9e11])]
+    facts = facts_of(tmp_path, *rounds)
+    ats = [point.at for point in facts.curves["loss"][0].points]
+    assert ats == sorted(ats) and facts.rounds == 5
+    page(facts)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+WHOLE = {
+    "start": start(AT),
+    "round": closed(AT, 3, "a"),
+    "event": event(AT, "b joins from h."),
+    "stop": line("stop", AT, text="enough", run_is_over=True),
+}
+PLACES = [
+    (kind, key) for kind, whole in WHOLE.items() for key in whole if key not in ("kind", "epoch")
+]
+OF_WORKER = list(WHOLE["round"]["workers"][0])
+
+
+@UNHURRIED
+@given(st.lists(st.tuples(st.sampled_from(PLACES), anything), max_size=4))
+def test_no_value_in_a_line_breaks_a_report(odd: list[tuple[tuple[str, str], Any]]) -> None:
+    made = digest.Digest()
+    made.take(WHOLE["start"])
+    for (kind, key), value in odd:
+        is_time = isinstance(value, float) and 0 <= value < 1e12
+        if key != "at" or is_time:  # another line is damaged, and never gets there
+            made.take({**WHOLE[kind], key: value})
+            made.take(WHOLE["round"])
+    page(made.facts([], 0, 0))
+
+
+@UNHURRIED
+@given(st.lists(st.tuples(st.sampled_from(OF_WORKER), anything), max_size=4))
+def test_no_value_that_a_worker_told_breaks_a_report(odd: list[tuple[str, Any]]) -> None:
+    made = digest.Digest()
+    for key, value in odd:
+        told = [{**WHOLE["round"]["workers"][0], key: value}, value]
+        made.take({**WHOLE["round"], "workers": told})
+    made.take(WHOLE["stop"])
+    page(made.facts([], 0, 0))
+
+
+# However long it is.
+
+
+points = st.lists(st.floats(-1e9, 1e9).map(lambda value: round(value, 3)), min_size=1, max_size=400)
+
+
+@UNHURRIED
+@given(points, st.sampled_from([2, 4, 8]))
+def test_thinning_keeps_extremes_ends_and_order(values: list[float], buckets: int) -> None:
+    thinned = Thinned(buckets)
+    made = [Point(float(at), at, value) for at, value in enumerate(values)]
+    for each in made:
+        thinned.add(each)
+    kept = list(thinned)
+    assert len(kept) <= 4 * buckets and thinned.count == len(values)
+    assert (kept[0], kept[-1]) == (made[0], made[-1])
+    assert [each.at for each in kept] == sorted({each.at for each in kept})
+    assert set(kept) <= set(made)
+    assert {min(values), max(values)} <= {each.value for each in kept}
+
+
+def test_peak_of_one_round_in_a_hundred_thousand_is_kept() -> None:
+    thinned = Thinned(160)
+    for number in range(100_000):
+        thinned.add(Point(float(number), number, 1e6 if number == 54_321 else 1.0))
+    kept = list(thinned)
+    assert Point(54_321.0, 54_321, 1e6) in kept and 150 <= len(kept) <= 640
+
+
+@UNHURRIED
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=200), st.floats(0.05, 0.95))
+def test_quantiles_are_right_to_two_percent(values: list[float], share: float) -> None:
+    spread = Spread()
+    for each in values:
+        spread.add(each)
+    found = spread.quantile(share)
+    exact = sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
+    assert found == pytest.approx(exact, rel=0.02)
+
+
+def test_worker_that_comes_and_goes_for_ever_costs_a_bound() -> None:
+    track = Track()
+    for number in range(10_000):
+        track.take(Sign("a", "joined"), 10.0 * number, "a joins.")
+        track.take(Sign("a", "died"), 10.0 * number + 5, "a counts as dead: x.")
+    assert len(track.spans) <= 2 * presence.MOST_SPANS and len(track.marks) == presence.MOST_MARKS
+    assert (track.spans[0].began_at, track.spans[-1].ended_at) == (0.0, 99_995.0)
+    assert (track.marks[0].at, track.marks[-1].at) == (0.0, 99_995.0)
+    assert track.marks_left_out + len(track.marks) == 20_000 and track.deaths == 10_000
+
+
+def test_contributions_over_weeks_take_a_bounded_number_of_stretches() -> None:
+    activity = Activity()
+    for number in range(20_000):
+        activity.add(AT + 300.0 * number, "a")
+        activity.add(AT + 300.0 * (number % 2 * number), "b" if number % 2 else "c")
+    assert len(activity.of("a")) <= Activity.MOST
+    (began, _), *_ = activity.of("a")
+    *_, (_, ended) = activity.of("a")
+    assert began == AT and ended >= AT + 300.0 * 19_999
+
+
+def test_ever_new_workers_are_counted_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "MOST_WORKERS", 20)
+    rounds = [closed(AT + n, n, "a", f"stranger-{n}") for n in range(100)]
+    facts = facts_of(tmp_path, *rounds)
+    assert len(facts.workers) == 20 and facts.workers_left_out == 81
+    assert worker(facts, "a").contributions == 100
+    assert "81 more workers not shown" in page(facts).text("workers")
+
+
+def test_long_history_gives_a_small_page_that_has_every_extreme(tmp_path: Path) -> None:
+    names = [f"w{number}" for number in range(50)]
+    made = digest.Digest()
+    made.take(start(AT))
+    for number in range(5_000):
+        at = AT + 40.0 * number
+        here = [names[number % 50], names[(number * 7) % 50]]
+        loss = 55.5 if number == 3_333 else 2.0 + (number % 13) / 10
+        made.take(closed(at, number, *here, loss=loss, seconds=99.0 if number == 3 else 40.0))
+        made.take(event(at, f"{here[0]} warns: it is {number} degrees", level="warning"))
+    facts = made.facts([], 0, 0)
+    losses = [point.value for point in facts.curves["loss"][0].points]
+    assert max(losses) == 55.5 and len(losses) <= 640
+    assert sum(len(c.points) for curves in facts.curves.values() for c in curves) < 30_000
+    assert facts.slowest[0].number == 3
+    assert len(page(facts).markup) < 3_000_000
+    assert len(facts.events) == digest.MOST_EVENTS and facts.events_left_out == 4_700
+
+
+def test_files_larger_than_any_broker_makes_are_one_sentence(tmp_path: Path) -> None:
+    path = write_run(tmp_path, 3)
+    os.truncate(path, 300 << 20)
+    with pytest.raises(FeedError, match="more than the broker ever lets it have"):
+        read_run(tmp_path)
+
+
+def test_log_of_actions_that_is_damaged_costs_its_damaged_lines_alone(tmp_path: Path) -> None:
+    history = write_run(tmp_path, 3)
+    whole = action(AT, "save", "a checkpoint is asked for")
+    write(history.with_name("control.jsonl"), b"{cut", whole, {**whole, "at": "never"}, b"[]")
+    assert [each.what for each in read_run(tmp_path).actions] == ["save"]
+    assert replace(read_run(tmp_path), actions=()) == replace(read_run(history), actions=())

@@ -1,0 +1,1 @@
+"""Claims about DiLoCo and this project, measured so that anybody can repeat them."""

@@ -1,0 +1,5 @@
+"""python -m diloco_tools.evidence"""
+
+from diloco_tools.evidence.cli import app
+
+app()

@@ -1,1 +1,0 @@
-"""Experiments behind the defaults: which outer optimizer, which learning rate."""

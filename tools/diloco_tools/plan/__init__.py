@@ -1,0 +1,1 @@
+"""diloco-plan: will my link do? Rounds over lines that are simulated, by the product's own rules."""

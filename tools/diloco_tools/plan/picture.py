@@ -1,0 +1,110 @@
+"""The picture of an answer: the share of training with lines slower or faster than asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diloco_protocol.errors import UsageError
+from diloco_tools.plan.answer import answer
+from diloco_tools.plan.quantities import of_bits, of_count, of_share
+from diloco_tools.plan.question import Question
+from diloco_tools.plan.search import PIECES, candidates
+from diloco_tools.plan.simulated.costs import Costs
+
+COLOURS = ("#c2410c", "#0f766e", "#1d4ed8", "#7c3aed")
+QUIET = "#5b6068"
+# Times the lines that were asked for: each curve is simulated at these.
+FACTORS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32)
+
+Curve = tuple[str, list[tuple[float, float]]]
+
+
+def curves(
+    question: Question, costs: Costs, told: Callable[[str], None] = lambda _: None
+) -> list[Curve]:
+    """By setting, points of (bits a second of the broker's line, share of the time in training).
+
+    The question as it was asked, the fewest bytes, and both in fragments that overlap with training.
+    """
+    every = list(candidates(question))
+    few = min(every, key=lambda q: (q.fragments != question.fragments, _bits(q)))
+    split = [q for q in every if q.delay_steps is None and q.fragments > 1 and q is not question]
+    chosen = [question, few, *split[:1], *split[-1:]]
+    found: list[Curve] = []
+    for each in dict.fromkeys(chosen):
+        told(label(each))
+        points = []
+        for factor in FACTORS:
+            at = with_lines(each, factor)
+            with suppress(UsageError):  # lines on which no connection would live
+                points.append((at.broker_link, answer(at, costs, PIECES).utilisation))
+        found.append((label(each), points))
+    return found
+
+
+def label(question: Question) -> str:
+    codecs = f"{question.wire_dtype}/{question.reply_dtype}"
+    if question.delay_steps is None:
+        return f"{codecs}, P = {question.fragments}, overlapping"
+    return codecs if question.fragments == 1 else f"{codecs}, P = {question.fragments}"
+
+
+def with_lines(question: Question, factor: float) -> Question:
+    """The same with all lines between broker and workers so many times as fast."""
+    downs = question.links_down
+    site = None if question.site_link is None else question.site_link * factor
+    return replace(
+        question,
+        broker_link=question.broker_link * factor,
+        links=tuple(each * factor for each in question.links),
+        links_down=None if downs is None else tuple(each * factor for each in downs),
+        site_link=site,
+    )
+
+
+def _bits(question: Question) -> float:
+    found = answer(question, Costs(), 1)
+    return found.bytes_in + found.bytes_out
+
+
+def draw(question: Question, found: list[Curve], path: Path, target: float | None = None) -> None:
+    """Write the curves to `path`. Needs matplotlib (the `plot` extra), else ImportError."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+    figure = Figure(figsize=(7.6, 4.4), dpi=130, layout="constrained")
+    axes: Any = figure.add_subplot()
+    for (name, points), colour in zip(found, COLOURS, strict=False):
+        rates, shares = zip(*points, strict=True)
+        axes.plot(rates, shares, color=colour, linewidth=2, marker="o", markersize=4, label=name)
+    axes.axvline(question.broker_link, color=QUIET, linewidth=1, linestyle="--")
+    axes.text(question.broker_link, 0.02, " as asked", color=QUIET, ha="left", va="bottom")
+    if target is not None:
+        axes.axhline(target, color=QUIET, linewidth=1, linestyle=":")
+        axes.text(found[0][1][0][0], target, of_share(target), color=QUIET, va="bottom")
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.03)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: of_bits(value)))
+    axes.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_title(
+        f"{of_count(question.parameters)} parameters, {question.workers} workers, {question.mode}, "
+        f"H = {question.sync_every} of {question.step_s:g} s",
+        loc="left",
+        fontsize=11,
+    )
+    same = set(question.links) | set(question.links_down or ()) == {question.broker_link}
+    others = "each line" if same else "the broker's line; the others in proportion"
+    axes.set_xlabel(f"{others}, each way", color=QUIET)
+    axes.set_ylabel("share of the time in training", color=QUIET)
+    axes.grid(color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=QUIET)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#c9ccd1")
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path)

@@ -1,0 +1,112 @@
+"""Numbers as people write and read them: 7B parameters, 1G a second, 20ms, 95%."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_PARTS = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/%]*)\s*", re.IGNORECASE)
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_RATE_ENDS = ("bit/s", "bits/s", "b/s", "bps", "bit")
+
+
+def count(text: str) -> int:
+    """124M, 1.3B, 350e6, or plain digits. Raises ValueError with a sentence."""
+    number, unit = _split(text)
+    factor = _THOUSANDS.get(unit)
+    if number is None or factor is None or round(number * factor) < 1:
+        raise ValueError(f"{text!r} is no number of parameters; write 124M or 1.3B.")
+    return round(number * factor)
+
+
+def rate(text: str) -> float:
+    """Bits a second: 100M, 1G, 2.5Gbit/s. Raises ValueError with a sentence."""
+    number, unit = _split(text)
+    for end in _RATE_ENDS:
+        if unit.endswith(end) and unit != "b":
+            unit = unit.removesuffix(end)
+            break
+    factor = _THOUSANDS.get(unit) if unit != "b" else None
+    if number is None or factor is None or number <= 0:
+        raise ValueError(f"{text!r} is no speed of a line; write 100M or 1G, in bits a second.")
+    return number * factor
+
+
+def both_ways(text: str) -> tuple[float, float]:
+    """A line: 1G, or 40M/250M where it is another one up than down. Raises ValueError."""
+    up, _, down = text.partition("/")
+    if not down[:1].isdigit():  # 1G, or 1Gb/s
+        return rate(text), rate(text)
+    return rate(up), rate(down)
+
+
+def seconds(text: str) -> float:
+    """20ms, 0.5s, 2min, 24h, 30d, or a plain number of seconds. Raises ValueError with a sentence."""
+    number, unit = _split(text)
+    factor = _SECONDS.get(unit)
+    if number is None or factor is None:
+        raise ValueError(f"{text!r} is no time; write 20ms, 0.5s, 10min or 24h.")
+    return number * factor
+
+
+def share(text: str) -> float:
+    """95% or 0.95. Raises ValueError with a sentence."""
+    number, unit = _split(text)
+    value = math.nan if number is None or unit not in {"", "%"} else number
+    value = value / 100 if unit == "%" else value
+    if not 0 < value < 1:
+        raise ValueError(f"{text!r} is no share of the time; write 95% or 0.95, below 100%.")
+    return value
+
+
+def _split(text: str) -> tuple[float | None, str]:
+    found = _PARTS.fullmatch(text)
+    if found is None:
+        return None, ""
+    try:
+        return float(found[1]), found[2].lower()
+    except ValueError:
+        return None, ""
+
+
+# And for people.
+
+
+def of_bytes(number: float) -> str:
+    return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def of_bits(number: float) -> str:
+    """A rate in bits a second."""
+    return _scaled(number, ("b/s", "kb/s", "Mb/s", "Gb/s", "Tb/s"))
+
+
+def of_count(number: float) -> str:
+    return _scaled(number, ("", "k", "M", "B", "T")).replace(" ", "")
+
+
+def _scaled(number: float, units: tuple[str, ...]) -> str:
+    for unit in units:
+        if number < 999.5 or unit == units[-1]:
+            break
+        number /= 1000
+    return f"{number:.3g} {unit}"
+
+
+def of_seconds(number: float) -> str:
+    if number < 0.9995:
+        return f"{number * 1e3:.3g} ms"
+    if number < 120:
+        return f"{number:.3g} s"
+    for factor, unit in ((60, "min"), (3600, "h")):
+        if number < 120 * factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number / 86400:.3g} days"
+
+
+def of_share(number: float) -> str:
+    """A share of time, so that 99.97% does not read as all of it."""
+    if number < 0.99:
+        return f"{number:.1%}"
+    return f"{min(number, 0.9999):.2%}" if number < 0.99995 else "100%"

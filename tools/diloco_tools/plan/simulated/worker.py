@@ -1,0 +1,397 @@
+"""A worker of a simulated run: the product's session and boundary, and threads that take time.
+
+Inner steps between two decisions are made in one go: nothing can happen in them that training would
+look at. What comes meanwhile ends the go at the end of the step that is under way, as in a real run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.dtypes import whole_dtype
+from diloco_protocol.messages import Heartbeat, Join, Message
+from diloco_tools.plan.simulated.broker import Broker, Connection, Listener
+from diloco_tools.plan.simulated.costs import DECODE, ENCODE, GIGA
+from diloco_tools.plan.simulated.fair_share import Flow
+from diloco_tools.plan.simulated.pieces import Code, Payload
+from diloco_tools.plan.simulated.scene import Scene
+from diloco_worker.pure import (
+    Executor,
+    Inbox,
+    LinkState,
+    Options,
+    Session,
+    Sight,
+    SyncMetrics,
+    SyncState,
+    TrainingBase,
+    Work,
+    after_step,
+    effects,
+    events,
+    look,
+    sync_effects,
+)
+
+# Sums of floats are inexact: a deadline has passed for sure an instant later.
+INSTANT_S = 1e-6
+
+
+class TooSlow(Exception):
+    """A worker has given up its connection: for too long no chunk has moved on it."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Train for so many steps, or until something has come."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Work of the training thread on so many elements, at so many seconds a billion."""
+
+    seconds: float
+
+
+Pause = Steps | Busy | None  # None: until something has come
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a worker was when it had merged a version of its first fragment."""
+
+    at: float
+    steps: int
+    bytes_up: float
+    bytes_down: float
+    cpu_seconds: float
+    broker_cpu_seconds: float
+
+
+@dataclass
+class Record:
+    """What a worker has seen."""
+
+    marks: list[Mark] = field(default_factory=list)
+    # Of each push, when it was offered and when the version that contains it was here whole.
+    exchanges: list[tuple[float, float]] = field(default_factory=list)
+    bytes_up: float = 0.0
+    bytes_down: float = 0.0
+    began_at: float | None = None  # its first step
+
+
+class Worker:
+    """See the head of this module, and `Network` and `Memory` in `diloco_worker.shell.effects`.
+
+    `connect` opens its control and its bulk connection, `marked` is told of each mark. `before_offer`
+    is what a push takes before it can be offered, at a relay whose site comes first.
+    """
+
+    address, shortcut = "the simulated broker", ""
+
+    def __init__(
+        self,
+        scene: Scene,
+        number: int,
+        broker: Broker,
+        *,
+        connect: Callable[[Listener], tuple[Connection, Connection]],
+        marked: Callable[[Record], None],
+        before_offer: float = 0.0,
+    ) -> None:
+        self._scene, self._world, self._question = scene, scene.world, scene.question
+        self._broker, self._connect, self._before_offer = broker, connect, before_offer
+        self._marked = marked
+        dice = random.Random(number + 1)
+        self._draw: Callable[[], int] = lambda: dice.getrandbits(64)
+        self.worker_id = f"w{number}"
+        self.record = Record()
+        join = Join(self.worker_id, scene.pieces.manifest)
+        # Heartbeats change nothing here: nobody is dropped.
+        self.session = Session(join, self._draw, heartbeat_interval=0)
+        self.inbox = Inbox(self.session)
+        self._executor = Executor(self.session, self.inbox, self, self, self._notice)
+        self._payload = scene.pieces.payload(scene.question.wire_dtype)
+        self._connections: tuple[Connection, Connection] | None = None
+        self._io: Flow = scene.cores.flow(1.0)
+        self._thread: Flow = scene.cores.flow(1.0)
+        self._state: SyncState | None = None
+        self._offered: dict[int, float] = {}
+        self._tick_at: float | None = None
+        # The training thread: what it is at, since when, and the number of its latest plan.
+        self._pause: Pause = None
+        self._since, self._plan = 0.0, 0
+        self._is_nudged = False
+        self._training = self._train()
+        self._feed(events.Start())
+        self._go_on(None)
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self._io.total + self._thread.total
+
+    # The session.
+
+    def now(self) -> float:
+        return self._scene.clock()
+
+    def _feed(self, event: events.Event) -> None:
+        self._executor.feed(event)
+        self._plan_tick()
+        if self.inbox.turns or self.inbox.has_news:
+            self._nudge()
+
+    def _notice(self, effect: effects.Effect) -> None:
+        if isinstance(effect, effects.Deliver) and effect.counted in self._offered:
+            self.record.exchanges.append((self._offered.pop(effect.counted), self._world.now))
+
+    def _plan_tick(self) -> None:
+        at = self.session.wakes_at()
+        if at is None or (self._tick_at is not None and self._tick_at <= at):
+            return
+        self._tick_at = at = max(at, self.now()) + INSTANT_S
+
+        def tick() -> None:
+            if self._tick_at == at:
+                self._tick_at = None
+                self._feed(events.Tick())
+
+        self._world.at(at * self._scene.pieces.chunks, tick)
+
+    def _hears(self, message: Message, payload: Payload | None) -> None:
+        if payload is None:
+            self._feed(events.Received(message))
+            return
+        self.record.bytes_down += payload.size
+        reply = self._question.reply_dtype
+        dtype = reply if isinstance(payload, Code) else whole_dtype(reply)
+        self._io.send(
+            self._io_seconds(payload, DECODE[dtype]), lambda: self._takes(message, payload)
+        )
+
+    def _takes(self, message: Message, payload: Payload) -> None:
+        self._executor.payload = payload
+        self._feed(events.Received(message))
+
+    def _io_seconds(self, payload: Payload, codec: float) -> float:
+        """CPU for a chunk on its way in or out; `codec` is seconds a billion elements."""
+        scene = self._scene
+        codec *= scene.costs.worker_codec
+        return scene.wire_seconds(payload.size) + scene.message_seconds + codec * scene.billions
+
+    # The network.
+
+    def connect(self) -> None:
+        self._connections = self._connect(self._hears)
+        self._world.after(self._connections[0].delay, lambda: self._feed(events.Connected()))
+
+    def disconnect(self) -> None:
+        raise TooSlow
+
+    def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
+        assert self._connections is not None
+        connection = self._connections[bulk]
+        if not isinstance(payload, Payload):
+            connection.send_up(0.0, lambda: self._broker.hears(connection.route, message, None))
+            return
+        self.record.bytes_up += payload.size
+        self._io.send(
+            self._io_seconds(payload, ENCODE[self._question.wire_dtype]),
+            lambda: connection.send_up(
+                payload.size, lambda: self._broker.hears(connection.route, message, payload)
+            ),
+        )
+
+    @property
+    def progress(self) -> Heartbeat:
+        return Heartbeat(b"", self._state.step if self._state else 0)
+
+    def welcomed(self, epoch: str, /) -> None:
+        pass
+
+    def say(self, text: str, *, trouble: bool = False) -> None:
+        pass
+
+    # Its fragments, of which nothing is kept.
+
+    def begin(self, layout: FragmentLayout) -> None:
+        pass
+
+    def store(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> None:
+        pass
+
+    def follow(
+        self, fragment: int, index: int, payload: Any, wire_dtype: str, parts: Sequence[int]
+    ) -> int:
+        return 0
+
+    def finish(self, fragment: int) -> None:
+        return None
+
+    def held(self, fragment: int) -> None:
+        return None
+
+    def forget(self) -> None:
+        pass
+
+    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
+        return True
+
+    def name(self, layout: FragmentLayout) -> None:
+        raise AssertionError("nothing is frozen in a simulated model")
+
+    def chunk(self, push_id: int, fragment: int, index: int) -> Payload:
+        return self._payload
+
+    def drop(self, push_id: int) -> None:
+        pass
+
+    # The training thread.
+
+    def _nudge(self) -> None:
+        """Something has come: whoever waits looks, whoever trains does after the step at hand."""
+        if isinstance(self._pause, Busy) or self._is_nudged:
+            return
+        self._is_nudged = True
+        if isinstance(self._pause, Steps):
+            step_s = self._question.step_s
+            made = max(1, math.ceil((self._world.now - self._since) / step_s - 1e-9))
+            if made < self._pause.count:
+                self._wake(self._since + made * step_s, made)
+        else:
+            self._wake(self._world.now, None)
+
+    def _wake(self, at: float, answer: int | None) -> None:
+        """Let the thread go on then. A later plan replaces an earlier one."""
+        self._plan += 1
+        plan = self._plan
+        self._world.at(at, lambda: self._go_on(answer) if plan == self._plan else None)
+
+    def _go_on(self, answer: int | None) -> None:
+        self._is_nudged = False
+        self._pause = pause = self._training.send(answer)
+        self._since = self._world.now
+        if isinstance(pause, Steps):
+            self._wake(self._since + pause.count * self._question.step_s, pause.count)
+        elif isinstance(pause, Busy):
+            self._plan += 1
+            self._thread.send(pause.seconds, lambda: self._go_on(None))
+
+    def _train(self) -> Generator[Pause, int | None, None]:
+        while not self._has_model():
+            yield None
+        state = self._state = self._begins()
+        yield from self._carry_out(look(state))
+        self.record.began_at = self._world.now
+        while True:
+            made = yield Steps(self._steps_to_go(state))
+            assert made is not None
+            yield from self._carry_out(after_step(state, state.step + made))
+
+    def _has_model(self) -> bool:
+        layout, arrivals = self.session.layout, self.inbox.arrivals
+        return layout is not None and all(p.fragment in arrivals for p in layout.fragments)
+
+    def _begins(self) -> SyncState:
+        layout = self.session.layout
+        assert layout is not None
+        taken = [self.inbox.arrivals.pop(part.fragment) for part in layout.fragments]
+        return SyncState(
+            worker_id=self.worker_id,
+            link=self._link_state(),
+            options=Options(),
+            chunks=[part.chunks for part in layout.fragments],
+            bases=[TrainingBase(each.version, each.released.ledger) for each in taken],
+            totals=Work(),
+            step=0,
+            cycle_start=0,
+            metrics=SyncMetrics(),
+            clock=self.now,
+            draw=self._draw,
+        )
+
+    def _steps_to_go(self, state: SyncState) -> int:
+        """Steps up to the next one after which there may be something to decide."""
+        step = state.step
+        least, most = 1, state.schedule.sync_every
+        while least < most:  # the next slot
+            middle = (least + most) // 2
+            if state.schedule.is_due(step + middle):
+                most = middle
+            else:
+                least = middle + 1
+        for fragment in state.fragments:
+            if fragment.flight is not None:
+                for at in (fragment.flight.apply_at, fragment.flight.wait_at):
+                    if at > step:
+                        least = min(least, at - step)
+        return least
+
+    def _carry_out(self, steps: sync_effects.Steps[Any]) -> Generator[Pause, int | None, None]:
+        answer: sync_effects.Answer = None
+        while True:
+            try:
+                effect = steps.send(answer)
+            except StopIteration:
+                return
+            answer = yield from self._do(effect)
+
+    def _do(
+        self, effect: sync_effects.Effect | events.Event
+    ) -> Generator[Pause, int | None, sync_effects.Answer]:
+        costs, question = self._scene.costs, self._question
+        of_fragment = question.parameters / question.fragments / GIGA
+        match effect:
+            case sync_effects.Wait():
+                yield None
+                return self._sight()
+            case sync_effects.Look():
+                return self._sight()
+            case sync_effects.ReadReports():
+                return Work()
+            case sync_effects.Freeze(push):
+                yield Busy(costs.freeze * of_fragment)
+                return sync_effects.Frozen(push, self.session.connection.reconnections)
+            case sync_effects.Offer(flight):
+                push = flight.push
+                self._offered[push.push_id] = self._world.now
+                offer = events.Offer(push)
+                self._world.after(self._before_offer, lambda: self._feed(offer))
+            case sync_effects.Land(number, landing):
+                if landing.touches_model:
+                    yield Busy(costs.land * of_fragment)
+                if number == 0 and landing.flight is not None:
+                    self._mark()
+            case events.Event():
+                self._feed(effect)
+        return None
+
+    def _mark(self) -> None:
+        state, record = self._state, self.record
+        assert state is not None
+        record.marks.append(
+            Mark(
+                self._world.now,
+                state.step,
+                record.bytes_up,
+                record.bytes_down,
+                self.cpu_seconds,
+                self._broker.cpu_seconds,
+            )
+        )
+        self._marked(record)
+
+    def _sight(self) -> Sight:
+        return Sight(self.inbox.take_news(), self._link_state(), Work())
+
+    def _link_state(self) -> LinkState:
+        self.inbox.is_news = True
+        self.inbox.publish(self.session)
+        return self.inbox.state(silence=0.0)  # the broker answers heartbeats all the while

@@ -1,0 +1,181 @@
+"""Predictions beside what `make lan` has measured: one row for each, with its error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from diloco_protocol.errors import UsageError
+from diloco_tools.plan.answer import Answer, answer
+from diloco_tools.plan.quantities import of_bits, of_count
+from diloco_tools.plan.question import Question
+from diloco_tools.plan.simulated.costs import Costs
+
+MOST_ERROR = 0.15
+KINDS = ("round", "streaming")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. Seconds are what training waits in a cycle of H steps.
+
+    Attributes:
+        measured: the median; least and most where it was repeated.
+        predicted: simulated.
+        whole: seconds of a sync in which nothing is hidden. What an error is held against: that of a
+            share of next to nothing, which streaming leaves, would say nothing.
+    """
+
+    question: Question
+    kind: str
+    measured: float
+    least: float
+    most: float
+    predicted: float
+    whole: float
+
+    @property
+    def error(self) -> float:
+        return (self.predicted - self.measured) / self.whole
+
+    @property
+    def is_met(self) -> bool:
+        return abs(self.error) <= MOST_ERROR
+
+
+def question_of(measurement: Mapping[str, Any], cores: int | None) -> Question | None:
+    """What a measurement asks; None where it is of something that is not simulated."""
+    m = measurement
+    mode = m.get("mode") or "sync"
+    if m["kind"] not in KINDS or m.get("quorum") is not None:
+        return None
+    streams = m["kind"] == "streaming"
+    return Question(
+        parameters=m["parameters"],
+        workers=m["workers"],
+        broker_link=m["broker_bits_per_s"],
+        links=tuple(m["worker_bits_per_s"]),
+        delays=(m["round_trip_s"],),
+        step_s=m["step_s"] or 1.0,
+        sync_every=m["sync_every"] or 1,
+        fragments=m["fragments"],
+        delay_steps=None if streams else 0,  # replies are merged when they are here
+        wire_dtype=m["wire_dtype"],
+        reply_dtype=m["reply_dtype"],
+        mode=mode,
+        cores=cores,
+    )
+
+
+def rows(recorded: Mapping[str, Any], costs: Costs | None = None) -> list[Row]:
+    """Each measurement that can be simulated, with what the planner says of it."""
+    cores = recorded["machine"].get("cores")
+    found = []
+    for measurement in recorded["measurements"]:
+        question = question_of(measurement, cores)
+        if question is not None:
+            found.append(_row(measurement, question, answer(question, costs)))
+    return found
+
+
+def _row(measurement: Mapping[str, Any], question: Question, found: Answer) -> Row:
+    seconds: Sequence[float] = measurement["seconds"]
+    middle = median(seconds)
+    whole = measurement.get("sync_seconds") or middle
+    return Row(
+        question,
+        str(measurement["kind"]),
+        middle,
+        min(seconds),
+        max(seconds),
+        found.waits_s,
+        whole,
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The measurements. Raises UsageError with what is wrong."""
+    try:
+        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = recorded["machine"], recorded["measurements"][0]["seconds"][0]
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. make lan writes it.") from None
+    except (ValueError, LookupError, TypeError):
+        raise UsageError(f"{path} has no measurements in it. make lan writes them.") from None
+    return recorded
+
+
+HEAD = ("parameters", "workers", "lines", "codecs", "measured", "predicted", "error")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """As it is shown."""
+    question = row.question
+    many = len(set(question.links)) > 1
+    links = ", ".join(of_bits(each) for each in question.links) if many else ""
+    spread = f" ({row.least:.3g} to {row.most:.3g})" if row.most > row.least else ""
+    streams = f", P = {question.fragments}" if row.kind == "streaming" else ""
+    verdict = "" if row.is_met else ", not within 15%"
+    return (
+        of_count(question.parameters),
+        str(question.workers),
+        of_bits(question.broker_link) + (f" ({links})" if links else ""),
+        f"{question.wire_dtype}/{question.reply_dtype}{streams}",
+        f"{row.measured:.3g} s{spread}",
+        f"{row.predicted:.3g} s",
+        f"{row.error:+.0%}{verdict}",
+    )
+
+
+def summary(found: Sequence[Row]) -> str:
+    """How many are within the bound, as a sentence."""
+    met = sum(row.is_met for row in found)
+    return (
+        f"{met} of {len(found)} predictions are within {MOST_ERROR:.0%} of what was measured; the "
+        f"median error is {median(abs(row.error) for row in found):.0%}."
+    )
+
+
+def as_table(found: Sequence[Row]) -> Table:
+    """For the terminal."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in HEAD:
+        table.add_column(name, header_style="dim")
+    for row in found:
+        style = "" if row.is_met else "yellow"
+        table.add_row(*(Text(cell, style) for cell in cells(row)))
+    return table
+
+
+def as_plain(found: Sequence[Row]) -> dict[str, Any]:
+    """For programs: seconds, and errors as shares."""
+    return {
+        "text": summary(found),
+        "within": MOST_ERROR,
+        "rows": [
+            {
+                "kind": row.kind,
+                "question": asdict(row.question),
+                "measured_s": row.measured,
+                "predicted_s": row.predicted,
+                "whole_s": row.whole,
+                "error": row.error,
+                "is_within": row.is_met,
+            }
+            for row in found
+        ],
+    }
+
+
+def as_markdown(found: Sequence[Row]) -> str:
+    """The table of the page."""
+    lines = ["| " + " | ".join(HEAD) + " |", "| " + " | ".join("---" for _ in HEAD) + " |"]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in found]
+    return "\n".join([*lines, "", summary(found)])

@@ -1,0 +1,1 @@
+"""Markup and SVG: pure functions from facts to text."""

@@ -1,0 +1,89 @@
+"""What a round takes of all workers of the run together: `diloco-plan` knows, on the line measured here.
+
+`core.round_cost` is for this worker alone. What others make of a round depends on the broker's line,
+which nobody has measured, so it is taken to be no faster than this one: it takes no longer than that.
+A planner that cannot be run, or takes too long, is left out: the line is what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from diloco_protocol import feed
+from diloco_worker.doctor.examination import Findings
+from diloco_worker.doctor.report import Estimate
+
+WITHIN_S = 60.0
+USABLE = 0.95  # of a line, that a plan leaves for what is in the frames: that was measured here
+STEP_S = 1.0  # where it is not known: what a round takes does not depend on it
+COMMAND = "diloco_tools.plan"  # a tool, which a worker does not import
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Seconds from a push to the new parameters, and the share of time that training has, if known."""
+
+    workers: int
+    seconds: float
+    utilisation: float | None
+
+    @property
+    def sentence(self) -> str:
+        trains = ""
+        if self.utilisation is not None:
+            trains = f", and training has {self.utilisation:.0%} of the time"
+        return (
+            f"With the run's {self.workers} workers on a broker's line no faster than this one, a "
+            f"round takes at most {_seconds(self.seconds)}{trains} (diloco-plan)."
+        )
+
+
+def words(
+    found: Estimate, status: feed.Snapshot, workers: int, *, with_keys: bool = False
+) -> list[str]:
+    """The options of `diloco-plan` for the run as it is, on the line that was measured."""
+    line, exchange = found.line, found.exchange
+    up, down = round(8 * line.up / USABLE), round(8 * line.down / USABLE)
+    tau = "auto" if status.fragment_delay_auto else str(status.fragment_sync_delay or 0)
+    options = {
+        "parameters": exchange.parameters,
+        "workers": workers,
+        "broker-link": max(up, down),
+        "link": f"{up}/{down}",
+        "delay": f"{line.round_trip:.6f}s",
+        "step-time": f"{found.step_time or STEP_S}s",
+        "sync-every": found.sync_every,
+        "num-fragments": exchange.fragments,
+        "fragment-sync-delay": tau,
+        "wire-dtype": found.wire_dtype,
+        "reply-dtype": found.reply_dtype,
+        "mode": "sync" if status.asynchronous is None else "async",
+    }
+    said = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    is_whole = exchange.is_whole and status.asynchronous is None
+    switches = {"--whole": is_whole, "--keys": with_keys}
+    return ["--json", *said, *(name for name, is_on in switches.items() if is_on)]
+
+
+def plan(findings: Findings, found: Estimate | None) -> Planned | None:
+    """Ask the planner. None where there is one worker, or no answer."""
+    status = findings.status
+    workers = 0 if status is None else status.counts.alive
+    if found is None or status is None or workers < 2:
+        return None
+    asked = words(found, status, workers, with_keys=bool(findings.with_keys))
+    command = [sys.executable, "-m", COMMAND, *asked]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=True)
+        answer = json.loads(run.stdout)
+        seconds, share = float(answer["exchange_s"]), float(answer["utilisation"])
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError):
+        return None
+    return Planned(workers, seconds, share if found.step_time is not None else None)
+
+
+def _seconds(number: float) -> str:
+    return f"{number * 1e3:.3g} ms" if number < 0.9995 else f"{number:.3g} s"

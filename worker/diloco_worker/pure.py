@@ -1,0 +1,41 @@
+"""A worker without its world: for whoever has a network, a model and a clock of their own.
+
+Its conversation with the broker (`Session`, which takes `events` and asks for `effects`), what it keeps
+for training (`Inbox`), what happens after each optimizer step (`after_step`, over a `SyncState`; what it
+asks for is in `sync_effects`), and the one place where effects are carried out, whose ports are handed
+in. A simulation in which these decide waits, overlaps and merges when a real worker does. Nothing here
+reaches torch, a socket or the clock.
+"""
+
+from diloco_worker.core import effects, events
+from diloco_worker.core.downloads import DOWNLOAD_WINDOW
+from diloco_worker.core.session import Session
+from diloco_worker.core.sync import effects as sync_effects
+from diloco_worker.core.sync.boundary import after_step
+from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.sync.landings import look
+from diloco_worker.core.sync.metrics import SyncMetrics
+from diloco_worker.core.sync.news import LinkState, Sight, Work
+from diloco_worker.core.sync.patience import Options
+from diloco_worker.core.sync.state import SyncState
+from diloco_worker.shell.effects import Executor
+from diloco_worker.shell.inbox import Inbox
+
+__all__ = [
+    "DOWNLOAD_WINDOW",
+    "Executor",
+    "Inbox",
+    "LinkState",
+    "Options",
+    "Session",
+    "SyncMetrics",
+    "SyncState",
+    "TrainingBase",
+    "Sight",
+    "Work",
+    "after_step",
+    "effects",
+    "events",
+    "look",
+    "sync_effects",
+]

@@ -19,9 +19,11 @@ STOREYS: dict[str, list[set[str]]] = {
         {"core.state", "core.events", "core.effects"},
         {"core.rules"},
         {"core"},
+        {"relay.core"},
         {"tensors"},
         {"storage"},
         {"shell"},
+        {"relay"},
         {"cli"},
     ],
     "diloco_worker": [{"core", "model"}, {"shell"}, {"training"}],
@@ -37,6 +39,9 @@ ALLOWED = {
     "diloco_worker": {"diloco_protocol"},
     "diloco_tools": {"diloco_protocol"},
 }
+# A relay is a broker to its site and a worker to its parent, made of the two cores and their shells: it
+# alone imports from these parts of the worker. Nothing of the broker but its command line imports it.
+RELAY, OF_THE_WORKER = "diloco_broker.relay", ("diloco_worker.core", "diloco_worker.shell")
 # Both cores with what they are driven by, for who simulates a whole run; nothing else imports them.
 CORES_FOR_OTHERS = ("diloco_broker.pure", "diloco_worker.pure")
 MAY_USE_CORES = ("plan",)
@@ -63,6 +68,7 @@ NO_SHELL = {
 PURE = {
     "diloco_protocol": NO_SHELL,
     "diloco_broker.core": NO_SHELL,
+    "diloco_broker.relay.core": NO_SHELL,
     "diloco_worker.core": NO_SHELL,
     **dict.fromkeys(CORES_FOR_OTHERS, NO_SHELL - {"time", "threading"}),  # what is read has a lock
     # A pool of memory, `diloco_protocol.tensors.tensor_pool`, has a lock.
@@ -72,7 +78,7 @@ PURE = {
 # Modules and built-in functions that no module of these names itself. (The options, which a core reads,
 # have paths among their types.)
 UNTOUCHED = {"pathlib", "io", "importlib", "open", "__import__", "exec", "eval", "print", "input"}
-CORES = ("diloco_broker.core", "diloco_worker.core")
+CORES = ("diloco_broker.core", "diloco_worker.core", "diloco_broker.relay.core")
 # What is not pure within those, and must not be reached from the rest of them.
 NOT_PURE = ("diloco_protocol.clients", "diloco_protocol.tensors")
 # What no file of ours ever imports: a file or a message must never run code.
@@ -197,9 +203,11 @@ def test_imports_keep_to_the_house(module: str) -> None:
             is_public = of in ("diloco_broker", "diloco_worker") and name == of
             is_tool = package == "diloco_tools" and module.split(".")[1] in MAY_USE_BOTH
             both = is_tool or module == WHOLE_RUN
+            of_relay = is_in(module, RELAY) and any(is_in(name, part) for part in OF_THE_WORKER)
             simulates = package == "diloco_tools" and module.split(".")[1] in MAY_USE_CORES
             is_core = simulates and name in CORES_FOR_OTHERS
-            may = of in ALLOWED[package] or (both and is_public) or is_core or module == OF_PARTS
+            of_both = (both and is_public) or is_core or of_relay
+            may = of in ALLOWED[package] or of_both or module == OF_PARTS
             assert may, f"{module} imports {name}"
         else:
             assert name != WHOLE_RUN, f"{module} imports what is for tests"

@@ -63,7 +63,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Counts:
-    """Workers alive, participating in this round, averaged in the last one."""
+    """Workers alive, participating in this round, averaged in the last; of a relay, those behind it."""
 
     alive: int = 0
     participating: int = 0
@@ -112,6 +112,7 @@ class Reducer:
     aggregate: str = "mean"
     trim: float | None = None  # of trimmed-mean: what is left out at each end
     deterministic: bool = False
+    relays: bool = False
     # Longer pushes are refused: than this, or (auto) than 5 times `usual_norm` of the fragment.
     max_delta_norm: float | None = None
     max_delta_norm_auto: bool = False
@@ -196,6 +197,7 @@ class Worker:
     times_usual: float | None = None  # that over `usual_norm` of the fragment
     processes: int = 1
     connections: int = 1
+    workers: int | None = None  # of a relay: how many are behind it
     extra: Mapping[str, object] = field(default_factory=dict)
 
     @property

@@ -72,6 +72,9 @@ class RunConfig:
     # How float buffers travel in a push, `BUFFERS` in this release. A broker that does not say so is of
     # an earlier one and takes them for differences.
     buffers: str = "differences"
+    # Sites may take part through relays: a push counts whole or not at all. A broker that does not say
+    # so is of a release that knows no relays.
+    relays: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ class Join(Message):
     """Ask to take part. `wants` names only what the worker insists on, by RunConfig field.
 
     A worker of several `processes` has a lane, a connection for chunks, for each. A manifest that is
-    too long for a header is left out; `digest` and `size` name its description.
+    too long for a header is left out; `digest` and `size` name its description. A relay, which stands
+    for the workers of a site, says how many `workers` there are.
     """
 
     worker_id: str
@@ -162,6 +166,7 @@ class Join(Message):
     digest: bytes | None = None
     size: int = 0
     processes: int = 1
+    workers: int | None = None  # None: it is no relay
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,7 @@ class Heartbeat(Message):
     merge_delay: int | None = None  # steps from slot to merge, of the last merge
     warning: str | None = None  # what people should know of this worker, as long as it holds
     saved: int | None = None  # the number of the last `save_all` that its script has carried out
+    workers: int | None = None  # of a relay: how many there are behind it
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,10 @@ class Push(Message):
     ledger: Ledger | None = None
     buffers: str = "differences"  # how its float buffers travel: `BUFFERS`
     lots: tuple[Lot, ...] | None = None  # units of the work queue that count with this push
+    # Of a relay: the pushes in this one by worker, those of relays behind it included, and of how many
+    # workers they are, relays left out.
+    contents: Mapping[str, int] | None = None
+    workers: int = 1
 
 
 @dataclass(frozen=True)

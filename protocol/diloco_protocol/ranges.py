@@ -76,7 +76,7 @@ def named(value: str, where: str, name: str) -> str:
 
 
 _REPORTS: Mapping[str, Mapping[str, Fit]] = {
-    "Join": {"pid": count},
+    "Join": {"pid": count, "workers": count},
     "Heartbeat": {
         "step": count,
         "inner_step": count,
@@ -84,6 +84,7 @@ _REPORTS: Mapping[str, Mapping[str, Fit]] = {
         "loss": figure,
         "tokens": count,
         "merge_delay": count,
+        "workers": count,
     },
     "Push": {"steps": count, "tokens": count, "samples": count, "loss": figure, "norm": length},
     "Pull": {"after": after_any},

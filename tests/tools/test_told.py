@@ -53,6 +53,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fragment_merge": ("rebase", PIECES),
     "fragment_max_delay": (9, PIECES | {"fragment_sync_delay": 3}),
     "deterministic": (True, {}),
+    "relays": (True, {}),
     "weight_by": ("tokens", {}),
     "aggregate": ("clip-median-norm", {}),
     "max_delta_norm": (5.0, {}),

@@ -9,6 +9,7 @@ import typer
 from diloco_broker.cli import checkpoints, operator
 from diloco_broker.cli.keygen import keygen
 from diloco_broker.cli.plan import plan
+from diloco_broker.cli.relay import relay
 from diloco_broker.cli.serve import WithPort, serve
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     *operator.COMMANDS,
     checkpoints.export,
     checkpoints.inspect,
+    relay,
     plan,
     keygen,
 )

@@ -197,6 +197,7 @@ def _reducing(reducer: Data) -> Iterable[str]:
         "norm to 5 times the median" if reducer.get("max_delta_norm_auto") else "",
         f"without {reducer['trim']:.0%} at each end" if reducer.get("trim") is not None else "",
         "deterministic" if reducer.get("deterministic") else "",
+        "with relays" if reducer.get("relays") else "",
         f"weights by {reducer['weight_by']}"
         if reducer.get("weight_by", "equal") != "equal"
         else "",

@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.effects import Route
-from diloco_protocol.messages import Message
+from diloco_protocol.messages import Message, Released
 from diloco_protocol.roles import Peer
 
 # How long a closing round may take to be finished once the broker is to stop.
@@ -89,6 +89,17 @@ class Stepped:
 
 
 @dataclass(frozen=True)
+class Passed:
+    """At a relay: what the closing round has averaged is in this version of the parent's.
+
+    `wires` are its chunks as they came, which go to the workers as they are.
+    """
+
+    released: Released
+    wires: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class InitialStored:
     """A `StoreInitial` was carried out. `wire` is the chunk as it is sent to workers."""
 
@@ -153,6 +164,7 @@ Event = (
     | WorkDone
     | WorkRefused
     | Stepped
+    | Passed
     | InitialStored
     | InitialRefused
     | Saved

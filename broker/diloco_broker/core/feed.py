@@ -117,8 +117,8 @@ def _snapshot(
         ),
         round=_round(state, now),
         counts=feed.Counts(
-            alive=len(state.members),
-            participating=len(state.round.participating) if state.round else 0,
+            alive=state.members.workers,
+            participating=state.round.participants if state.round else 0,
             averaged=report.averaged if report else 0,
         ),
         model=_model(state),
@@ -370,6 +370,7 @@ def _worker(
         times_usual=None if norm is None or middle is None else norm / middle,
         processes=member.processes,
         connections=len(member.lanes) + (member.bulk is not None) if member.processes > 1 else 1,
+        workers=member.workers,
         extra=dict(figures.extra),
     )
 

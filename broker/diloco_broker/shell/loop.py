@@ -33,8 +33,9 @@ from diloco_broker.shell.process_memory import give_back_freed_memory, memory_by
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
 from diloco_broker.shell.strangers import Strangers
-from diloco_broker.shell.tensor_work import TensorExecutor
+from diloco_broker.shell.tensor_work import TensorExecutor, Tensors
 from diloco_broker.storage import model_file, own_plan, resume, writer
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.tensors.outer.make import make_outer
@@ -113,7 +114,7 @@ class Loop:
             has_own = factory is not None
             found = resume.newest_checkpoint(config, has_own_optimizer=has_own, split=split)
             self._life = resume.next_life(config)
-            self.tensors = TensorExecutor(config, make_outer(config, factory), initial, found)
+            self.tensors = self._make_tensors(config, factory, initial, found)
             opened.callback(self.tensors.close)
             self.now = ServedTime(_machine_clock())
             draw = partial(secrets.randbits, 64)
@@ -134,11 +135,8 @@ class Loop:
             )
             if self._writer is not None:
                 opened.callback(self._writer.close)
+            self._introduce(self.core)
             state = self.core.state
-            state.feed_address = self.sockets.feed_address
-            state.own_address = self.sockets.own_address
-            state.bound = self.sockets.address
-            state.memory_bytes = memory_bytes()
             state.has_own_optimizer = has_own
             state.own_split = split
             self.onlookers = Onlookers(state, self.now, self._figures, self.sockets.publish)
@@ -155,6 +153,23 @@ class Loop:
         self._gone_before = 0  # members, by the last tick
         self._longest_turn_s = 0.0
         self._used_s = 0.0  # CPU of this thread at the end of the last turn
+
+    def _make_tensors(
+        self,
+        config: BrokerConfig,
+        factory: OuterOptimizerFactory | None,
+        initial: Mapping[str, Tensor] | None,
+        found: Checkpoint | None,
+    ) -> Tensors:
+        return TensorExecutor(config, make_outer(config, factory), initial, found)
+
+    def _introduce(self, core: Core) -> None:
+        """Tell a core what it has to know of its shell."""
+        state = core.state
+        state.feed_address = self.sockets.feed_address
+        state.own_address = self.sockets.own_address
+        state.bound = self.sockets.address
+        state.memory_bytes = memory_bytes()
 
     # Life.
 
@@ -325,13 +340,16 @@ class Loop:
             if isinstance(message, Control) and message.action == "status":
                 self._answer_status(route, message)
             else:
-                self._executor.feed(events.Received(route, message, payload, peer))
+                self._hear(events.Received(route, message, payload, peer))
         except ProtocolError as error:
             self._executor.feed(events.Malformed(route, error.code, str(error)))
         except Exception:
             logger.exception("A message could not be handled; its sender is told, the run goes on.")
             text = "The broker could not handle this message; its log has more."
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
+
+    def _hear(self, received: events.Received) -> None:
+        self._executor.feed(received)
 
     def _longest_header(self, incoming: Incoming) -> int:
         header = memoryview(incoming.frames[0] if incoming.frames else b"")

@@ -66,6 +66,10 @@ class Onlookers:
         self._history_error: str | None = None
         self._start_line: dict[str, Any] | None = None
 
+    def follow(self, state: RunState) -> None:
+        """Show another core from now on, which took the place of the one before."""
+        self._state = state
+
     def write(self, record: Record) -> None:
         """Write down what the core says."""
         match record:

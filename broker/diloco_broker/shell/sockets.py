@@ -161,6 +161,13 @@ class Sockets:
             self._watch.has_received_all()
         return self._router in found
 
+    def watch(self, socket: zmq.Socket[bytes]) -> None:
+        """Let `wait` return when something comes on this socket, which is another's to read."""
+        self._poller.register(socket, zmq.POLLIN)
+
+    def unwatch(self, socket: zmq.Socket[bytes]) -> None:
+        self._poller.unregister(socket)
+
     def rest(self, seconds: float) -> bool:
         """Wait so long, or until bytes of somebody who has not joined lie there; returns whether."""
         return bool(self._at_rest.poll(int(seconds * 1000)))

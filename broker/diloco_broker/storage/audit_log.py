@@ -14,7 +14,15 @@ from pathlib import Path
 
 from diloco_broker.core.effects import RecordVersion
 from diloco_protocol.errors import UsageError
+from diloco_protocol.messages import Push
 from diloco_protocol.version import as_hex
+
+
+def _behind(push: Push) -> dict[str, dict[str, str]]:
+    """What is in the push of a relay, by worker; nothing for another's."""
+    if push.contents is None:
+        return {}
+    return {"contents": {name: as_hex(push_id) for name, push_id in push.contents.items()}}
 
 
 class AuditLog:
@@ -46,6 +54,7 @@ class AuditLog:
                     "steps": each.push.steps,
                     "chunks": "all" if each.added.is_full else each.added.to_bytes().hex(),
                     "weight": each.weight,
+                    **_behind(each.push),
                 }
                 for each in audit.pushes
             ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -87,6 +87,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     "Mapping[str, Any]": st.dictionaries(
         st.sampled_from(["sync_every", "__class__", ""]), st.none() | numbers | st.floats()
     ),
+    "Mapping[str, int]": st.dictionaries(st.sampled_from(["a", "b", "c", "", "\x1b"]), numbers),
     "tuple[int, ...]": st.lists(numbers, max_size=3).map(tuple),
     "tuple[bytes, ...]": st.lists(
         st.sampled_from([b"", b"\x00", b"\x03", b"\xff" * 3]), max_size=3
@@ -121,18 +122,34 @@ def a_run() -> Stage:
     return stage
 
 
+def a_run_of_sites() -> Stage:
+    """The same where a is a relay."""
+    stage = a_stage(workers=2, relays=True)
+    relay, b = stage.worker("a").joins(workers=2), stage.worker("b").joins()
+    stage.provide()
+    relay.pulls()
+    b.pulls()
+    relay.begins(1, contents={"c": 1}, workers=1)
+    relay.delivers([0])
+    return stage
+
+
+RUNS: dict[str, Callable[[], Stage]] = {
+    "begun": a_run,
+    "with a relay": a_run_of_sites,
+    "fresh": lambda: a_stage(workers=1),
+}
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.tuples(messages(), st.booleans(), st.sampled_from(SIZES)), max_size=12),
-    st.booleans(),
+    st.sampled_from(list(RUNS)),
 )
-def test_no_message_makes_the_core_raise(
-    said: list[tuple[Message, bool, int]], has_parameters: bool
-) -> None:
-    stage = a_run() if has_parameters else a_stage(workers=1)
-    member = stage.worker("a") if not has_parameters else None
-    if member is not None:
-        member.joins()
+def test_no_message_makes_the_core_raise(said: list[tuple[Message, bool, int]], which: str) -> None:
+    stage = RUNS[which]()
+    if which == "fresh":
+        stage.worker("a").joins()
     known = stage.state.members.named("a")
     assert known is not None
     for drawn, on_bulk, size in said:
@@ -176,6 +193,7 @@ MODES: dict[str, dict[str, Any]] = {
     "quorum": {"quorum": 1, "grace": 1.0},
     "dropped": {"quorum": 1, "grace": 0.0, "late": "drop"},
     "fragments": {"num_fragments": 2, "sync_every": 8, "fragment_sync_delay": 1},
+    "relays": {"relays": True},
     "async": {"mode": "async", "max_staleness": 4, "staleness_weight": "poly"},
     "dylu": {"mode": "async", "dylu": True, "grace": 1.0},
     "async-fragments": {"mode": "async", "num_fragments": 2, "sync_every": 8},

@@ -42,6 +42,7 @@ class Session:
 
     `heartbeat_interval`: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
     `has_frozen`: the worker's frozen parameters may be the run's already; then they are not fetched.
+    `takes_deltas`: versions in few bits may come as differences from what is held, not only whole.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Session:
         heartbeat_interval: float | None = None,
         *,
         has_frozen: bool = False,
+        takes_deltas: bool = True,
     ) -> None:
         # where its chunks come and go
         self.lanes = Lanes(1 if join is None else join.processes)
@@ -72,6 +74,7 @@ class Session:
         self._draw = draw
         self._asked_interval = heartbeat_interval
         self._has_frozen = has_frozen
+        self._takes_deltas = takes_deltas
         self._frozen_tag: int | None = None  # that the worker's own have; None until it is known
         self._is_naming = False  # whether it is being worked out, which may outlast a connection
 
@@ -357,7 +360,8 @@ class Session:
             self.downloads.set_layout(terms.layout)
             self._frozen_tag, self._is_naming = None, False  # other chunks have another one
         self.terms = terms
-        self.downloads.set_reply(terms.config.reply_dtype)
+        if self._takes_deltas:
+            self.downloads.set_reply(terms.config.reply_dtype)
 
     def _failed(self, error: messages.Error, now: float) -> Iterator[Effect]:
         if self.phase is Phase.JOINING:

@@ -15,7 +15,6 @@ from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push
 from diloco_worker.core import effects, events
 from diloco_worker.core.session import Session
-from diloco_worker.shell.inbox import Inbox
 
 # Rejections that are a matter of course: who moves on from one tells of it.
 EXPECTED = (Code.LATE, Code.STALE)
@@ -60,6 +59,13 @@ class Network(Protocol):
         """The broker has taken this worker in."""
 
     def say(self, text: str, *, trouble: bool = False) -> None: ...
+
+
+class Inboxes(Protocol):
+    """Where what the session has to tell is left for who trains."""
+
+    def take_in(self, effect: effects.Effect, values: Any = None) -> None:
+        """`values` are those of a version that is delivered."""
 
 
 class Others(Protocol):
@@ -119,7 +125,7 @@ class Executor:
     """See the head of this module."""
 
     session: Session
-    inbox: Inbox
+    inbox: Inboxes
     network: Network
     memory: Memory
     noticed: Callable[[effects.Effect], None] = lambda _: None  # told of each effect first

@@ -45,6 +45,7 @@ def resume(state: RunState, resumption: Resumption) -> None:
     state.totals_before = replace(state.totals)
     state.shards.restore(record.shards)
     state.data.restore(record.data_sets)
+    state.parents = resumption.parents
     state.is_resumed = True
 
 

@@ -24,6 +24,9 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     """A sign of life, with the step count: a training loop that hangs shows in it."""
     figures, life = member.figures, member.liveness
     has_moved = figures.take(beat, state.now)
+    is_empty = member.is_relay and beat.workers == 0
+    if member.is_relay and beat.workers is not None:
+        member.workers = min(beat.workers, state.config.max_workers)
     life.beat(state.now, has_moved=has_moved)
     if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
         figures.has_warned = True
@@ -31,7 +34,13 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     if beat.saved:
         yield from orders.answered(state, member, beat.saved)
     limit = state.config.stall_timeout
-    if has_moved:
+    if is_empty:
+        if not life.is_stalled:
+            life.stall()
+            text = "has no workers; the others do not wait for it until one is there."
+            yield effects.warning(f"Relay {member.worker_id} {text}")
+            yield from rounds.stall(state, member.worker_id)
+    elif has_moved:
         yield from mark_active(state, member)
     elif limit and not life.is_stalled and life.stood_still() > limit:
         life.stall()

@@ -13,6 +13,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.rules import donation, grants, liveness, rounds
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.reducers import rules_of
+from diloco_broker.core.rules.sites import contents
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -29,11 +30,12 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
     _check_push(state, push)
     if push.purpose is messages.Purpose.DONATION:
-        yield from donation.begin(state, member, push)
+        yield from donation.begin(state, member, replace(push, contents=None, workers=1))
         return
     if state.ending.is_over:
         raise ProtocolError(Code.LATE, f"The run is over: {state.ending.why}.")
     _check_base(state, push)
+    contents.check(state, member, push)
     if push.ledger is not None:  # of a donation only; it would be kept with the push
         push = replace(push, ledger=None)
     if member.uploads.is_new(push):

@@ -12,7 +12,7 @@ from diloco_protocol.errors import Code, ProtocolError
 NOISE_OF_A_STRANGER = 20
 CONNECTIONS_REMEMBERED = 1000
 # What a refusal may be worth trying again for.
-WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL})
+WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL, Code.UNDER_WAY})
 
 
 def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
@@ -55,7 +55,8 @@ def refuse(
         is_donation = getattr(message, "purpose", None) is messages.Purpose.DONATION
         if is_donation and member:
             yield from initial_model.reject_donor(state, member)
-    if isinstance(message, messages.Push) and not retry and error.code != Code.LATE:
+    is_over = error.code == Code.UNDER_WAY or (not retry and error.code != Code.LATE)
+    if isinstance(message, messages.Push) and is_over:
         yield from _skip_this_round(state, message)
     if isinstance(message, messages.Join) and error.code == Code.STOPPING:
         assert state.stopping is not None

@@ -26,8 +26,16 @@ def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Eff
     which = f" (fragment {ended.fragment})" if state.config.num_fragments > 1 else ""
     yield info(
         f"Round {ended.number}{which} closed in {state.now - ended.opened_at:.1f} s: "
-        f"{ended.averaged} of {len(expected)} expected workers averaged{names}."
+        f"{_averaged(state, ended, expected)}{names}."
     )
+
+
+def _averaged(state: RunState, ended: Update, expected: set[str]) -> str:
+    relays = sum(member.is_relay for member in state.members if member.worker_id in expected)
+    if not relays:
+        return f"{ended.averaged} of {len(expected)} expected workers averaged"
+    direct = len(expected) - relays
+    return f"{ended.averaged} workers averaged, of {relays} relays and {direct} others expected"
 
 
 def applied(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:

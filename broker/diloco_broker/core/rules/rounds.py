@@ -122,10 +122,15 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
     assert in_progress is not None
     counted, ledger = ended.counted(), versions.ledger
     for each in counted:
+        if each.chunks.is_full and each.push.contents is not None:
+            ledger = ledger.with_contents(each.push.contents)
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
-    ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
+    ledger = ledger.without_the_long_gone(state.members.known)
+    averaged = ended.averaged
+    if state.parents is not None:
+        ledger, averaged = state.parents.ledger, state.parents.averaged
     record = FragmentRecord(
-        in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
+        in_progress.version, ledger, in_progress.gradients, ended.number, averaged
     )
     units.counted(state, ended.fragment, ledger)
     unreleased = UnreleasedVersion(ended, counted, record)
@@ -158,7 +163,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
         if member is not None:
             member.counts(each.push, each.staleness, state.now)
     versions = state.versions[fragment]
-    whole = sum(each.chunks.is_full for each in unreleased.pushes)
+    whole = sum(each.push.workers for each in unreleased.pushes if each.chunks.is_full)
     versions.contributions += whole
     state.totals.contributions += whole
     state.totals.rounds += 1

@@ -125,7 +125,7 @@ def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     if reducer_of(after) is not reducer_of(config):
         raise UsageError(
             "Whether rounds have a quorum decides how contributions are kept, so it is settled at the "
-            "start: a broker that was started with --quorum, --deterministic, "
+            "start: a broker that was started with --quorum, --deterministic, --relays, "
             "--max-delta-norm, or an --aggregate other than the mean can change it."
         )
     return after

@@ -155,6 +155,9 @@ class Member:
     joined_at: float
     liveness: Liveness
     bulk: effects.Route | None = None  # None until a credit has come on it
+    # Of a relay: how many workers are behind it, and whose pushes were in its last.
+    workers: int | None = None
+    behind: frozenset[str] = frozenset()
     processes: int = 1
     # Of several processes: the other connections for chunks that are bound, by index from 1 on.
     lanes: dict[int, Binding] = field(default_factory=dict)
@@ -167,6 +170,15 @@ class Member:
     uploads: Uploads = field(default_factory=Uploads)
     figures: Figures = field(default_factory=Figures)
     account: Account = field(default_factory=Account)
+
+    @property
+    def is_relay(self) -> bool:
+        return self.workers is not None
+
+    @property
+    def stands_for(self) -> int:
+        """How many workers it is, for displays: one, or those behind a relay."""
+        return 1 if self.workers is None else self.workers
 
     def tell(self, message: messages.Message) -> effects.Send:
         return effects.Send(self.control, message)
@@ -208,6 +220,8 @@ class Member:
     def begins(self, push: messages.Push, number: int | None) -> None:
         self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
         self.figures.push_begins(push, number)
+        if push.contents is not None:
+            self.behind = frozenset(push.contents)
 
     def counts(self, push: messages.Push, staleness: int, now: float) -> None:
         """A push is in a version that is being released."""
@@ -254,6 +268,16 @@ class Membership:
     def with_session(self, session: bytes) -> Member | None:
         return self._by_session.get(session)
 
+    @property
+    def known(self) -> set[str]:
+        """Ids of those that are here, and of those behind relays as their last pushes named them."""
+        return {name for m in self._by_id.values() for name in (m.worker_id, *m.behind)}
+
+    @property
+    def workers(self) -> int:
+        """How many are here; of a relay, those behind it."""
+        return sum(member.stands_for for member in self._by_id.values())
+
     def routes(self) -> set[effects.Route]:
         """The connections of all members."""
         return {route for m in self._by_id.values() for route in m.routes}
@@ -273,6 +297,7 @@ class Membership:
             sync_every=own_sync_every(join.wants),
             versions=join.versions,
             processes=join.processes,
+            workers=join.workers,
             figures=Figures(join.host[:MAX_HOST_LENGTH], join.pid, join.extra),
         )
         self._by_session[session] = member
@@ -288,7 +313,7 @@ class Membership:
         member.session = session
         member.control = route
         member.bulk = None
-        member.processes = join.processes
+        member.processes, member.workers = join.processes, join.workers
         member.lanes.clear()
         member.liveness.hear(now)
         member.liveness.probed_at = now

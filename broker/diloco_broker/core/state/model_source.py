@@ -19,7 +19,7 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import ModelLayout, lay_out_plan
 from diloco_protocol.description import Description, describe
 from diloco_protocol.manifest import Kind, Manifest
-from diloco_protocol.messages import Push, RunConfig
+from diloco_protocol.messages import Push, Released, RunConfig
 from diloco_protocol.version import Ledger, VersionId, tag_of
 
 # A donor that delivers nothing for so long is passed over, where there is another one.
@@ -43,6 +43,7 @@ class Resumption:
     record: RunRecord
     layout: ModelLayout  # what follows from the record's manifest and plan
     wires: Mapping[int, tuple[Any, ...]]  # of each fragment, its chunks in wire form
+    parents: Released | None = None  # at a relay: what its parent said of the version
 
 
 @dataclass

@@ -33,7 +33,14 @@ def count(state: RunState, fragment: int, pushes: Sequence[CountedPush]) -> None
 
 
 def show(state: RunState, number: int) -> None:
-    """So far is the run before this round; readers are told so from now on."""
+    """So far is the run before this round; readers are told so from now on.
+
+    A relay knows its own site only, and tells what its parent says.
+    """
+    if state.parents is not None:
+        state.versions.progress = state.parents.progress or Progress()
+        state.versions.loss = state.parents.loss
+        return
     totals, report, versions = state.totals, state.last_report, state.versions
     steps, loss = totals.steps, None if report is None else report.loss
     if _has_no_rounds(state):

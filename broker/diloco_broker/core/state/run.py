@@ -23,7 +23,7 @@ from diloco_protocol.description import DescriptionInProgress
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Join, Notice, Push, RunConfig
+from diloco_protocol.messages import Join, Notice, Push, Released, RunConfig
 from diloco_protocol.version import VersionId
 
 REJECTIONS_KEPT = 10
@@ -179,6 +179,9 @@ class RunState:
     members: Membership = field(default_factory=Membership)
     shards: Shards = field(default_factory=Shards)  # who samples which part of the data
     data: DataSets = field(default_factory=DataSets)  # of which units are handed out
+    # At a relay: what the parent said of its last version, which is the one that is made here or the
+    # current one. None: this broker makes versions of its own.
+    parents: Released | None = None
     # By connection, those who are about to join and have to describe their models.
     descriptions: dict[effects.Route, Described] = field(default_factory=dict)
     probes: ProbeAllowance = field(default_factory=ProbeAllowance)
@@ -264,7 +267,8 @@ class RunState:
         if not self.first_round_pending:
             return config.min_workers
         needed = config.workers
-        if config.max_delta_norm is not None and round_ is not None and round_.barrier is not None:
+        may_refuse = config.max_delta_norm is not None or config.relays
+        if may_refuse and round_ is not None and round_.barrier is not None:
             # They are here, though their work is refused.
             needed -= sum(name in self.members for name in round_.barrier.skipped)
         return max(config.min_workers, needed)

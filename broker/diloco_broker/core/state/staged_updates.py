@@ -73,8 +73,16 @@ class StagedRound(StagedUpdate):
 
     @property
     def participating(self) -> set[str]:
+        return set(self._workers_of)
+
+    @property
+    def participants(self) -> int:
+        return sum(self._workers_of.values())
+
+    @property
+    def _workers_of(self) -> dict[str, int]:
         members = self.chosen if self.phase is Phase.CLOSING else self.pool.values()
-        return {s.worker_id for s in members}
+        return {s.worker_id: s.push.workers for s in members}
 
     def has_all_of(self, worker_id: str) -> bool:
         return any(s.is_whole for s in self.pool.values() if s.worker_id == worker_id)

@@ -207,6 +207,7 @@ def reducing(snapshot: Snapshot) -> Parts:
         "norm to 5 times the median" if told.max_delta_norm_auto else "",
         f"without {told.trim:.0%} at each end" if told.trim is not None else "",
         "deterministic" if told.deterministic else "",
+        "with relays" if told.relays else "",
         f"weights by {told.weight_by}" if told.weight_by != "equal" else "",
     )
 

@@ -145,6 +145,7 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
         text = f"The model cannot be trained: {summarise(problems)}."
         raise ProtocolError(Code.MODEL_DIFFERS, text)
     compatibility.check_wants(state.config, join)
+    compatibility.check_relay(state.config, join)
     run = state.model.run if _run_is_settled(state) else None
     if join.run is not None and run is not None and join.run != run:
         raise ProtocolError(

@@ -38,6 +38,16 @@ def check_wants(config: BrokerConfig, join: Join) -> None:
         )
 
 
+def check_relay(config: BrokerConfig, join: Join) -> None:
+    """Raise ProtocolError for a relay where its push could count in part."""
+    if join.workers is not None and not config.relays:
+        raise ProtocolError(
+            Code.NOT_ALLOWED,
+            f"{join.worker_id} is a relay, and this broker takes none: what it sends for its site would "
+            "count in part. Start the broker with --relays.",
+        )
+
+
 def _as_run(config: BrokerConfig, name: str) -> object:
     """A field of the run's configuration, in the words of the options."""
     if name == "fragment_sync_delay":

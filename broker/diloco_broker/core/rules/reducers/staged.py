@@ -1,9 +1,9 @@
 """The staged reducer: submissions are kept until whole, and merged together, a round at a time.
 
-Used with a quorum, in deterministic order, with a bound on how long a push may be, or where an
-aggregate needs whole submissions. A worker may send before its round is open; what is not whole when a
-round closes is carried into the next round of the fragment, or dropped, as the run has it (`--late`),
-and its worker is told either way.
+Used with a quorum, in deterministic order, with relays, with a bound on how long a push may be, or
+where an aggregate needs whole submissions. A worker may send before its round is open; what is not whole
+when a round closes is carried into the next round of the fragment, or dropped, as the run has it
+(`--late`), and its worker is told either way.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def asked_for_by(config: BrokerConfig) -> str:
         return "--quorum"
     if config.deterministic:
         return "--deterministic"
+    if config.relays:
+        return "--relays"
     if config.max_delta_norm is not None:
         return "--max-delta-norm"
     return f"--aggregate {config.aggregate}" if config.aggregate != "mean" else ""

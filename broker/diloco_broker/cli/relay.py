@@ -1,0 +1,123 @@
+"""`diloco-broker relay`: a broker at a site, which takes part in the run of another as one worker."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco_broker.cli.config_options import DEFAULTS, as_declared, with_options
+from diloco_broker.cli.failures import fail, failing_in_a_sentence
+from diloco_broker.cli.serve import end_on_signals
+from diloco_protocol.clients.keys import find_keys
+from diloco_protocol.errors import UsageError
+from diloco_protocol.roles import Role
+
+if TYPE_CHECKING:
+    from diloco_broker.relay.daemon import RelayBroker
+
+# What a site decides for itself; the rest is the run's, and comes from the parent.
+OF_THE_SITE = (
+    "workers",
+    "min_workers",
+    "max_workers",
+    "quorum",
+    "grace",
+    "bind",
+    "feed",
+    "wire_dtype",
+    "heartbeat_timeout",
+    "stall_timeout",
+    "disconnect_grace",
+    "keys",
+    "ipc",
+    "insecure",
+)
+
+
+@with_options(as_declared(name, DEFAULTS[name]) for name in OF_THE_SITE)
+def relay(
+    parent: Annotated[
+        str,
+        typer.Option(
+            help="Address of the broker, or relay, whose run the site takes part in: tcp://HOST:8512. "
+            "It has to be started with --relays.",
+        ),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="What the site is called there, as a worker is. Default: host name and a random "
+            "ending; with --parent-keys the name of that key.",
+        ),
+    ] = None,
+    parent_wire_dtype: Annotated[
+        str,
+        typer.Option(help="Dtype of what the site sends to its parent: fp32, bf16 or fp16."),
+    ] = "bf16",
+    parent_keys: Annotated[
+        Path | None,
+        typer.Option(help="Key of a worker for the parent, where it asks for keys."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    **options: Any,
+) -> None:
+    """Stand for the workers of a site in another broker's run: one push and one version a round.
+
+    Workers join here as they join a broker. What they send is averaged and goes
+    to the parent as one push; its versions come back to them as they are. The
+    relay saves nothing and may be killed: its parent and its workers have all.
+
+    Exit codes: 0 ended by a signal, or the run is over; 2 it could not start, or
+    its parent does not take it; 1 an error.
+    """
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    from diloco_broker.shell.open_files import allow_connections
+    from diloco_broker.shell.process_memory import keep_freed_memory
+
+    with failing_in_a_sentence():
+        broker = _broker(parent, name, parent_wire_dtype, parent_keys, options)
+    allow_connections(broker.config.max_workers)
+    keep_freed_memory()
+    end_on_signals(broker)
+    typer.echo(f"control {broker.address}")
+    typer.echo(f"feed {broker.feed_address}")
+    of_site = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
+    typer.echo(f"Relay of {parent}. Watch with: diloco-top {broker.feed_address}{of_site}")
+    sys.stdout.flush()
+    broker.run()
+    if broker.why_it_failed is not None:
+        fail(broker.why_it_failed)
+
+
+def _broker(
+    parent: str,
+    name: str | None,
+    wire_dtype: str,
+    parent_keys: Path | None,
+    options: dict[str, Any],
+) -> RelayBroker:
+    from diloco_broker.config import BrokerConfig
+    from diloco_broker.relay.daemon import RelayBroker
+
+    keys = None
+    if parent_keys is not None:
+        keys = find_keys(parent_keys, Role.WORKER)
+    if keys is not None:
+        if keys.peer.role is not Role.WORKER or name not in (None, keys.peer.name):
+            raise UsageError(
+                f"--parent-keys is the key of {keys.peer}; a relay takes that of a worker, and has its "
+                "name: leave --name out."
+            )
+        name = keys.peer.name
+    config = BrokerConfig(**options, relays=True)
+    return RelayBroker(config, parent, name=name, parent_wire_dtype=wire_dtype, keys=keys)

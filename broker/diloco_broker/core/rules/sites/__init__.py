@@ -1,0 +1,1 @@
+"""What is asked of relays, which take part for the workers of a site."""

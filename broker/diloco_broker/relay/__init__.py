@@ -1,0 +1,1 @@
+"""A broker at each site: `core` joins the two pure cores, the rest is its shell."""

@@ -1,0 +1,73 @@
+"""The public face of a relay: a `Broker` for a site whose versions its parent makes."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import replace
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.relay.loop import RelayLoop
+from diloco_broker.shell.broker import Broker
+from diloco_protocol.addresses import with_scheme
+from diloco_protocol.clients.keys import Keys
+from diloco_protocol.dtypes import WIRE_DTYPES, in_few_bits
+from diloco_protocol.errors import UsageError
+from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
+from diloco_worker.shell.whereabouts import Given
+
+
+class RelayBroker(Broker):
+    """A relay: `run()` it in this thread, or `start()` and `stop()` it in one of its own, as any broker.
+
+    Args:
+        config: options of the site: addresses, `workers`, `min_workers`, `quorum`, `keys`, liveness, and
+            the `wire_dtype` of its workers. What the parent's run says takes the place of the rest.
+        parent: the address of the broker that it takes part at, or a function that returns it.
+        name: what it is called there, as a worker; default: host name and a random ending.
+        parent_wire_dtype: what its pushes travel in: fp32, bf16 or fp16.
+        keys: those that the parent asks for.
+
+    Raises:
+        UsageError: an address that cannot be bound, or an option that a relay has no use for.
+    """
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        parent: Given,
+        *,
+        name: str | None = None,
+        parent_wire_dtype: str = "bf16",
+        keys: Keys | None = None,
+    ) -> None:
+        name = name or default_name()
+        if not is_worker_id(name):
+            raise UsageError(
+                f"The name is {name!r:.80}; it must be 1 to {LONGEST_WORKER_ID} printable characters."
+            )
+        if parent_wire_dtype not in WIRE_DTYPES or in_few_bits(parent_wire_dtype):
+            raise UsageError(
+                f"--parent-wire-dtype is {parent_wire_dtype}; it must be fp32, bf16 or fp16: a relay "
+                "keeps no residual of what fewer bits leave out."
+            )
+        if config.save_dir is not None:
+            raise UsageError("A relay saves nothing: its parent does. Leave --save-dir out.")
+        self.config = replace(config, relays=True)
+        where = with_scheme(parent) if isinstance(parent, str) else parent
+        self._relay_loop = RelayLoop(self.config, where, name, parent_wire_dtype, keys)
+        self._loop = self._relay_loop
+        self.address = self._loop.sockets.address
+        self.feed_address = self._loop.sockets.feed_address
+        self._failure = None
+        self._thread = None
+
+    @property
+    def why_it_failed(self) -> str | None:
+        """Why it could not go on, a sentence; None where it was asked to end, or the run is over."""
+        return self._relay_loop.failure
+
+
+def default_name() -> str:
+    """The host's name and a random ending, so that two relays of a machine differ."""
+    return f"relay-{socket.gethostname()[:40]}-{secrets.token_hex(3)}"

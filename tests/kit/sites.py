@@ -1,0 +1,146 @@
+"""Brokers with relays in one process, each in a thread of its own, and clients for workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.relay.daemon import RelayBroker
+from diloco_worker import DiLoCoClient
+from kit.process_kit import PATIENCE_S
+
+ANYWHERE = "tcp://127.0.0.1:*"
+
+
+def a_model() -> nn.Module:
+    """Parameters, float buffers and an integer buffer: all segments that travel."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 8))
+
+
+def options(**given: Any) -> BrokerConfig:
+    usual: dict[str, Any] = {"wire_dtype": "fp32", "bind": ANYWHERE, "feed": ANYWHERE}
+    return BrokerConfig(**usual | given)
+
+
+class Sites:
+    """A hub, relays and workers: whatever was begun is ended with it.
+
+    `make` makes the model that the hub begins with and each worker has.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module] = a_model) -> None:
+        self._make = make
+        self._opened = ExitStack()
+        self.clients: dict[str, DiLoCoClient] = {}
+
+    def __enter__(self) -> Sites:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def hub(self, workers: int, **given: Any) -> Broker:
+        config = options(workers=workers, **{"relays": True} | given)
+        hub = Broker(config, self._make().state_dict())
+        self._serve(hub)
+        return hub
+
+    def relay(
+        self, parent: Broker | str, workers: int, name: str, *, dtype: str = "fp32", **given: Any
+    ) -> RelayBroker:
+        where = parent if isinstance(parent, str) else parent.address
+        config = options(workers=workers, disconnect_grace=0.2, **given)
+        relay = RelayBroker(config, where, name=name, parent_wire_dtype=dtype)
+        self._serve(relay)
+        return relay
+
+    def _serve(self, broker: Broker) -> None:
+        self._opened.callback(broker.stop)
+        broker.start()
+
+    def workers(self, at: Broker, *names: str) -> list[DiLoCoClient]:
+        """Workers that have joined, and hold the run's parameters."""
+        made = []
+        for name in names:
+            client = DiLoCoClient(at.address, worker_id=name, timeout=PATIENCE_S)
+            self._opened.callback(client.leave)
+            client.join(self._make())
+            self.clients[name] = client
+            made.append(client)
+        return made
+
+    def delta(self, name: str, number: int) -> dict[str, Tensor]:
+        """What a worker sends in a round: differences of parameters, values of buffers."""
+        generator = torch.Generator().manual_seed(1000 * sum(map(ord, name)) + number)
+        made: dict[str, Tensor] = {}
+        for key, value in self._make().state_dict().items():
+            if value.is_floating_point():
+                made[key] = torch.randn(value.shape, generator=generator)
+            else:
+                made[key] = torch.randint(0, 100, value.shape, generator=generator)
+        return made
+
+    def push(self, *names: str, number: int, **given: Any) -> None:
+        """Each of these sends its push of the round; all of each is in then."""
+        for name in names:
+            self.clients[name].push(self.delta(name, number), **given)
+
+    def pull(self, *names: str) -> dict[str, Tensor]:
+        """What each of these has, which must be the same, once its push is in a version."""
+        found = [self.clients[name].pull().tensors for name in names]
+        for other in found[1:]:
+            assert_same(found[0], other)
+        return dict(found[0])
+
+    def rounds(self, numbers: Sequence[int], *names: str, **given: Any) -> dict[str, Tensor]:
+        """In each of these rounds all of these take part. Returns what it has come to."""
+        final: dict[str, Tensor] = {}
+        for number in numbers:
+            self.push(*names, number=number, **given)
+            final = self.pull(*names)
+        return final
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """To the bit."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def assert_close(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Up to the rounding of fp32: sums are made in another order."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=2e-5, atol=2e-6, msg=name)
+
+
+def star(numbers: Sequence[int], *names: str, **given: Any) -> dict[str, Tensor]:
+    """What the same rounds come to where all workers are at one broker."""
+    pushes = given.pop("pushes", {})
+    with Sites() as sites:
+        hub = sites.hub(len(names), relays=False, **given)
+        sites.workers(hub, *names)
+        return sites.rounds(numbers, *names, **pushes)
+
+
+def ledger_of(broker: Broker) -> dict[str, list[int]]:
+    """Push ids by worker, as the broker's current version names them; oldest first."""
+    ledger = broker._loop.core.state.versions[0].ledger
+    return {name: [each.push_id for each in pushes] for name, pushes in ledger.pushes.items()}
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for something that other threads bring about."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, f"it did not come: {what}"
+        threading.Event().wait(0.01)

@@ -1,0 +1,551 @@
+"""Who takes part in a simulated tree of brokers (`simulation.tree`): its hub, relays and workers.
+
+The hub and each site have the real core of a broker, each relay the real join of the two cores, each
+worker the real session. Instead of numbers a chunk holds the pushes of workers that are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from diloco_broker.core import effects, events
+from diloco_broker.core.machine import Core
+from diloco_broker.core.state.model_source import InitialModel, Resumption
+from diloco_broker.relay import core as relay
+from diloco_broker.shell.effects import Executor
+from diloco_protocol.chunks import FragmentLayout, ModelLayout
+from diloco_protocol.dtypes import span_bytes
+from diloco_protocol.messages import BUFFERS, Heartbeat, Join, Message, Push
+from diloco_protocol.version import VersionId
+from diloco_worker.core import effects as asked
+from diloco_worker.core import events as said
+from diloco_worker.core.connection import Phase
+from diloco_worker.core.session import Session
+from diloco_worker.shell.effects import Executor as WorkerExecutor
+from simulation.network import Connection
+from simulation.tensors import demand
+
+if TYPE_CHECKING:
+    from simulation.tree import Tree
+
+Key = tuple[str, int]  # worker id, push id
+TICK_S = 0.25
+WORK_S = 0.002  # longest time that a piece of tensor work takes
+CHUNKS = 3
+
+
+@dataclass(frozen=True)
+class Up:
+    """A chunk on its way up: the pushes of workers that it is the mean of."""
+
+    contents: tuple[Key, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Down:
+    """A chunk of a version: all that it has ever averaged."""
+
+    contents: frozenset[Key]
+    nbytes: int
+
+
+class Host:
+    """One life of a broker of the tree: what the loop is in a real one."""
+
+    def __init__(self, tree: Tree, name: str) -> None:
+        self.tree, self.world, self.name = tree, tree.world, name
+        self.is_alive = True
+        self.queue: list[effects.TensorWork] = []
+        self.routes: dict[bytes, Connection] = {}
+        self.core: Core
+        self._executor: Executor
+        self._has_lost = self._is_working = False
+
+    def follow(self, core: Core) -> None:
+        """This core is the host's from now on."""
+        self.core = core
+        self._executor = Executor(core, lambda: self.world.now, self)
+
+    def begins(self) -> None:
+        self.world.tell(self.name, "begins")
+        self.tree.hosts[self.name] = self
+        self._tick()
+
+    def dies(self) -> None:
+        """Killed: nobody is told, connections break."""
+        self.world.tell(self.name, "is killed")
+        self.is_alive = False
+        for connection in self.routes.values():
+            connection.sever()
+
+    def _tick(self) -> None:
+        if self.is_alive:
+            lost, self._has_lost = self._has_lost, False
+            self.feed(events.Tick(lost))
+            self.world.after(TICK_S, self._tick)
+
+    def feed(self, event: events.Event) -> None:
+        self._executor.feed(event)
+        self._executor.acknowledge()
+        self.core.check_invariants()
+        self._work_on()
+
+    def _work_on(self) -> None:
+        if self.queue and not self._is_working:
+            self._is_working = True
+            self.world.after(self.world.dice.uniform(0, WORK_S), self._work)
+
+    def _work(self) -> None:
+        self._is_working = False
+        if self.is_alive and self.queue:
+            self.does(self.queue.pop(0))
+            self._work_on()
+
+    def does(self, work: effects.TensorWork) -> None:
+        raise NotImplementedError
+
+    def hears(self, connection: Connection, message: Message, payload: Any) -> None:
+        if self.is_alive:
+            self.takes(events.Received(connection.route, message, payload))
+
+    def takes(self, received: events.Received) -> None:
+        self.feed(received)
+
+    def connects(self, connection: Connection) -> None:
+        self.routes[connection.route] = connection
+
+        def gone() -> None:
+            self._has_lost = True
+
+        connection.on_gone = gone
+
+    # What effects come to.
+
+    @property
+    def tensors(self) -> Host:
+        return self
+
+    def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
+        if isinstance(work, effects.Inspect | effects.AggregateAndStep | effects.StoreInitial):
+            self.queue.append(work)
+        elif isinstance(work, effects.DropInitial):
+            self.queue = [each for each in self.queue if not isinstance(each, effects.StoreInitial)]
+
+    def send(self, send: effects.Send) -> bool:
+        connection = self.routes.get(send.route)
+        return connection is not None and connection.down(send.message, send.payload)
+
+    def disconnect(self, route: bytes) -> None:
+        if route in self.routes:
+            self.routes[route].sever()
+
+    def write(self, record: effects.Record) -> None:
+        if isinstance(record, effects.Log):
+            self.world.tell(self.name, record.text)
+
+    def save(self, save: effects.Save) -> None:
+        raise AssertionError("nothing is saved here")
+
+    def end(self, end: effects.End) -> None:
+        raise AssertionError(f"nobody ends {self.name}: {end.reason}")
+
+    def finish(self, save: effects.Save | None) -> None:
+        raise AssertionError("nobody stops it")
+
+    def handled(self, event: events.Event) -> None:
+        pass
+
+
+class Hub(Host):
+    """The broker at the top, with the parameters; `disk` outlives it."""
+
+    def __init__(self, tree: Tree, disk: dict[str, Resumption]) -> None:
+        super().__init__(tree, "hub")
+        self._disk = disk
+        self.chunks: dict[tuple[int, int], Down] = {}
+        found = disk.get("newest")
+        for fragment, wires in found.wires.items() if found is not None else ():
+            self.chunks |= {(fragment, index): wire for index, wire in enumerate(wires)}
+        initial = InitialModel({"weight": tree.manifest.entries[0].shape})
+        draw = partial(tree.world.dice.getrandbits, 64)
+        self.follow(Core(tree.config, draw, tree.world.now, initial, resumption=found))
+        self._seen: VersionId | None = None
+
+    def does(self, work: effects.TensorWork) -> None:
+        match work:
+            case effects.Inspect(payload=Up()):
+                self.feed(events.WorkDone(work, 1.0))
+            case effects.StoreInitial(fragment, index, payload):
+                contents = payload.contents if payload is not None else ()
+                made = self.chunks[fragment, index] = Down(frozenset(contents), 16)
+                self.feed(events.InitialStored(work, made))
+            case effects.AggregateAndStep(fragment, index, groups):
+                before = self.chunks[fragment, index].contents
+                added = [key for part in groups[0] for key in part.payloads[index].contents]
+                demand(len(added) == len(set(added)), "twice in one round: {}", sorted(added))
+                demand(not before & set(added), "counted again: {}", sorted(before & set(added)))
+                made = self.chunks[fragment, index] = Down(before | set(added), 16)
+                self.feed(events.Stepped(fragment, index, made))
+            case _:
+                raise AssertionError(f"a hub of relays keeps whole pushes: {work}")
+
+    def save(self, save: effects.Save) -> None:
+        wires = {f: tuple(self.core.state.versions[f].wires) for f in save.record.fragments}
+        layout = self.core.state.model.layout
+        assert layout is not None
+        kept = Resumption(f"checkpoint {save.number}", save.record, layout, wires)
+
+        def written() -> None:
+            if self.is_alive:
+                self._disk["newest"] = kept
+                self.feed(events.Saved(save.number, f"checkpoint {save.number}"))
+
+        self.world.after(self.world.dice.uniform(0, 0.3), written)
+
+    def handled(self, event: events.Event) -> None:
+        versions = self.core.state.versions.fragments
+        current = versions[0].current if versions else None
+        if current is None or current.version == self._seen:
+            return
+        self._seen = current.version
+        wires: Sequence[Down] = current.wires
+        same = all(each.contents == wires[0].contents for each in wires)
+        demand(same, "version {} has a push in part", current.version)
+        for worker_id, pushes in current.record.ledger.pushes.items():
+            for each in pushes:
+                key = (worker_id, each.push_id)
+                is_in = worker_id in self.tree.relays or key in wires[0].contents
+                demand(is_in, "the ledger names {}, which is not in", key)
+        named = current.record.ledger
+        for worker_id, push_id in wires[0].contents - self.tree.checked:
+            demand(named.names_whole(worker_id, push_id), "{} is not in the ledger", worker_id)
+        self.tree.checked |= wires[0].contents
+
+
+class Caller:
+    """Who has a session: its connections to a server of the tree, and its ends of the session's ports.
+
+    `server` names the host that it turns to; it may be another one each time.
+    """
+
+    shortcut = ""
+
+    def __init__(self, tree: Tree, name: str, server: Callable[[], str]) -> None:
+        self.tree, self.world, self.caller = tree, tree.world, name
+        self.address, self._server = name, server
+        self.is_gone = False
+        self.outgoing: dict[int, tuple[Up, ...]] = {}
+        self.session: Session | None = None
+        self._link: WorkerExecutor | None = None
+        self._connections: tuple[Connection, Connection] | None = None
+        self._arriving: dict[int, list[Any]] = {}
+        self._held: dict[int, tuple[Any, ...]] = {}
+        self._news: list[tuple[asked.Effect, Any]] = []
+
+    def speak(self, session: Session) -> None:
+        self.disconnect()
+        self.session = session
+        self._link = WorkerExecutor(session, self, self, self)
+
+    def tell(self, event: said.Event) -> None:
+        if self._link is None or self.is_gone or self._link.session.phase is Phase.LEFT:
+            return
+        self._link.feed(event)
+        self._link.session.check_invariants()
+        while self._news:
+            effect, values = self._news.pop(0)
+            self.learns(effect, values)
+
+    def learns(self, effect: asked.Effect, values: Any) -> None:
+        raise NotImplementedError
+
+    # Network.
+
+    @property
+    def progress(self) -> Heartbeat:
+        raise NotImplementedError
+
+    def now(self) -> float:
+        return self.world.now
+
+    def connect(self) -> None:
+        server, pair = self._server(), []
+        for _ in range(2):
+            pair.append(
+                Connection(
+                    self.world,
+                    self.tree.weather,
+                    self.tree.route(),
+                    self.caller,
+                    to_broker=lambda *_: None,  # there is nobody yet
+                    to_worker=self._hears,
+                )
+            )
+        control, bulk = self._connections = (pair[0], pair[1])
+
+        def comes_up() -> None:
+            if self._connections is None or self._connections[0] is not control:
+                return
+            host = self.tree.hosts.get(server)
+            if host is None or not host.is_alive:
+                self.world.after(0.3, comes_up)
+                return
+            for each in (control, bulk):
+                host.connects(each)
+                each.comes_up(self.world.now)
+            # It ends with this life of the server.
+            for each in (control, bulk):
+                each._to_broker = lambda *heard: host.hears(*heard)  # noqa: PLW0108
+            self._watch(host, control)
+            self.tell(said.Connected())
+
+        self.world.after(self.world.dice.uniform(0.01, 0.2), comes_up)
+
+    def _watch(self, host: Host, control: Connection) -> None:
+        """Find out that the server is gone, as the system tells of it."""
+        if self._connections is None or self._connections[0] is not control:
+            return
+        if not host.is_alive or control.is_severed:
+            self.tell(said.Disconnected("The connection broke."))
+            return
+        self.world.after(self.world.dice.uniform(0.1, 1.0), lambda: self._watch(host, control))
+
+    def _hears(self, connection: Connection, message: Message, payload: Any) -> None:
+        if self._connections is None or connection not in self._connections or self._link is None:
+            return
+        self._link.payload = payload
+        self.tell(said.Received(message))
+        if self._link is not None:
+            self._link.payload = None
+
+    def breaks(self) -> None:
+        """Its connections break: what is under way is lost, and both ends find out."""
+        for each in self._connections or ():
+            each.sever()
+            each.is_found_gone(self.world.dice.uniform(0, 2.0))
+
+    def disconnect(self) -> None:
+        connections, self._connections = self._connections, None
+        for each in connections or ():
+            each.hang_up()
+
+    def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
+        if self._connections is not None:
+            self._connections[bulk].up(message, payload)
+
+    def welcomed(self, epoch: str) -> None:
+        pass
+
+    def say(self, text: str, *, trouble: bool = False) -> None:
+        self.world.tell(self.caller, text)
+
+    def take_in(self, effect: asked.Effect, values: Any = None) -> None:
+        self._news.append((effect, values))
+
+    # Memory.
+
+    def begin(self, layout: FragmentLayout) -> None:
+        self._arriving[layout.fragment] = [None] * layout.chunks
+
+    def store(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> None:
+        self._arriving[fragment][index] = payload
+
+    def follow(self, *_: Any) -> int | None:
+        raise AssertionError("versions come whole")
+
+    def finish(self, fragment: int) -> tuple[Any, ...]:
+        self._held[fragment] = tuple(self._arriving.pop(fragment))
+        return self._held[fragment]
+
+    def held(self, fragment: int) -> tuple[Any, ...] | None:
+        return self._held.get(fragment)
+
+    def forget(self) -> None:
+        self._held.clear()
+
+    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
+        held = self._held.get(layout.fragment)
+        if held is None:
+            return False
+        sizes = [span_bytes(span, "fp32") for span in layout.spans]
+        self.outgoing[push_id] = tuple(
+            Up(tuple(each.contents), size) for each, size in zip(held, sizes, strict=True)
+        )
+        return True
+
+    def name(self, layout: FragmentLayout) -> None:
+        raise AssertionError("nothing is frozen")
+
+    def chunk(self, push_id: int, fragment: int, index: int) -> Up:
+        return self.outgoing[push_id][index]
+
+    def drop(self, push_id: int) -> None:
+        self.outgoing.pop(push_id, None)
+
+
+class RelayHost(Host):
+    """One life of a relay; it remembers nothing of those before."""
+
+    def __init__(self, tree: Tree, name: str) -> None:
+        super().__init__(tree, name)
+        options = tree.relays[name]
+        draw = partial(tree.world.dice.getrandbits, 64)
+        self.relay = relay.Relay(
+            Join(name), options, draw, tree.world.now, parent=name, wire_dtype="fp32"
+        )
+        self.uplink = Uplink(tree, self)
+        self._means: dict[int, Up] = {}
+        self._layout: ModelLayout | None = None
+        self.lives = 0  # of the site
+        self.follow(self.relay.site)
+
+    def dies(self) -> None:
+        super().dies()
+        self.uplink.breaks()
+        self.uplink.is_gone = True
+
+    def feed(self, event: events.Event) -> None:
+        super().feed(event)
+        if isinstance(event, events.Tick):
+            self.uplink.tell(said.Tick())
+            self.do(self.relay.tick(self.world.now))
+
+    def takes(self, received: events.Received) -> None:
+        self.do(self.relay.hears(received))
+
+    def does(self, work: effects.TensorWork) -> None:
+        match work:
+            case effects.Inspect(payload=Up()):
+                self.feed(events.WorkDone(work, 1.0))
+            case effects.AggregateAndStep(index=index, groups=groups):
+                parts = [part.payloads[index] for part in groups[0]]
+                contents = tuple(key for part in parts for key in part.contents)
+                demand(len(contents) == len(set(contents)), "twice at a site: {}", contents)
+                self._means[index] = Up(contents, parts[0].nbytes)
+                if len(self._means) == CHUNKS:
+                    self.do(self.relay.averaged())
+            case _:
+                raise AssertionError(f"a relay keeps whole pushes: {work}")
+
+    def do(self, commands: relay.Commands) -> None:
+        for command in commands:
+            match command:
+                case relay.Connect(session):
+                    self.uplink.speak(session)
+                case relay.Tell(event):
+                    self.uplink.tell(event)
+                case relay.Offer(push):
+                    means, self._means = self._means, {}
+                    self.uplink.outgoing[push.push_id] = tuple(means[i] for i in sorted(means))
+                    self.uplink.tell(said.Offer(push))
+                case relay.Feed(event):
+                    self.feed(event)
+                case relay.Begin(site, layout):
+                    self._layout = layout
+                    self._means.clear()
+                    self.queue.clear()
+                    self.lives += 1
+                    self.follow(site)
+                case relay.Answer(route, message):
+                    self.send(effects.Send(route, message))
+                case relay.Disconnect(route):
+                    self.disconnect(route)
+                case relay.Say(text):
+                    self.world.tell(self.name, text)
+                case relay.End(reason):
+                    raise AssertionError(f"{self.name} ends: {reason}")
+
+
+class Uplink(Caller):
+    """A relay's way to its parent."""
+
+    def __init__(self, tree: Tree, host: RelayHost) -> None:
+        super().__init__(tree, f"{host.name}'s uplink", lambda: tree.parents[host.name])
+        self._host = host
+
+    @property
+    def progress(self) -> Heartbeat:
+        return self._host.relay.progress
+
+    def learns(self, effect: asked.Effect, values: Any) -> None:
+        self._host.do(self._host.relay.told(effect, values, self.world.now))
+
+
+class Trainer(Caller):
+    """A worker's process: trains a while, pushes, waits for the version that has it."""
+
+    def __init__(self, tree: Tree, worker_id: str, process: int) -> None:
+        super().__init__(tree, f"{worker_id}/{process}", lambda: tree.server_of[worker_id])
+        self.worker_id, self.step = worker_id, 0
+        self.counted = 0
+        self.flight: Push | None = None
+        self._version: VersionId | None = None
+        self._trains_for = 0  # number of the training that goes on; a later one takes its place
+
+    def begins(self) -> None:
+        self.world.tell(self.caller, "begins")
+        draw = partial(self.world.dice.getrandbits, 64)
+        self.speak(Session(Join(self.worker_id, self.tree.manifest), draw, 10.0))
+        self.tell(said.Start())
+        self._tick()
+
+    def _tick(self) -> None:
+        if not self.is_gone:
+            self.tell(said.Tick())
+            self.world.after(TICK_S, self._tick)
+
+    def dies(self) -> None:
+        self.world.tell(self.caller, "is killed")
+        self.breaks()
+        self.is_gone = True
+
+    @property
+    def progress(self) -> Heartbeat:
+        return Heartbeat(b"", self.step)
+
+    def learns(self, effect: asked.Effect, values: Any) -> None:
+        match effect:
+            case asked.Deliver(released, counted):
+                self._version = released.version
+                if counted is not None:
+                    key = (self.worker_id, counted)
+                    is_in = all(key in each.contents for each in values)
+                    demand(is_in, "{} is said to be in {}", key, released.version)
+                    self.world.tell(self.caller, f"{counted:#x} is in {released.version}")
+                    self.tree.told.add(key)
+                    self.counted += 1
+                    self.flight = None
+                if self.flight is None:
+                    self._train()
+            case asked.PushOver(push_id, str() as code, text):
+                self.world.tell(self.caller, f"{push_id:#x} is over: {code}: {text}")
+                self.tree.refused.append((self.worker_id, code))
+                self.flight = None
+                self.tell(said.RequestVersion(0))
+            case asked.JoinRefused(code, text, True):
+                demand(code == "id_taken", "{} is refused: {}", self.caller, text)
+                self.is_gone = True
+
+    def _train(self) -> None:
+        self._trains_for += 1
+        number = self._trains_for
+
+        def is_done() -> None:
+            if not self.is_gone and number == self._trains_for and self.flight is None:
+                self.step += 10
+                self._push()
+
+        self.world.after(self.world.dice.uniform(0.5, 3.0), is_done)
+
+    def _push(self) -> None:
+        push_id = self.world.dice.getrandbits(64)
+        self.flight = Push(
+            b"", push_id, 0, CHUNKS, "fp32", base=self._version, steps=10, buffers=BUFFERS
+        )
+        self.outgoing[push_id] = (Up(((self.worker_id, push_id),), 16),) * CHUNKS
+        self.world.tell(self.caller, f"pushes {push_id:#x}")
+        self.tell(said.Offer(self.flight))

@@ -1,0 +1,102 @@
+"""A broker at each site: the tree comes to what the star comes to, whatever dies in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kit.sites import Sites, assert_close, assert_same, ledger_of, star
+
+ROUNDS = range(3)
+
+
+def test_relays_and_direct_workers_come_to_what_one_broker_does() -> None:
+    with Sites() as sites:
+        hub = sites.hub(3)
+        sites.workers(sites.relay(hub, 2, "north"), "a", "b")
+        sites.workers(sites.relay(hub, 3, "south"), "c", "d", "e")
+        sites.workers(hub, "f")
+        tree = sites.rounds(ROUNDS, *"abcdef")
+        assert {*"abcdef", "north", "south"} == ledger_of(hub).keys()
+        assert sites.clients["f"].status()["counts"]["averaged"] == 6
+    assert_close(tree, star(ROUNDS, *"abcdef"))
+
+
+def test_site_of_one_worker_changes_no_bit() -> None:
+    with Sites() as sites:
+        hub = sites.hub(2, deterministic=True)
+        sites.workers(sites.relay(hub, 1, "r-a"), "a")
+        sites.workers(sites.relay(hub, 1, "r-b"), "b")
+        tree = sites.rounds(ROUNDS, "a", "b")
+    assert_same(tree, star(ROUNDS, "a", "b", deterministic=True))
+
+
+@pytest.mark.parametrize("order", ["abcd", "dbca"])
+def test_order_of_arrival_changes_no_bit(order: str) -> None:
+    found = []
+    for each in ("abcd", order):
+        with Sites() as sites:
+            hub = sites.hub(2, deterministic=True)
+            north, south = sites.relay(hub, 2, "north"), sites.relay(hub, 2, "south")
+            sites.workers(north, "a", "b")
+            sites.workers(south, "c", "d")
+            found.append(sites.rounds(ROUNDS, *each))
+    assert_same(*found)
+
+
+def test_relays_behind_relays_come_to_what_one_broker_does() -> None:
+    with Sites() as sites:
+        hub = sites.hub(2)
+        middle = sites.relay(hub, 3, "middle")
+        leaf, deep = sites.relay(middle, 2, "leaf"), sites.relay(middle, 1, "deep")
+        sites.workers(leaf, "a", "b")
+        sites.workers(deep, "c")
+        sites.workers(middle, "d")
+        sites.workers(hub, "e")
+        tree = sites.rounds(ROUNDS, *"abcde")
+        assert {*"abcde", "middle", "leaf", "deep"} == ledger_of(hub).keys()
+        counts = sites.clients["e"].status()["counts"]
+        assert (counts["alive"], counts["averaged"]) == (5, 5)
+    assert_close(tree, star(ROUNDS, *"abcde"))
+
+
+@pytest.mark.parametrize("by", ["tokens", "samples"])
+def test_sites_weigh_what_their_workers_weigh(by: str) -> None:
+    weights = {"a": 100, "b": 7, "c": 1000}
+
+    def come_to(*, is_tree: bool) -> Any:
+        with Sites() as sites:
+            hub = sites.hub(2 if is_tree else 3, weight_by=by, relays=is_tree)
+            at = sites.relay(hub, 2, "north") if is_tree else hub
+            sites.workers(at, "a", "b")
+            sites.workers(hub, "c")
+            for number in ROUNDS:
+                for name, each in weights.items():
+                    sites.push(name, number=number, weight=0.5, **{by: each})
+                final = sites.pull(*weights)
+            return final
+
+    assert_close(come_to(is_tree=True), come_to(is_tree=False))
+
+
+def test_versions_come_down_as_the_hub_has_them() -> None:
+    with Sites() as sites:
+        hub = sites.hub(1, reply_dtype="bf16")
+        relay = sites.relay(hub, 2, "north")
+        a, _ = sites.workers(relay, "a", "b")
+        sites.rounds(ROUNDS, "a", "b")
+        theirs, ours = hub._loop.core.state.versions[0], relay._loop.core.state.versions[0]
+        assert theirs.version == ours.version == a.pull().versions[0]
+        assert [bytes(each) for each in theirs.wires] == [bytes(each) for each in ours.wires]
+        assert theirs.ledger == ours.ledger
+
+
+def test_site_and_parent_have_dtypes_of_their_own() -> None:
+    with Sites() as sites:
+        hub = sites.hub(1, wire_dtype="int4z", reply_dtype="int4z")
+        sites.workers(sites.relay(hub, 2, "north", dtype="bf16", wire_dtype="fp32"), "a", "b")
+        final = sites.rounds(ROUNDS, "a", "b")
+        assert all(torch.isfinite(each).all() for each in final.values())
+        assert ledger_of(hub).keys() == {"a", "b", "north"}

@@ -1,0 +1,181 @@
+"""Relays and their hub killed for real: what comes of it is what one broker comes to."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+from torch import Tensor, nn
+
+from diloco_broker.storage.model_file import write_model
+from diloco_protocol.errors import Refused, Unreachable
+from diloco_worker import DiLoCoClient
+from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address, wait_for
+from kit.sites import Sites, a_model, assert_close, star
+
+pytest_plugins = ("kit.process_fixtures",)
+
+FP32 = ("--wire-dtype", "fp32")
+
+
+class Tree:
+    """A hub and two relays, processes of their own at addresses that they keep, and clients."""
+
+    def __init__(self, processes: Processes, opened: ExitStack) -> None:
+        self._processes, self._opened = processes, opened
+        self.sites = Sites()
+        self.addresses = {name: a_free_address() for name in ("hub", "north", "south")}
+        self.children: dict[str, Child] = {}
+        self._model = processes.folder / "model.safetensors"
+        write_model(a_model().state_dict(), self._model)
+
+    def begins(self, *names: str) -> None:
+        for name in names:
+            anywhere = "tcp://127.0.0.1:*"
+            where = ("--bind", self.addresses[name], "--feed", anywhere)
+            if name == "hub":
+                folder, model = str(self._processes.folder / "run"), str(self._model)
+                saved = ("--model", model, "--save-dir", folder, "--durable")
+                words = ["serve", "--relays", "--workers", "2", *saved]
+            else:
+                words = ["relay", "--parent", self.addresses["hub"], "--name", name]
+                words += ["--parent-wire-dtype", "fp32", "--workers", "2"]
+            options = (*where, "--disconnect-grace", "0.3", *FP32)
+            self.children[name] = self._processes.run("-m", "diloco_broker", *words, *options)
+            self.children[name].address()
+
+    def dies(self, name: str) -> None:
+        self.children[name].kill()
+
+    def worker(self, name: str, at: str) -> None:
+        client = DiLoCoClient(self.addresses[at], worker_id=name, timeout=PATIENCE_S)
+        self._opened.callback(client.leave)
+        client.join(a_model())
+        self.sites.clients[name] = client
+
+
+@pytest.fixture
+def tree(processes: Processes) -> Iterator[Tree]:
+    with ExitStack() as opened:
+        made = Tree(processes, opened)
+        made.begins("hub", "north", "south")
+        for name, at in {"a": "north", "b": "north", "c": "south", "d": "south"}.items():
+            made.worker(name, at)
+        yield made
+
+
+def final(tree: Tree, numbers: range) -> dict[str, Tensor]:
+    return tree.sites.rounds(numbers, *"abcd")
+
+
+def expected() -> dict[str, Tensor]:
+    return star(range(4), *"abcd")
+
+
+@pytest.mark.slow
+def test_relay_killed_with_half_of_its_site_in_loses_nothing(tree: Tree) -> None:
+    final(tree, range(2))
+    tree.sites.push("a", "c", number=2)
+    tree.dies("north")
+    tree.begins("north")
+    tree.sites.push("b", "d", number=2)
+    tree.sites.pull(*"abcd")
+    assert_close(final(tree, range(3, 4)), expected())
+
+
+@pytest.mark.slow
+def test_relay_killed_with_its_push_at_the_hub_counts_it_once(tree: Tree) -> None:
+    final(tree, range(2))
+    tree.sites.push("a", "b", number=2)
+    hub = DiLoCoClient(tree.addresses["hub"], timeout=PATIENCE_S)
+    wait_for(lambda: hub.status()["counts"]["participating"] == 2)
+    hub.leave()
+    tree.dies("north")
+    tree.begins("north")
+    tree.sites.push("c", "d", number=2)
+    tree.sites.pull(*"abcd")
+    assert_close(final(tree, range(3, 4)), expected())
+
+
+@pytest.mark.slow
+def test_hub_killed_with_a_site_in_loses_nothing(tree: Tree) -> None:
+    final(tree, range(2))
+    tree.sites.push("a", "b", "c", number=2)
+    tree.dies("hub")
+    tree.begins("hub")
+    tree.sites.push("d", number=2)
+    tree.sites.pull(*"abcd")
+    assert_close(final(tree, range(3, 4)), expected())
+
+
+@pytest.mark.slow
+def test_relay_ends_in_good_order_and_its_site_waits_for_the_next(tree: Tree) -> None:
+    final(tree, range(2))
+    tree.children["north"].gets(signal.SIGTERM)
+    assert tree.children["north"].ends() == 0
+    tree.begins("north")
+    tree.sites.rounds(range(2, 3), *"abcd")
+    assert_close(final(tree, range(3, 4)), expected())
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--parent-wire-dtype", "int4"), "it must be fp32, bf16 or fp16"),
+        (("--name", "x" * 65), "it must be 1 to 64 printable characters"),
+        (("--min-workers", "3"), "at most --workers, which is 1"),
+    ],
+)
+def test_option_that_cannot_work_is_refused(
+    processes: Processes, options: tuple[str, ...], sentence: str
+) -> None:
+    anywhere = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
+    words = ("relay", "--parent", "tcp://127.0.0.1:1", *anywhere, *options)
+    child = processes.run("-m", "diloco_broker", *words)
+    assert child.ends() == 2
+    assert sentence in " ".join(child.output.split())
+
+
+@contextmanager
+def _asking(address: str) -> Iterator[None]:
+    """A worker asks to take part, for as long as this lasts, and is not let in."""
+    with DiLoCoClient(address, worker_id="a", timeout=PATIENCE_S) as client:
+
+        def ask() -> None:
+            with suppress(Refused, Unreachable):
+                client.join(a_model())
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        yield
+        client.leave()
+        asking.join(PATIENCE_S)
+
+
+def test_relay_of_a_broker_that_takes_none_ends_with_a_sentence(processes: Processes) -> None:
+    _, hub = processes.serve("--no-save")
+    anywhere = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
+    child = processes.run("-m", "diloco_broker", "relay", "--parent", hub, *anywhere)
+    with _asking(child.address()):
+        assert child.ends() == 2
+    assert "Start the broker with --relays" in child.output
+
+
+def test_model_that_the_parent_does_not_take_is_refused_with_its_sentence() -> None:
+    with Sites() as sites:
+        hub = sites.hub(1)
+        sites.workers(hub, "w")
+        relay = sites.relay(hub, 1, "north")
+        with (
+            DiLoCoClient(relay.address, worker_id="odd", timeout=PATIENCE_S) as odd,
+            pytest.raises(Refused, match="differs"),
+        ):
+            odd.join(nn.Linear(3, 3))
+        sites.workers(relay, "a")
+        sites.rounds(range(1), "a", "w")

@@ -21,7 +21,10 @@ def passed(state: RunState, event: events.Passed) -> effects.Effects:
     round_, released = state.closing, event.released
     assert round_ is not None and round_.fragment == released.fragment
     state.versions.rename(released.fragment, released.version)
-    state.parents, round_.number = released, released.round
+    # Not `released.round`: a parent that has adopted a newer version says the round of its checkpoint.
+    behind = state.versions[released.fragment].record.version.counter
+    round_.number += released.version.counter - 1 - behind
+    state.parents = released
     yield from _drop_what_came_another_way(state, released)
     for index, wire in enumerate(event.wires):
         yield from rounds.stepped(state, events.Stepped(released.fragment, index, wire))

@@ -19,6 +19,7 @@ STOREYS: dict[str, list[set[str]]] = {
         {"core.state", "core.events", "core.effects"},
         {"core.rules"},
         {"core"},
+        {"relay.unsettled"},
         {"relay.core"},
         {"tensors"},
         {"storage"},
@@ -41,7 +42,14 @@ ALLOWED = {
 }
 # A relay is a broker to its site and a worker to its parent, made of the two cores and their shells: it
 # alone imports from these parts of the worker. Nothing of the broker but its command line imports it.
-RELAY, OF_THE_WORKER = "diloco_broker.relay", ("diloco_worker.core", "diloco_worker.shell")
+RELAY, OF_THE_WORKER = (
+    "diloco_broker.relay",
+    (
+        "diloco_worker.core",
+        "diloco_worker.model",
+        "diloco_worker.shell",
+    ),
+)
 # Both cores with what they are driven by, for who simulates a whole run; nothing else imports them.
 CORES_FOR_OTHERS = ("diloco_broker.pure", "diloco_worker.pure")
 MAY_USE_CORES = ("plan",)

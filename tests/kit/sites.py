@@ -54,7 +54,13 @@ class Sites:
         return hub
 
     def relay(
-        self, parent: Broker | str, workers: int, name: str, *, dtype: str = "fp32", **given: Any
+        self,
+        parent: Broker | str,
+        workers: int,
+        name: str,
+        *,
+        dtype: str | None = "fp32",
+        **given: Any,
     ) -> RelayBroker:
         where = parent if isinstance(parent, str) else parent.address
         config = options(workers=workers, disconnect_grace=0.2, **given)

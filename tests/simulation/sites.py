@@ -444,7 +444,7 @@ class RelayHost(Host):
                     self.uplink.tell(said.Offer(push))
                 case relay.Feed(event):
                     self.feed(event)
-                case relay.Begin(site, layout):
+                case relay.Begin(site, layout, _):
                     self._layout = layout
                     self._means.clear()
                     self.queue.clear()
@@ -458,6 +458,8 @@ class RelayHost(Host):
                     self.world.tell(self.name, text)
                 case relay.End(reason):
                     raise AssertionError(f"{self.name} ends: {reason}")
+                case relay.Settle() | relay.Abandon() | relay.Forget():
+                    pass  # nothing is left out of what travels here
 
 
 class Uplink(Caller):

@@ -127,7 +127,7 @@ def test_relay_ends_in_good_order_and_its_site_waits_for_the_next(tree: Tree) ->
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--parent-wire-dtype", "int4"), "it must be fp32, bf16 or fp16"),
+        (("--parent-wire-dtype", "int3"), "Unknown wire dtype 'int3'"),
         (("--name", "x" * 65), "it must be 1 to 64 printable characters"),
         (("--min-workers", "3"), "at most --workers, which is 1"),
     ],

@@ -56,9 +56,12 @@ def relay(
         ),
     ] = None,
     parent_wire_dtype: Annotated[
-        str,
-        typer.Option(help="Dtype of what the site sends to its parent: fp32, bf16 or fp16."),
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            help="Dtype of what the site sends to its parent, as --wire-dtype; int4z for a slow line. "
+            "Default: that of the parent's run.",
+        ),
+    ] = None,
     parent_keys: Annotated[
         Path | None,
         typer.Option(help="Key of a worker for the parent, where it asks for keys."),
@@ -102,7 +105,7 @@ def relay(
 def _broker(
     parent: str,
     name: str | None,
-    wire_dtype: str,
+    wire_dtype: str | None,
     parent_keys: Path | None,
     options: dict[str, Any],
 ) -> RelayBroker:

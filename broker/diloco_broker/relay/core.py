@@ -29,6 +29,7 @@ from diloco_broker.core.rules.joining import permissions
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.core.state.submissions import Submission
+from diloco_broker.relay.unsettled import Unsettled
 from diloco_protocol import messages
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.dtypes import in_few_bits, whole_dtype
@@ -86,6 +87,29 @@ class Begin:
 
     core: Core
     layout: ModelLayout
+    wire_dtype: str  # that its means go up in
+
+
+@dataclass(frozen=True)
+class Settle:
+    """A version of the parent's has these pushes of the site, by id."""
+
+    released: Released
+    counted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Nobody waits for this push any more, which may be in a later version."""
+
+    push_id: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """This push of the site is in no version."""
+
+    push_id: int
 
 
 @dataclass(frozen=True)
@@ -119,7 +143,20 @@ class End:
     is_over: bool = False
 
 
-Command = Connect | Tell | Offer | Feed | Begin | Answer | Disconnect | Say | End
+Command = (
+    Connect
+    | Tell
+    | Offer
+    | Feed
+    | Begin
+    | Answer
+    | Disconnect
+    | Say
+    | End
+    | Settle
+    | Abandon
+    | Forget
+)
 Commands = Iterator[Command]
 
 
@@ -132,7 +169,7 @@ class Relay:
         draw: returns an unpredictable number below 2**64.
         now: seconds of a monotonic clock, as in every later call.
         parent: where that is, for people.
-        wire_dtype: what its pushes travel in.
+        wire_dtype: what its pushes travel in; None: in what those of the parent's run do.
     """
 
     def __init__(
@@ -143,10 +180,12 @@ class Relay:
         now: float,
         *,
         parent: str,
-        wire_dtype: str,
+        wire_dtype: str | None,
     ) -> None:
         self.config, self.parent = config, parent
-        self.wire_dtype = wire_dtype
+        self._asked_wire_dtype = wire_dtype
+        self._wire_dtype = ""  # what means are made in, in this life of the site
+        self._unsettled = Unsettled(join.worker_id)
         self.session: Session | None = None
         self.is_open = False  # the site has parameters, and lets workers in
         self.site = Core(config, draw, now)  # until then nobody joins it
@@ -193,7 +232,7 @@ class Relay:
                 yield Answer(received.route, late)
                 return
             ours = replace(self._join, manifest=join.manifest)
-            self.session = Session(ours, self._draw, takes_deltas=False)
+            self.session = Session(ours, self._draw)
             yield Connect(self.session)
             yield Tell(of_parent.Start())
         text = _WAITS.format(self.parent)
@@ -223,7 +262,8 @@ class Relay:
         round_, session = self.site.state.closing, self.session
         assert round_ is not None and session is not None and session.config is not None
         chosen = [each for each in round_.pushes if isinstance(each, Submission)]
-        self._flight = _push_of(chosen, session.config, self.wire_dtype, self._draw())
+        self._flight = _push_of(chosen, session.config, self._wire_dtype, self._draw())
+        self._unsettled.sent(self._flight)
         yield Offer(self._flight)
 
     # The parent.
@@ -271,11 +311,19 @@ class Relay:
             return
         flight = self._flight
         is_ours = flight is not None and effect.counted == flight.push_id
+        if flight is not None and not is_ours:
+            yield from self._abandon(flight)
+        yield Settle(released, tuple(self._unsettled.found(released)))
+        yield from map(Forget, self._unsettled.missed(released))
         if is_ours and self.site.state.closing is not None:
             self._flight = None
             yield Feed(events.Passed(released, self._versions[fragment][1]))
         else:
             yield from self._begin(terms, now, f"the run has gone on to version {released.version}")
+
+    def _abandon(self, flight: messages.Push) -> Commands:
+        yield Abandon(flight.push_id)
+        yield from map(Forget, self._unsettled.abandoned(flight))
 
     def _is_refused(self, push_id: int, code: str, text: str, now: float) -> Commands:
         """The parent does not take the site's push. The site begins anew with the next version."""
@@ -283,6 +331,8 @@ class Relay:
         if flight is None or flight.push_id != push_id:
             return
         self._flight, self._again_at = None, now + AGAIN_S
+        self._unsettled.refused(flight)
+        yield Forget(push_id)
         if code == Code.CONTAINED:
             text = f"A part of the site's push is counted, or under way, already: {text}"
         else:
@@ -308,7 +358,8 @@ class Relay:
         found = _resumption(session.manifest, terms, self._versions, self.parent)
         self.site = Core(config, self._draw, now, resumption=found)
         self.is_open, self._flight, self._again_at = True, None, None
-        yield Begin(self.site, terms.layout)
+        self._wire_dtype = self._asked_wire_dtype or terms.config.wire_dtype
+        yield Begin(self.site, terms.layout, self._wire_dtype)
         text = f"The relay begins anew: {why}." if why else "The relay has the run's parameters."
         for member in before.state.members:
             yield Answer(member.control, messages.Rejoin(self.site.state.epoch, text))

@@ -11,7 +11,7 @@ from diloco_broker.relay.loop import RelayLoop
 from diloco_broker.shell.broker import Broker
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.dtypes import WIRE_DTYPES, in_few_bits
+from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 from diloco_worker.shell.whereabouts import Given
@@ -25,7 +25,7 @@ class RelayBroker(Broker):
             the `wire_dtype` of its workers. What the parent's run says takes the place of the rest.
         parent: the address of the broker that it takes part at, or a function that returns it.
         name: what it is called there, as a worker; default: host name and a random ending.
-        parent_wire_dtype: what its pushes travel in: fp32, bf16 or fp16.
+        parent_wire_dtype: what its pushes travel in; default: what those of the parent's run do.
         keys: those that the parent asks for.
 
     Raises:
@@ -38,7 +38,7 @@ class RelayBroker(Broker):
         parent: Given,
         *,
         name: str | None = None,
-        parent_wire_dtype: str = "bf16",
+        parent_wire_dtype: str | None = None,
         keys: Keys | None = None,
     ) -> None:
         name = name or default_name()
@@ -46,11 +46,8 @@ class RelayBroker(Broker):
             raise UsageError(
                 f"The name is {name!r:.80}; it must be 1 to {LONGEST_WORKER_ID} printable characters."
             )
-        if parent_wire_dtype not in WIRE_DTYPES or in_few_bits(parent_wire_dtype):
-            raise UsageError(
-                f"--parent-wire-dtype is {parent_wire_dtype}; it must be fp32, bf16 or fp16: a relay "
-                "keeps no residual of what fewer bits leave out."
-            )
+        if parent_wire_dtype is not None:
+            check_wire_dtype(parent_wire_dtype)
         if config.save_dir is not None:
             raise UsageError("A relay saves nothing: its parent does. Leave --save-dir out.")
         self.config = replace(config, relays=True)

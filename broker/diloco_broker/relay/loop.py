@@ -33,8 +33,8 @@ logger = logging.getLogger("diloco.relay")
 class RelayLoop(Loop):
     """See the head of this module.
 
-    `name` is the relay's own at its parent, `wire_dtype` what its pushes travel in. `keys` are those
-    that the parent asks for.
+    `name` is the relay's own at its parent, `wire_dtype` what its pushes travel in (None: what the run's
+    do). `keys` are those that the parent asks for.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class RelayLoop(Loop):
         config: BrokerConfig,
         parent: Given,
         name: str,
-        wire_dtype: str,
+        wire_dtype: str | None,
         keys: Keys | None = None,
     ) -> None:
-        self._relay_tensors = RelayTensors(wire_dtype, lambda text: logger.warning("%s", text))
+        self._relay_tensors = RelayTensors(lambda text: logger.warning("%s", text))
         super().__init__(config, None, None, None)
         self.failure: str | None = None  # why it could not go on
         draw = partial(secrets.randbits, 64)
@@ -102,7 +102,7 @@ class RelayLoop(Loop):
         if self._relay_tensors.is_averaged:
             self._do(self._relay.averaged())
 
-    def _do(self, commands: core.Commands) -> None:
+    def _do(self, commands: core.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
         for command in commands:
             match command:
                 case core.Connect(session):
@@ -114,8 +114,16 @@ class RelayLoop(Loop):
                     self._uplink.tell(of_parent.Offer(push))
                 case core.Feed(event):
                     self._executor.feed(event)
-                case core.Begin(site, layout):
-                    self._relay_tensors.begin_anew(layout)
+                case core.Settle(released, counted):
+                    self._relay_tensors.residuals.settle(
+                        released.version, released.fragment, counted
+                    )
+                case core.Abandon(push_id):
+                    self._relay_tensors.residuals.abandoned(push_id)
+                case core.Forget(push_id):
+                    self._relay_tensors.residuals.forget(push_id)
+                case core.Begin(site, layout, wire_dtype):
+                    self._relay_tensors.begin_anew(layout, wire_dtype)
                     self._follow(site)
                 case core.Answer(route, message):
                     self.send(effects.Send(route, message))

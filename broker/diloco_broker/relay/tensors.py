@@ -1,6 +1,7 @@
 """The tensors of a relay: means of what its site sent, and versions of its parent's as they came.
 
-A version is kept in wire form, since that is how it goes on to the site. Nothing else outlives a round.
+A version is kept as it goes on to the site: in the dtype that its chunks came in, or in fp32 where they
+come as differences in few bits. Besides it only what means in few bits left out outlives a round.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.state.model_source import Resumption
+from diloco_broker.relay.means import Mean, Residuals, room_for
 from diloco_broker.tensors.aggregate import StagedReducer
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout
-from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, segment_dtype
+from diloco_protocol.tensors.codecs import segment_dtype
+from diloco_worker.model.flat_state import FlatState
 
 Chunks = tuple[memoryview, ...]
 
@@ -24,34 +26,35 @@ Chunks = tuple[memoryview, ...]
 class RelayTensors:
     """What the loop asks of tensors (`shell.tensor_work.Tensors`), and a session's `Memory`.
 
-    `wire_dtype` is what means go up in. `say` takes a sentence for people.
+    `say` takes a sentence for people.
     """
 
     resumption: Resumption | None = None
 
-    def __init__(self, wire_dtype: str, say: Callable[[str], object]) -> None:
-        self._wire_dtype, self._say = wire_dtype, say
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._wire_dtype = "fp32"  # what means go up in
         self._queue: deque[effects.TensorWork] = deque()
         self._layout: ModelLayout | None = None
         self._reducer = StagedReducer("mean", 0)
-        self._means: dict[int, memoryview] = {}  # of the closing round, by chunk
-        self.is_averaged = (
-            False  # all chunks of a closing round are there, and nobody has been told
-        )
-        # By push id, what is being sent; by fragment, what arrives and what is held.
-        self._outgoing: dict[int, Chunks] = {}
-        self._arriving: dict[int, list[memoryview | None]] = {}
-        self._held: dict[int, Chunks] = {}
-        self.reply_dtype = "fp32"  # what versions come in
+        self._mean: Mean | None = None  # of the closing round
+        self.residuals = Residuals()
+        # All chunks of a closing round are there, and nobody has been told.
+        self.is_averaged = False
+        # By push id, what is being sent; by fragment, what arrives (its layout, until the first chunk
+        # says in which dtype) and what is held.
+        self._outgoing: dict[int, FlatState] = {}
+        self._arriving: dict[int, FragmentLayout | FlatState] = {}
+        self._held: dict[int, FlatState] = {}
 
     # For the site.
 
-    def begin_anew(self, layout: ModelLayout) -> None:
-        """Another life of the site: what was queued for the one before is not wanted."""
+    def begin_anew(self, layout: ModelLayout, wire_dtype: str) -> None:
+        """Another life of the site, whose means go up in this dtype: nothing queued is wanted."""
         self._queue.clear()
-        self._means.clear()
-        self.is_averaged = False
-        self._layout = layout
+        self._mean, self.is_averaged = None, False
+        self._layout, self._wire_dtype = layout, wire_dtype
+        self.residuals.lay_out(layout)
         longest = max((s.elements for part in layout.all for s in part.spans), default=0)
         self._reducer = StagedReducer("mean", longest)
 
@@ -78,21 +81,18 @@ class RelayTensors:
                 is_good = squares is not None
                 yield events.WorkDone(work, squares or 0.0) if is_good else events.WorkRefused(work)
             case effects.AggregateAndStep(groups=(parts,)):
-                self._means[work.index] = self._mean(span, parts)
-                size = self._part(work.fragment).chunks
-                self.is_averaged = len(self._means) == size
-
-    def _mean(self, span: ChunkSpan, parts: Sequence[effects.WholePush]) -> memoryview:
-        found = self._reducer.reduced(span, parts)
-        assert found is not None, "a round of nothing"
-        values = found.whole().to(segment_dtype(span.segment, self._wire_dtype))
-        return encode_chunk(span, values.contiguous(), self._wire_dtype)
+                if self._mean is None:
+                    self._mean = Mean(self._part(work.fragment), self._wire_dtype)
+                found = self._reducer.reduced(span, parts)
+                assert found is not None, "a round of nothing"
+                self._mean.put(span, found.whole())
+                self.is_averaged = self._mean.is_whole
 
     def push(self, push_id: int) -> None:
         """What was averaged last is sent under this id."""
-        self._outgoing[push_id] = tuple(self._means[index] for index in sorted(self._means))
-        self._means.clear()
-        self.is_averaged = False
+        assert self._mean is not None, "nothing was averaged"
+        self._outgoing[push_id] = self.residuals.joined(push_id, self._mean.state)
+        self._mean, self.is_averaged = None, False
 
     def outer_groups(self) -> tuple[OuterGroup, ...]:
         return ()
@@ -109,26 +109,37 @@ class RelayTensors:
     # For the session.
 
     def begin(self, layout: FragmentLayout) -> None:
-        self._arriving[layout.fragment] = [None] * layout.chunks
+        self._arriving[layout.fragment] = layout
 
     def store(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> None:
-        """Keep a chunk as it came; the memory of the message is ZeroMQ's."""
-        self._arriving[fragment][index] = memoryview(bytes(payload))
-        self.reply_dtype = wire_dtype
+        """Keep a chunk as it came; it has the length of its place (`check_length`)."""
+        self._room(fragment, wire_dtype).store(index, payload, wire_dtype)
 
     def follow(
         self, fragment: int, index: int, payload: Any, wire_dtype: str, parts: Sequence[int]
     ) -> int | None:
-        return None  # differences are not asked for
+        """Keep what comes of a difference from the version held, in fp32, as the parent has it."""
+        held = self._held.get(fragment)
+        if held is None or held.dtype != "fp32":
+            return None
+        return self._room(fragment, "fp32").follow(index, held, payload, parts, wire_dtype)
+
+    def _room(self, fragment: int, dtype: str) -> FlatState:
+        """Where a version is assembled. Each has memory of its own: the site is sent what is there."""
+        room = self._arriving[fragment]
+        if isinstance(room, FragmentLayout):
+            room = self._arriving[fragment] = room_for(room, dtype)
+        return room
 
     def finish(self, fragment: int) -> Chunks:
         arrived = self._arriving.pop(fragment)
-        held = self._held[fragment] = tuple(each for each in arrived if each is not None)
-        assert len(held) == len(arrived), "a version with a hole"
-        return held
+        assert isinstance(arrived, FlatState), "a version without a chunk"
+        self._held[fragment] = arrived
+        return _chunks_of(arrived)
 
     def held(self, fragment: int) -> Chunks | None:
-        return self._held.get(fragment)
+        held = self._held.get(fragment)
+        return None if held is None else _chunks_of(held)
 
     def forget(self) -> None:
         self._held.clear()
@@ -143,20 +154,15 @@ class RelayTensors:
                 "parent with --model, or let a worker join it directly."
             )
             return False
-        reply = whole_dtype(self.reply_dtype)
-        self._outgoing[push_id] = tuple(
-            encode_chunk(
-                span, decode_chunk(span, wire, reply).to(segment_dtype(span.segment)), "fp32"
-            )
-            for span, wire in zip(layout.spans, held, strict=True)
-        )
+        vectors = {s: v.to(segment_dtype(s)) for s, v in held.vectors.items()}
+        self._outgoing[push_id] = FlatState(layout, vectors)
         return True
 
     def name(self, layout: FragmentLayout) -> None:
         raise AssertionError("a relay has no frozen parameters of its own")
 
     def chunk(self, push_id: int, fragment: int, index: int) -> memoryview:
-        return self._outgoing[push_id][index]
+        return self._outgoing[push_id].chunk(index)
 
     def drop(self, push_id: int) -> None:
         self._outgoing.pop(push_id, None)
@@ -167,3 +173,8 @@ class RelayTensors:
 
     def _span(self, fragment: int, index: int) -> ChunkSpan:
         return self._part(fragment).spans[index]
+
+
+def _chunks_of(state: FlatState) -> Chunks:
+    """As they are sent: views of its memory."""
+    return tuple(state.chunk(index) for index in range(state.layout.chunks))

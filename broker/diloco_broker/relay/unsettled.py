@@ -1,0 +1,60 @@
+"""Which of a site's pushes may be in a version that comes: so long it is kept what they left out.
+
+A push in few bits leaves something out, which goes with a later one once it has counted, and not before.
+The parent counts it whole or not at all. Mostly its verdict comes with the version that is waited for.
+But a site that begins anew meanwhile lets go of a push that the parent may hold whole, and count.
+"""
+
+from __future__ import annotations
+
+from diloco_protocol.messages import Push, Released
+
+# An abandoned push is looked for in so many versions: that of the round which was open then, and one
+# that may have been on its way.
+VERSIONS_LOOKED_AT = 2
+# Abandoned pushes of a fragment that are looked for; each costs a copy of the fragment.
+MOST_ABANDONED = 2
+
+
+class Unsettled:
+    """See the head of this module. `name` is the relay's in the ledger of its parent."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # By fragment and push id, how many versions it is still looked for in; None while in flight.
+        self._pushes: dict[int, dict[int, int | None]] = {}
+
+    def sent(self, push: Push) -> None:
+        self._pushes.setdefault(push.fragment, {})[push.push_id] = None
+
+    def refused(self, push: Push) -> None:
+        """It is in no version, and never will be."""
+        self._pushes.get(push.fragment, {}).pop(push.push_id, None)
+
+    def abandoned(self, push: Push) -> list[int]:
+        """Nobody waits for it any more. Returns those that are not looked for from now on."""
+        pushes = self._pushes.get(push.fragment, {})
+        if push.push_id not in pushes:
+            return []
+        pushes[push.push_id] = VERSIONS_LOOKED_AT
+        waiting = [push_id for push_id, left in pushes.items() if left is not None]
+        return self._drop(pushes, waiting[:-MOST_ABANDONED])
+
+    def found(self, released: Released) -> list[int]:
+        """The pushes that this version contains; they are settled."""
+        pushes = self._pushes.get(released.fragment, {})
+        named = [each for each in pushes if released.ledger.names_whole(self._name, each)]
+        return self._drop(pushes, named)
+
+    def missed(self, released: Released) -> list[int]:
+        """Those that no version is looked at for any more, after this one."""
+        pushes = self._pushes.get(released.fragment, {})
+        for push_id, left in pushes.items():
+            pushes[push_id] = None if left is None else left - 1
+        return self._drop(pushes, [push_id for push_id, left in pushes.items() if left == 0])
+
+    @staticmethod
+    def _drop(pushes: dict[int, int | None], which: list[int]) -> list[int]:
+        for push_id in which:
+            del pushes[push_id]
+        return which

@@ -21,6 +21,16 @@ def with_scheme(address: str) -> str:
     return f"tcp://{address}" if is_bare else address
 
 
+def several(text: str) -> tuple[str, ...]:
+    """The addresses that stand in a text, one or more with commas in between, as `with_scheme` has them.
+
+    The path of a file:// address may have commas, so it stands alone.
+    """
+    if text.startswith("file://"):
+        return (text,)
+    return tuple(with_scheme(each.strip()) for each in text.split(","))
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens on `host`, a number or a name; no port."""
     if host == "localhost":

@@ -40,6 +40,7 @@ class Code(str, Enum):
     UNKNOWN_ACTION = "unknown_action"  # a control action this broker does not know
     NOT_ALLOWED = "not_allowed"  # this connection may not do that
     STOPPING = "stopping"  # the broker is shutting down
+    STANDBY = "standby"  # this is a standby, and another broker lets workers in
 
 
 class DilocoError(Exception):

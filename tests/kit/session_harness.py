@@ -132,6 +132,7 @@ def desk(
     manifest: Manifest = MANIFEST,
     *,
     has_frozen: bool = False,
+    places: int = 1,
 ) -> Desk:
     dice = random.Random(1)
     session = Session(
@@ -141,5 +142,5 @@ def desk(
         has_frozen=has_frozen,
     )
     made = Desk(session)
-    made.happens(Start())
+    made.happens(Start(places))
     return made

@@ -272,7 +272,7 @@ class Caller:
     def now(self) -> float:
         return self.world.now
 
-    def connect(self) -> None:
+    def connect(self, place: int = 0) -> None:
         server, pair = self._server(), []
         for _ in range(2):
             pair.append(

@@ -283,7 +283,7 @@ class Worker:
     def now(self) -> float:
         return self.world.now
 
-    def connect(self) -> None:
+    def connect(self, place: int = 0) -> None:
         control, bulk = self._connect(self, self.hears), self._connect(self, self.hears)
         self.connections = (control, bulk)
 

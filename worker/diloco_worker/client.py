@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from diloco_protocol import Code, Manifest, ProtocolError, RunConfig
-from diloco_protocol.addresses import with_scheme
+from diloco_protocol.addresses import several
 from diloco_protocol.errors import Refused, Unreachable, UsageError
 from diloco_protocol.messages import BUFFERS, Control, Heartbeat, Push, Result
 from diloco_protocol.messages import encode as encode_message
@@ -52,7 +52,8 @@ class DiLoCoClient:
     """See the head of this module. A context manager; not for several threads at once.
 
     Args:
-        server: the broker's address, tcp:// may be left out; or a function that returns it.
+        server: the broker's address, tcp:// may be left out; several with commas in between, of which it
+            takes the first that serves; or a function that returns it.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         timeout: seconds that a call waits before it raises Unreachable.
         heartbeat_interval: seconds; None = fit for the broker, 0 = none. They are sent by themselves.
@@ -77,7 +78,7 @@ class DiLoCoClient:
     ) -> None:
         check(server, ADDRESS, "server")
         self._keys, worker_id = worker_keys(keys, worker_id, Role.OPERATOR, Role.MONITOR)
-        self.server = with_scheme(server) if isinstance(server, str) else server
+        self.server = ",".join(several(server)) if isinstance(server, str) else server
         self.worker_id = worker_id or default_worker_id()
         self.timeout = timeout
         self._heartbeat_interval = heartbeat_interval

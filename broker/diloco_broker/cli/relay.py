@@ -45,7 +45,8 @@ def relay(
         str,
         typer.Option(
             help="Address of the broker, or relay, whose run the site takes part in: tcp://HOST:8512. "
-            "It has to be started with --relays.",
+            "It has to be started with --relays. Of several, with commas in between, it takes the first "
+            "that lets it in.",
         ),
     ],
     name: Annotated[

@@ -9,7 +9,8 @@ from dataclasses import replace
 from diloco_broker.config import BrokerConfig
 from diloco_broker.relay.loop import RelayLoop
 from diloco_broker.shell.broker import Broker
-from diloco_protocol.addresses import with_scheme
+from diloco_protocol.addresses import several
+from diloco_protocol.clients.address_file import file_of, leads_somewhere
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import UsageError
@@ -23,7 +24,8 @@ class RelayBroker(Broker):
     Args:
         config: options of the site: addresses, `workers`, `min_workers`, `quorum`, `keys`, liveness, and
             the `wire_dtype` of its workers. What the parent's run says takes the place of the rest.
-        parent: the address of the broker that it takes part at, or a function that returns it.
+        parent: the address of the broker that it takes part at, several with commas in between to be
+            tried in turn, or a function that returns it.
         name: what it is called there, as a worker; default: host name and a random ending.
         parent_wire_dtype: what its pushes travel in; default: what those of the parent's run do.
         keys: those that the parent asks for.
@@ -51,7 +53,7 @@ class RelayBroker(Broker):
         if config.save_dir is not None:
             raise UsageError("A relay saves nothing: its parent does. Leave --save-dir out.")
         self.config = replace(config, relays=True)
-        where = with_scheme(parent) if isinstance(parent, str) else parent
+        where = _checked(parent) if isinstance(parent, str) else parent
         self._relay_loop = RelayLoop(self.config, where, name, parent_wire_dtype, keys)
         self._loop = self._relay_loop
         self.address = self._loop.sockets.address
@@ -63,6 +65,19 @@ class RelayBroker(Broker):
     def why_it_failed(self) -> str | None:
         """Why it could not go on, a sentence; None where it was asked to end, or the run is over."""
         return self._relay_loop.failure
+
+
+def _checked(parent: str) -> str:
+    """The address, or addresses, of a parent, with their schemes."""
+    if file_of(parent) is not None:
+        return parent
+    places = several(parent)
+    if not all(map(leads_somewhere, places)) or len(set(places)) < len(places):
+        raise UsageError(
+            f"--parent is {parent!r:.200}; write tcp://HOST:PORT as the parent printed it, or several, "
+            "each once, with commas in between."
+        )
+    return ",".join(places)
 
 
 def default_name() -> str:

@@ -68,6 +68,8 @@ class Uplink:
         self._executor = Executor(session, self, self, self._tensors)
 
     def tell(self, event: events.Event) -> None:
+        if isinstance(event, events.Start):
+            event = events.Start(self._whereabouts.count)
         if self._executor is not None:
             self._executor.feed(event)
 
@@ -99,6 +101,8 @@ class Uplink:
             self.tell(events.LockedOut(changes.refused))
         elif changes.broken is not None:
             self.tell(events.Disconnected(changes.broken))
+        elif changes.unreached and not changes.connected:
+            self.tell(events.Unreached())
 
     def _receive(
         self, executor: Executor, connections: Connections, source: zmq.Socket[bytes]
@@ -130,7 +134,8 @@ class Uplink:
 
     # What the session asks for.
 
-    def connect(self) -> None:
+    def connect(self, place: int = 0) -> None:
+        self._whereabouts.turn_to(place)
         self._whereabouts.look(self.now())
         if (address := self._whereabouts.address) is None:
             return

@@ -12,15 +12,17 @@ from typing import Any
 
 import zmq
 
-from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, with_scheme
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, several
 from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.errors import DilocoError, ProtocolError, Unreachable, UsageError
+from diloco_protocol.errors import Code, DilocoError, ProtocolError, Unreachable, UsageError
 from diloco_protocol.messages import Control, Error, Result
 
 LONGEST_WHO = 200  # characters
 ANSWER_WITHIN_S = 5.0  # a broker in the longest turn of its loop is back long before
+# Of several addresses, how long each has to answer before the next is asked.
+PLACE_WITHIN_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Operator:
             print(operator.ask("set", outer_lr=0.5).text)
 
     Args:
-        address: the control address that `diloco-broker serve` printed; tcp:// may be left out.
+        address: the control address that `diloco-broker serve` printed; tcp:// may be left out. Of
+            several, with commas in between, the first at which a broker serves is asked.
         timeout: seconds to wait for an answer.
         who: written into the log of control actions; the user and host of this process by default. It
             is what the asker says of itself; with a key its name is written, which is proven.
@@ -79,19 +82,19 @@ class Operator:
         who: str | None = None,
         keys: Keys | None = None,
     ) -> None:
-        self.address = address = resolved(with_scheme(address))
+        self._places = tuple(map(resolved, several(address)))
+        self._keys = keys
+        self.address = self._places[0]
         self.timeout = timeout
         self.who = (this_user() if who is None else who)[:LONGEST_WHO]
         self._request = 0
         if not (timeout > 0 and math.isfinite(timeout)):
             raise UsageError(f"A timeout of {timeout:g} s is no time to wait; give more than 0.")
-        try:
-            self._dealer = Dealer(address, keys)
-        except zmq.ZMQError:
-            raise UsageError(
-                f"{address!a} is not a control address; write tcp://HOST:PORT as diloco-broker serve "
-                f"prints it, for example {DEFAULT_CONTROL_ADDRESS}."
-            ) from None
+        for place in self._places[1:]:  # an address that is none is told at once
+            self._dealer_at(place).close()
+        self._dealer = self._dealer_at(self.address)
+        self._refusal = ""  # the code of the error that was the last answer, if it was one
+        self._is_found = len(self._places) == 1  # at `address` is the one to ask
 
     def ask(self, action: str, **arguments: Any) -> Result:
         """Have an action carried out. A broker that refuses answers with `ok` False and a reason.
@@ -100,12 +103,45 @@ class Operator:
             Unreachable: no answer in time. The action may have been carried out, or may still be.
             UsageError: an argument that cannot be sent, or the broker wants a key, or another one.
         """
+        if not self._is_found:
+            self._find()
+        return self._ask(action, self.timeout, arguments)
+
+    def _find(self) -> None:
+        """Of several addresses, take the first at which a broker serves; else the first stays."""
+        for place in self._places:
+            self._dealer.close()
+            self.address, self._dealer = place, self._dealer_at(place)
+            try:
+                self._ask("status", min(self.timeout, PLACE_WITHIN_S), {})
+            except Unreachable:
+                continue
+            if self._refusal != Code.STANDBY:
+                self._is_found = True
+                return
+        where = " and ".join(self._places)
+        raise Unreachable(
+            f"No broker serves at {where}: start diloco-broker serve, or give the address that it "
+            "printed."
+        )
+
+    def _dealer_at(self, place: str) -> Dealer:
+        try:
+            return Dealer(place, self._keys)
+        except zmq.ZMQError:
+            raise UsageError(
+                f"{place!a} is not a control address; write tcp://HOST:PORT as diloco-broker serve "
+                f"prints it, for example {DEFAULT_CONTROL_ADDRESS}."
+            ) from None
+
+    def _ask(self, action: str, timeout: float, arguments: Mapping[str, Any]) -> Result:
         self._request += 1
+        self._refusal = ""
         try:
             self._dealer.send(Control(action, self._request, {"who": self.who, **arguments}))
         except (TypeError, ValueError) as error:
             raise UsageError(f"The arguments of {action!r} cannot be sent: {error}.") from None
-        until = time.monotonic() + self.timeout
+        until = time.monotonic() + timeout
         while True:
             try:
                 found = self._dealer.receive(until)
@@ -115,6 +151,7 @@ class Operator:
                 break
             message, _ = found
             if isinstance(message, Error):  # it answers no request by number
+                self._refusal = message.code
                 return Result(self._request, False, message.text)
             if isinstance(message, Result) and message.request == self._request:
                 return message

@@ -4,6 +4,8 @@ NEW -> CONNECTING -> JOINING -> JOINED
             ^           |          |
             |           v          |
             +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
+With several addresses (`places`) AWAY leads to the next one too: when the one at hand cannot be reached,
+or is that of a standby.
 REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
          end, and so it is when an operator has removed this worker; later it is asked again
          every 30 s, since a person may repair the broker.
@@ -19,6 +21,7 @@ from diloco_protocol import Code, RunConfig, messages
 from diloco_protocol.description import seconds_for
 from diloco_worker.core import effects
 from diloco_worker.core.compatibility import heartbeat_interval
+from diloco_worker.core.places import CONNECT_PATIENCE_S, LONGEST_PAUSE_S, Places
 
 # Seconds before new connections are opened: doubling from the first to the longest. After a crash the
 # broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
@@ -98,13 +101,15 @@ class Connection:
         self.reconnections = 0  # welcomes after the first
         self.last_heard: float | None = None  # when the broker last said anything
         self.bulk = BulkWatch()
+        self.places = Places()
+        self._is_served = False  # the broker at hand is the right one
         # between heartbeats; None = what fits the broker; 0 = none
         self._asked_interval = asked_interval
         self._interval = 0.0
         self._backoff = FIRST_BACKOFF_S
         self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
         self._beat_at: float | None = None
-        self._joining_since = 0.0
+        self._connecting_since = self._joining_since = 0.0
         self._join_patience_s = JOIN_PATIENCE_S
 
     @property
@@ -121,14 +126,15 @@ class Connection:
         """When there is something to do."""
         unanswered = self._unanswered_since
         patience_ends = None if unanswered is None else unanswered + self._join_patience_s
-        bulk_ends = self.bulk.gives_up_at
-        times = (self._wake_at, self._beat_at, patience_ends, self._silent_at, bulk_ends)
+        times = [self._wake_at, self._beat_at, patience_ends, self._silent_at, self._unreached_at]
+        times.append(self.bulk.gives_up_at)
         return [at for at in times if at is not None]
 
-    def open(self) -> effects.Effect:
+    def open(self, now: float) -> effects.Effect:
         self.phase = Phase.CONNECTING
+        self._connecting_since, self._is_served = now, False
         self._wake_at = None
-        return effects.Open()
+        return effects.Open(self.places.current)
 
     def joins(self, now: float) -> None:
         self.phase = Phase.JOINING
@@ -142,13 +148,20 @@ class Connection:
     def observes(self) -> None:
         """The connection of an observer is up, which need not join."""
         self.phase = Phase.JOINED
+        if not self.places.are_several:
+            self.serves()
+
+    def serves(self) -> None:
+        """The broker at hand is the right one."""
+        self._is_served = True
         self._backoff = FIRST_BACKOFF_S
+        self.places.welcomed()
 
     def is_welcomed(self, token: bytes, config: RunConfig, now: float) -> None:
         self.reconnections += self.token is not None
         self.phase = Phase.JOINED
         self.token = token
-        self._backoff = FIRST_BACKOFF_S
+        self.serves()
         self._wake_at = None
         self._interval = heartbeat_interval(config, self._asked_interval)
         self._beat_at = now + self._interval if self._interval else None
@@ -179,6 +192,9 @@ class Connection:
 
     def breaks(self, reason: str, now: float) -> Iterator[effects.Effect]:
         """Close what is left of the connection, and open a new one soon."""
+        if self.places.are_several and not self._is_served:
+            yield from self.turns(now)
+            return
         yield effects.Close()
         if self.is_joined:
             yield effects.Say(f"{reason} Connecting again.", trouble=True)
@@ -186,6 +202,16 @@ class Connection:
         self._wake_at = now + self._backoff
         self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
         self._beat_at = None
+
+    def turns(self, now: float) -> Iterator[effects.Effect]:
+        """The address at hand is of no use now: try the next at once, and all again after a pause."""
+        yield effects.Close()
+        self.phase = Phase.AWAY
+        self._beat_at = None
+        self._wake_at = now
+        if self.places.turn():
+            self._wake_at = now + min(self._backoff, LONGEST_PAUSE_S)
+            self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
 
     def wakes(self, now: float) -> bool:
         """Whether the time has come to open connections (AWAY), or else to join again."""
@@ -196,12 +222,20 @@ class Connection:
 
     def dead_ends(self, now: float) -> Iterator[str]:
         """Why the connection counts as broken although nobody has said so."""
+        if (unreached_at := self._unreached_at) is not None and now >= unreached_at:
+            yield f"No broker answered within {CONNECT_PATIENCE_S:.0f} s."
         since = self._unanswered_since
         if since is not None and now - since >= self._join_patience_s:
             yield f"The broker did not answer the join within {self._join_patience_s:.0f} s."
         if (silent_at := self._silent_at) is not None and now >= silent_at:
             yield f"The broker was silent for {now - (self.last_heard or now):.0f} s."
         yield from self.bulk.give_up(now)
+
+    @property
+    def _unreached_at(self) -> float | None:
+        """When the address at hand counts as unreachable, where there is another one to try."""
+        is_due = self.places.are_several and self.phase is Phase.CONNECTING
+        return self._connecting_since + CONNECT_PATIENCE_S if is_due else None
 
     @property
     def _unanswered_since(self) -> float | None:

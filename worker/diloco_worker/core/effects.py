@@ -19,7 +19,9 @@ class Effect:
 
 @dataclass(frozen=True)
 class Open(Effect):
-    """Open two new connections."""
+    """Open two new connections, to this one of the addresses that were given."""
+
+    place: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Start(Event):
-    """Begin: open the connections."""
+    """Begin: open the connections. There may be several addresses to try."""
+
+    places: int = 1
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Disconnected(Event):
     """One of the two connections broke; the other is worth nothing now."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Unreached(Event):
+    """An attempt to connect has failed. The shell goes on trying at the same address by itself."""
 
 
 @dataclass(frozen=True)

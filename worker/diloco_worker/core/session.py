@@ -32,6 +32,7 @@ from diloco_worker.core.control_requests import ControlRequests
 from diloco_worker.core.downloads import Downloads, Held
 from diloco_worker.core.effects import Effect
 from diloco_worker.core.lanes import Lanes, Owners
+from diloco_worker.core.places import ELSEWHERE
 from diloco_worker.core.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.core.units import Units
 from diloco_worker.core.uploads import Uploads
@@ -111,14 +112,17 @@ class Session:
 
     def _handle(self, event: events.Event, now: float) -> Iterator[Effect]:  # noqa: C901, PLR0912, PLR0915  a case for each event
         match event:
-            case events.Start():
+            case events.Start(places):
                 if self.phase is not Phase.NEW:
                     raise ValueError(f"a session starts once, this one is {self.phase.value}")
-                yield self.connection.open()
+                self.connection.places.count = places
+                yield self.connection.open(now)
             case events.Connected():
                 yield from self._connected(now)
             case events.Disconnected(reason):
                 yield from self._disconnected(reason, now)
+            case events.Unreached():
+                yield from self._unreached(now)
             case events.LockedOut(reason):
                 yield from self._locked_out(reason, now)
             case events.Received(message):
@@ -189,9 +193,19 @@ class Session:
         join = replace(self.join, run=self.run, session=token, versions=versions)
         return effects.Send(in_a_header(join))
 
+    def _unreached(self, now: float) -> Iterator[Effect]:
+        """Nothing listens at the address at hand: that matters where there is another one."""
+        if self.connection.places.are_several and self.phase is Phase.CONNECTING:
+            yield from self._turned_away(now)
+
+    def _turned_away(self, now: float) -> Iterator[Effect]:
+        """Try the next of the addresses."""
+        yield from self.connection.turns(now)
+        yield from self._void()
+
     def _locked_out(self, reason: str, now: float) -> Iterator[Effect]:
         """A worker that was never in is refused for good. Another comes back: keys may, too."""
-        if self.connection.token is None:
+        if self.connection.places.lock() and self.connection.token is None:
             yield effects.Close()
             yield from self.connection.is_refused(Code.NOT_ALLOWED, reason, now)
         else:
@@ -216,7 +230,7 @@ class Session:
     def _tick(self, now: float) -> Iterator[Effect]:
         if self.connection.wakes(now):
             is_away = self.phase is Phase.AWAY
-            yield self.connection.open() if is_away else self._join(now)
+            yield self.connection.open(now) if is_away else self._join(now)
         for reason in self.connection.dead_ends(now):
             yield from self._disconnected(reason, now)
         if self.connection.must_beat(now):
@@ -231,6 +245,8 @@ class Session:
     # Messages.
 
     def _received(self, message: messages.Message, now: float) -> Iterator[Effect]:  # noqa: C901, PLR0912  a case for each message
+        if self.join is None and not isinstance(message, messages.Error):
+            self.connection.serves()
         match message:
             case messages.Welcome():
                 if self.phase is Phase.JOINING:
@@ -364,7 +380,11 @@ class Session:
             self.downloads.set_reply(terms.config.reply_dtype)
 
     def _failed(self, error: messages.Error, now: float) -> Iterator[Effect]:
-        if self.phase is Phase.JOINING:
+        is_elsewhere = error.code in ELSEWHERE and self.connection.places.are_several
+        if is_elsewhere and (self.phase is Phase.JOINING or error.code == Code.STANDBY):
+            yield effects.Say(error.text, trouble=True)
+            yield from self._turned_away(now)
+        elif self.phase is Phase.JOINING:
             if error.code == Code.RUN_DIFFERS and self._is_resumed:
                 yield from self._forget("this broker serves another run")
                 yield self._join(now)

@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from diloco_protocol import feed
-from diloco_protocol.addresses import can_be_reached, with_scheme
+from diloco_protocol.addresses import can_be_reached, several
 from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys, find_keys
@@ -67,8 +67,21 @@ class Findings:
 
 
 def examine(server: str, key_file: Path | None, within_s: float) -> Findings:
-    """Look at everything; raises nothing of ours. `within_s` is how long each answer may take."""
-    findings = Findings(with_scheme(server))
+    """Look at everything; raises nothing of ours. `within_s` is how long each answer may take.
+
+    Of several addresses the first is examined at which a broker answers.
+    """
+    found = []
+    for place in several(server):
+        findings = _examined(place, key_file, within_s)
+        if findings.status is not None:
+            return findings
+        found.append(findings)
+    return found[0]
+
+
+def _examined(place: str, key_file: Path | None, within_s: float) -> Findings:
+    findings = Findings(place)
     try:
         _examine(findings, key_file, within_s)
     except Found as found:

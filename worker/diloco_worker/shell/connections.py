@@ -62,6 +62,7 @@ class Changes:
     connected: bool = False  # control came up
     broken: str | None = None  # which connection broke, a sentence
     is_of_bulk_alone: bool = False
+    unreached: bool = False  # an attempt to bring control up has failed
     refused: str | None = None  # why the broker and this worker do not come together, a sentence
     # The broker has said so itself. Otherwise it may have been killed in that moment.
     is_final: bool = False
@@ -137,6 +138,7 @@ class Connections:
                 elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
                     # Over TCP that is what ZeroMQ is for. A socket file was there a moment ago, and a
                     # broker that goes on says where it is now.
+                    changes.unreached |= name == "control"
                     if name == "bulk" and self.is_shortened and changes.broken is None:
                         changes.is_of_bulk_alone = True
                         changes.broken = "The socket file of the broker is gone."

@@ -49,7 +49,8 @@ class Network(Protocol):
 
     def now(self) -> float: ...
 
-    def connect(self) -> None: ...
+    # To this one of the addresses.
+    def connect(self, place: int, /) -> None: ...
 
     def disconnect(self) -> None: ...
 
@@ -147,8 +148,8 @@ class Executor:
         if self.others is not None and self._carry_out_elsewhere(self.others, effect):
             return None
         match effect:
-            case effects.Open():
-                network.connect()
+            case effects.Open(place):
+                network.connect(place)
             case effects.Close():
                 network.disconnect()
             case effects.Send(message, bulk):

@@ -197,7 +197,8 @@ class Link(Inbox):
             case Phase.NEW | Phase.CONNECTING | Phase.AWAY:
                 away = ", which restarts" if self.restarting else ""
                 problem = self._whereabouts.problem
-                return self.refused_key or problem or f"no broker answers at {self.address}{away}"
+                where = self._whereabouts.names(self.address)
+                return self.refused_key or problem or f"no broker answers at {where}{away}"
             case Phase.JOINING:
                 return self.last_error or "the broker has not answered the join"
             case Phase.JOINED:
@@ -285,7 +286,7 @@ class Link(Inbox):
             if self._hub is not None:
                 self._poller.register(self._hub.socket, zmq.POLLIN)
                 self._poller.register(self._hub.monitor, zmq.POLLIN)
-            self._executor.feed(events.Start())
+            self._executor.feed(events.Start(self._whereabouts.count))
             while self.session.phase is not Phase.LEFT:
                 self._guarded_turn()
         except Exception as error:
@@ -344,6 +345,8 @@ class Link(Inbox):
                     is_alone = connections.is_shortened and changes.is_of_bulk_alone
                     self._breaks_of_shortcut = self._breaks_of_shortcut + 1 if is_alone else 0
                     self._executor.feed(events.Disconnected(changes.broken))
+                elif changes.unreached and not changes.connected:
+                    self._executor.feed(events.Unreached())
         if self._hub is not None:
             self._hear_others(self._hub, ready)
         self._executor.feed(events.Tick())
@@ -423,15 +426,17 @@ class Link(Inbox):
 
     # What the session asks for.
 
-    def connect(self) -> None:
+    def connect(self, place: int = 0) -> None:
         assert self._context is not None and self._connections is None
         self.refused_key = None  # what was true of the last connections may be over
+        self._whereabouts.turn_to(place)
         self._whereabouts.look(self.now())
         if (address := self._whereabouts.address) is None:
             return  # its file, or function, says none yet
         if address != self.address:
             self.address = address
-            self.say(f"The broker is at {address} now.")
+            if self._whereabouts.count == 1:  # of several most may be wrong
+                self.say(f"The broker is at {address} now.")
         self._connections = Connections(self._context, address, self._keys)
         for each in self._connections.pollable:
             self._poller.register(each, zmq.POLLIN)

@@ -1,5 +1,5 @@
-"""Where the broker is: one address for good, or what a file or a function says, asked again while nobody
-answers.
+"""Where the broker is: an address for good, several to be tried in turn, or what a file or a function
+says, asked again while nobody answers.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from diloco_protocol.addresses import with_scheme
+from diloco_protocol.addresses import several, with_scheme
 from diloco_protocol.clients.address_file import NoAddress, file_of, leads_somewhere, read_address
 
-# What a worker is given: tcp://host:port, file:///path, or a function without arguments that returns
-# the former.
+# What a worker is given: tcp://host:port, several of these with commas in between, file:///path, or a
+# function without arguments that returns one address.
 Given = str | Callable[[], str]
 # Seconds between two looks into the file, and between two calls of the function.
 LOOK_S = 1.0
@@ -26,6 +26,7 @@ class Whereabouts:
     def __init__(self, given: Given) -> None:
         self._ask: Callable[[], str] | None = None  # raises NoAddress
         self._answers: _Answers | None = None
+        self.places: tuple[str, ...] = ()  # the addresses, where they were given
         # None: not known yet.
         self.address: str | None = None
         self.problem: str | None = None  # why it is not known, or not read again; ends a sentence
@@ -38,7 +39,22 @@ class Whereabouts:
             self._ask = lambda: read_address(file)
             self.advice = "; waiting for diloco-broker serve --address-file"
         else:
-            self.address = given
+            self.places = several(given)
+            self.address = self.places[0]
+
+    @property
+    def count(self) -> int:
+        """How many addresses there are to try, one after the other."""
+        return max(1, len(self.places))
+
+    def turn_to(self, place: int) -> None:
+        """Try this one of the addresses now."""
+        if self.places:
+            self.address = self.places[place]
+
+    def names(self, address: str) -> str:
+        """What people are told that was asked; `address` where only one was."""
+        return " and ".join(self.places) if len(self.places) > 1 else address
 
     def next_look(self) -> float | None:
         """When it is to be asked again; None where one address was given."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_protocol import UsageError
-from diloco_protocol.addresses import with_scheme
+from diloco_protocol.addresses import several
 from diloco_protocol.clients.address_file import file_of
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.dtypes import WIRE_DTYPES
@@ -102,12 +102,19 @@ def _is_small_dict(value: Any) -> bool:
 
 
 def _is_address(value: Any) -> bool:
-    """Whether it looks like tcp://host:port, host:port, ipc://path or file:///path, or is a function."""
+    """Whether it looks like tcp://host:port, host:port, ipc://path, several of these with commas in
+    between and none twice, or file:///path, or is a function.
+    """
     if not isinstance(value, str):
         return callable(value)
     if file_of(value) is not None:
         return True
-    scheme, _, rest = with_scheme(value).partition("://")
+    places = several(value)
+    return all(_is_place(each) for each in places) and len(set(places)) == len(places)
+
+
+def _is_place(value: str) -> bool:
+    scheme, _, rest = value.partition("://")
     host, _, port = rest.rpartition(":")
     is_host = host != "" and not host.startswith("*")
     is_port = port.isdecimal() and 0 < int(port) < 65536
@@ -115,7 +122,11 @@ def _is_address(value: Any) -> bool:
 
 
 SWITCH = Kind(_truth, "True or False (in a variable 1 or 0)", lambda value: isinstance(value, bool))
-ADDRESS = Kind(str, "an address like tcp://10.0.0.1:8512, or file:///PATH of one", _is_address)
+ADDRESS = Kind(
+    str,
+    "an address like tcp://10.0.0.1:8512, several with commas in between, or file:///PATH of one",
+    _is_address,
+)
 _ID = Kind(
     str,
     f"1 to {LONGEST_WORKER_ID} printable characters",
@@ -231,7 +242,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
                 raise _wrong(source, text, kind) from None
         check(value, kind, source)
         values[each.name] = (
-            with_scheme(value) if isinstance(value, str) and kind is ADDRESS else value
+            ",".join(several(value)) if isinstance(value, str) and kind is ADDRESS else value
         )
     return Settings(**values)
 

@@ -187,7 +187,7 @@ class Worker:
 
     # The network.
 
-    def connect(self) -> None:
+    def connect(self, _: int) -> None:
         self._connections = self._connect(self._hears)
         self._world.after(self._connections[0].delay, lambda: self._feed(events.Connected()))
 

@@ -1,0 +1,80 @@
+"""Those that know two brokers: when one is killed they train on, and bring their work to the other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.relay.daemon import RelayBroker
+from diloco_protocol.clients import Operator
+from diloco_protocol.errors import Unreachable, UsageError
+from diloco_worker import DiLoCoClient
+from kit.process_kit import LOCAL, PATIENCE_S, Processes, a_free_address
+from kit.sites import Sites, ledger_of
+
+pytest_plugins = ("kit.process_fixtures",)
+ONES = {"weight": torch.ones(4, 4)}
+
+
+def a_broker(**options: Any) -> Broker:
+    given: dict[str, Any] = {**LOCAL, "save_dir": None, "recover_wait": 0.0, **options}
+    return Broker(BrokerConfig(**given))
+
+
+def test_push_of_a_broker_that_was_killed_counts_at_the_second(processes: Processes) -> None:
+    first = processes.broker(save_dir=None, workers=2)
+    with a_broker(workers=2) as second:
+        both = f"{first.address()}, {second.address}"
+        a, b = (DiLoCoClient(both, worker_id=name, timeout=PATIENCE_S) for name in "ab")
+        with a, b:
+            model = torch.nn.Linear(4, 4, bias=False)
+            before = a.join(model)
+            b.join(model)
+            push_id = a.push(ONES)  # and the round waits for the other
+            first.kill()
+            began = time.monotonic()
+            b.push(ONES)
+            after = a.pull()
+            took = time.monotonic() - began
+        assert took < 5.0, "0.2 s on an idle machine"
+        assert after.version.run == before.version.run
+        assert after.version.counter == before.version.counter + 1
+        assert push_id in ledger_of(second)["a"]
+
+
+def test_relay_goes_over_to_the_second_of_its_parents(tmp_path: Path) -> None:
+    there = a_free_address()
+    with Sites() as sites:
+        hub = sites.hub(1, save_dir=str(tmp_path))
+        sites.workers(sites.relay(f"{hub.address},{there}", 2, "north"), "a", "b")
+        sites.rounds(range(2), "a", "b")
+        hub.stop(restarting=True)
+        second = sites.hub(1, save_dir=str(tmp_path), bind=there)
+        sites.rounds(range(2, 4), "a", "b")
+        assert ledger_of(second).keys() == {"a", "b", "north"}
+
+
+def test_operator_asks_the_first_broker_that_answers() -> None:
+    nobody = a_free_address()
+    with a_broker() as broker, Operator(f"{nobody},{broker.address}", timeout=10.0) as operator:
+        assert operator.ask("status").ok
+        assert operator.address == broker.address
+    with (
+        Operator(f"{nobody},{a_free_address()}", timeout=0.1) as operator,
+        pytest.raises(Unreachable, match="No broker serves at"),
+    ):
+        operator.ask("status")
+
+
+@pytest.mark.parametrize("given", ["tcp://h:1,", "tcp://h:1,tcp://h:1", "h:1,file:///x", ",h:1"])
+def test_list_that_is_none_is_refused_in_a_sentence(given: str) -> None:
+    with pytest.raises(UsageError, match="several with commas in between"):
+        DiLoCoClient(given)
+    config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None)
+    with pytest.raises(UsageError, match="or several, each once, with commas in between"):
+        RelayBroker(config, given)

@@ -47,6 +47,12 @@ class Tree:
             self.children[name] = self._processes.run("-m", "diloco_broker", *words, *options)
             self.children[name].address()
 
+    def has_all_back(self) -> None:
+        """Wait until the hub waits for four workers again: a relay without any is waited for by nobody."""
+        hub = DiLoCoClient(self.addresses["hub"], timeout=PATIENCE_S)
+        wait_for(lambda: hub.status()["counts"]["alive"] == 4)
+        hub.leave()
+
     def dies(self, name: str) -> None:
         self.children[name].kill()
 
@@ -81,6 +87,7 @@ def test_relay_killed_with_half_of_its_site_in_loses_nothing(tree: Tree) -> None
     tree.sites.push("a", "c", number=2)
     tree.dies("north")
     tree.begins("north")
+    tree.has_all_back()
     tree.sites.push("b", "d", number=2)
     tree.sites.pull(*"abcd")
     assert_close(final(tree, range(3, 4)), expected())

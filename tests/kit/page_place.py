@@ -50,6 +50,8 @@ FOLDERS = {
 }
 # Files of ours that a command copies.
 SOURCES = "tools/services/"
+# Of diloco-broker: these go on, and can look at their options alone.
+SERVING = {"serve", "relay"}
 # These ask before they do it, where there is a terminal.
 ASKING = {"kick", "stop-all", "shutdown"}
 # A submission needs an engine: without it the files are written, and can be looked at.
@@ -171,10 +173,21 @@ class Place:
             page = next(page for page in PAGES if name_of(page) == command.page)
             (split,) = (each.text for each in fences(page) if each.language == "json")
             (self.folder / "split.json").write_text(split)
-        if command.words[:2] == ("diloco-broker", "serve") and "keys" in words:
-            KeyFolder.make(self.folder / "keys") if not (self.folder / "keys").exists() else None
+        if _serves(command.words) and (keys := _after("--keys", command.words)) is not None:
+            folder = self.folder / keys
+            KeyFolder.make(folder) if not folder.exists() else None
+        if (key := _after("--parent-keys", command.words)) is not None:
+            # The folder is at the parent; the key was brought here.
+            self._brought(key)
         if "train.py" in words:
             (self.folder / "train.py").write_text("import sys; print('trained', *sys.argv[1:])\n")
+
+    def _brought(self, key: str) -> None:
+        """A worker's key, made where its broker is and carried here."""
+        there = KeyFolder.make(self.folder / "keys-of-the-parent")
+        name = Path(key).stem.removeprefix("worker-")
+        there.add_all([Peer(Role.WORKER, name)])
+        shutil.copy(there.path / "clients" / f"worker-{name}.key", self.folder / key)
 
     # Running them.
 
@@ -283,7 +296,7 @@ class Place:
                 words[number] = str(keys[1])
         if NEEDS_ENGINE in words:
             words.remove(NEEDS_ENGINE)
-        if words[:2] == ["diloco-broker", "serve"]:
+        if _serves(words):
             words.append("--check")
         elif words[:1] == ["diloco-broker"] and ASKING.intersection(words):
             words.append("--yes")
@@ -296,7 +309,7 @@ class Place:
 
     def _keys(self, words: Sequence[str]) -> tuple[Path, Path] | None:
         """The folder of the keys that a client names, and the file that it means."""
-        if "--keys" not in words or words[1:2] == ["serve"]:
+        if "--keys" not in words or _serves(words):
             return None
         given = self.folder / words[words.index("--keys") + 1]
         folder = given.parent.parent if given.parent.name == "clients" else self.folder / "keys"
@@ -305,12 +318,21 @@ class Place:
 
     def _defaults(self, command: Command) -> dict[str, str]:
         """Where a command of ours looks that is told of no address: a broker without keys."""
-        if command.words[:2] == ("diloco-broker", "serve") or "--keys" in command.words:
+        if _serves(command.words) or "--keys" in command.words:
             return {}
         if command.words[0] in ("diloco-broker", "diloco-top", "diloco-report"):
             broker = self.open_broker()
             return {"DILOCO_SERVER": broker.address, "DILOCO_FEED": broker.feed_address}
         return {}
+
+
+def _serves(words: Sequence[str]) -> bool:
+    """Does the command go on until it is ended, and only look at its options with --check?"""
+    return words[0] == "diloco-broker" and words[1] in SERVING
+
+
+def _after(option: str, words: Sequence[str]) -> str | None:
+    return words[words.index(option) + 1] if option in words else None
 
 
 def _file_of(keys: Path, guest: Peer) -> Path:

@@ -48,7 +48,7 @@ class Tree:
             self.children[name].address()
 
     def has_all_back(self) -> None:
-        """Wait until the hub waits for four workers again: a relay without any is waited for by nobody."""
+        """Wait until the hub has four workers again: it does not wait for a relay without any."""
         hub = DiLoCoClient(self.addresses["hub"], timeout=PATIENCE_S)
         wait_for(lambda: hub.status()["counts"]["alive"] == 4)
         hub.leave()
@@ -147,6 +147,14 @@ def test_option_that_cannot_work_is_refused(
     child = processes.run("-m", "diloco_broker", *words)
     assert child.ends() == 2
     assert sentence in " ".join(child.output.split())
+
+
+def test_options_are_looked_at_without_a_relay(processes: Processes) -> None:
+    child = processes.run(
+        "-m", "diloco_broker", "relay", "--parent", "tcp://127.0.0.1:1", "--check"
+    )
+    assert child.ends() == 0
+    assert "The options are good." in child.output
 
 
 @contextmanager

@@ -6,19 +6,16 @@ import logging
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from diloco_broker.cli.config_options import DEFAULTS, as_declared, with_options
 from diloco_broker.cli.failures import fail, failing_in_a_sentence
 from diloco_broker.cli.serve import end_on_signals
-from diloco_protocol.clients.keys import find_keys
+from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
-
-if TYPE_CHECKING:
-    from diloco_broker.relay.daemon import RelayBroker
 
 # What a site decides for itself; the rest is the run's, and comes from the parent.
 OF_THE_SITE = (
@@ -40,7 +37,7 @@ OF_THE_SITE = (
 
 
 @with_options(as_declared(name, DEFAULTS[name]) for name in OF_THE_SITE)
-def relay(
+def relay(  # noqa: PLR0917  each is an option of the command
     parent: Annotated[
         str,
         typer.Option(
@@ -67,6 +64,10 @@ def relay(
         Path | None,
         typer.Option(help="Key of a worker for the parent, where it asks for keys."),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Say whether the options are good, and stand for nobody."),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
     **options: Any,
 ) -> None:
@@ -85,11 +86,21 @@ def relay(
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
+    from diloco_broker.config import BrokerConfig
+    from diloco_broker.relay import daemon
     from diloco_broker.shell.open_files import allow_connections
     from diloco_broker.shell.process_memory import keep_freed_memory
 
     with failing_in_a_sentence():
-        broker = _broker(parent, name, parent_wire_dtype, parent_keys, options)
+        keys, name = _identity(parent_keys, name)
+        config = BrokerConfig(**options, relays=True)
+        if check:
+            daemon.check(config, parent, name or daemon.default_name(), parent_wire_dtype)
+            typer.echo("The options are good.")
+            raise typer.Exit
+        broker = daemon.RelayBroker(
+            config, parent, name=name, parent_wire_dtype=parent_wire_dtype, keys=keys
+        )
     allow_connections(broker.config.max_workers)
     keep_freed_memory()
     end_on_signals(broker)
@@ -103,25 +114,14 @@ def relay(
         fail(broker.why_it_failed)
 
 
-def _broker(
-    parent: str,
-    name: str | None,
-    wire_dtype: str | None,
-    parent_keys: Path | None,
-    options: dict[str, Any],
-) -> RelayBroker:
-    from diloco_broker.config import BrokerConfig
-    from diloco_broker.relay.daemon import RelayBroker
-
-    keys = None
-    if parent_keys is not None:
-        keys = find_keys(parent_keys, Role.WORKER)
-    if keys is not None:
-        if keys.peer.role is not Role.WORKER or name not in (None, keys.peer.name):
-            raise UsageError(
-                f"--parent-keys is the key of {keys.peer}; a relay takes that of a worker, and has its "
-                "name: leave --name out."
-            )
-        name = keys.peer.name
-    config = BrokerConfig(**options, relays=True)
-    return RelayBroker(config, parent, name=name, parent_wire_dtype=wire_dtype, keys=keys)
+def _identity(key: Path | None, name: str | None) -> tuple[Keys | None, str | None]:
+    """The key for the parent, and what the relay is called there; raises UsageError."""
+    keys = find_keys(key, Role.WORKER) if key is not None else None
+    if keys is None:
+        return None, name
+    if keys.peer.role is not Role.WORKER or name not in (None, keys.peer.name):
+        raise UsageError(
+            f"--parent-keys is the key of {keys.peer}; a relay takes that of a worker, and has its "
+            "name: leave --name out."
+        )
+    return keys, keys.peer.name

@@ -44,16 +44,8 @@ class RelayBroker(Broker):
         keys: Keys | None = None,
     ) -> None:
         name = name or default_name()
-        if not is_worker_id(name):
-            raise UsageError(
-                f"The name is {name!r:.80}; it must be 1 to {LONGEST_WORKER_ID} printable characters."
-            )
-        if parent_wire_dtype is not None:
-            check_wire_dtype(parent_wire_dtype)
-        if config.save_dir is not None:
-            raise UsageError("A relay saves nothing: its parent does. Leave --save-dir out.")
+        where = check(config, parent, name, parent_wire_dtype)
         self.config = replace(config, relays=True)
-        where = _checked(parent) if isinstance(parent, str) else parent
         self._relay_loop = RelayLoop(self.config, where, name, parent_wire_dtype, keys)
         self._loop = self._relay_loop
         self.address = self._loop.sockets.address
@@ -65,6 +57,19 @@ class RelayBroker(Broker):
     def why_it_failed(self) -> str | None:
         """Why it could not go on, a sentence; None where it was asked to end, or the run is over."""
         return self._relay_loop.failure
+
+
+def check(config: BrokerConfig, parent: Given, name: str, wire_dtype: str | None) -> Given:
+    """The address of the parent, with its scheme; raises UsageError for what a relay cannot have."""
+    if not is_worker_id(name):
+        raise UsageError(
+            f"The name is {name!r:.80}; it must be 1 to {LONGEST_WORKER_ID} printable characters."
+        )
+    if wire_dtype is not None:
+        check_wire_dtype(wire_dtype)
+    if config.save_dir is not None:
+        raise UsageError("A relay saves nothing: its parent does. Leave --save-dir out.")
+    return _checked(parent) if isinstance(parent, str) else parent
 
 
 def _checked(parent: str) -> str:

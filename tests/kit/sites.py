@@ -47,9 +47,9 @@ class Sites:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def hub(self, workers: int, **given: Any) -> Broker:
+    def hub(self, workers: int, *, has_model: bool = True, **given: Any) -> Broker:
         config = options(workers=workers, **{"relays": True} | given)
-        hub = Broker(config, self._make().state_dict())
+        hub = Broker(config, self._make().state_dict() if has_model else None)
         self._serve(hub)
         return hub
 
@@ -87,7 +87,11 @@ class Sites:
         """What a worker sends in a round: differences of parameters, values of buffers."""
         generator = torch.Generator().manual_seed(1000 * sum(map(ord, name)) + number)
         made: dict[str, Tensor] = {}
-        for key, value in self._make().state_dict().items():
+        model = self._make()
+        frozen = {key for key, each in model.named_parameters() if not each.requires_grad}
+        for key, value in model.state_dict().items():
+            if key in frozen or not value.isfinite().all():
+                continue
             if value.is_floating_point():
                 made[key] = torch.randn(value.shape, generator=generator)
             else:

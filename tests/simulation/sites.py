@@ -458,7 +458,7 @@ class RelayHost(Host):
                     self.world.tell(self.name, text)
                 case relay.End(reason):
                     raise AssertionError(f"{self.name} ends: {reason}")
-                case relay.Settle() | relay.Abandon() | relay.Forget():
+                case relay.Settle() | relay.Abandon() | relay.Forget() | relay.HandUp():
                     pass  # nothing is left out of what travels here
 
 

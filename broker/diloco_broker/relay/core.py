@@ -15,7 +15,7 @@ workers come back, and offer what that version does not name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Any
@@ -29,6 +29,7 @@ from diloco_broker.core.rules.joining import permissions
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.core.state.submissions import Submission
+from diloco_broker.relay.first_model import FirstModel
 from diloco_broker.relay.unsettled import Unsettled
 from diloco_protocol import messages
 from diloco_protocol.chunks import ModelLayout
@@ -45,11 +46,7 @@ from diloco_worker.core.session import Session
 REFUSED_KEPT = 10_000
 # After the parent has refused a push: when no newer version has come, the site tries again.
 AGAIN_S = 5.0
-_WAITS = "The relay waits for its parent at {}; it lets workers in once it has the parameters."
-_LARGE = (
-    "The model's description is too large for one message, which a relay cannot hand on before it has "
-    "heard of the model; let a worker with fewer tensors begin."
-)
+_MISFIT = "The run of the parent does not fit the options of this relay: {}"
 _NO_UNITS = "A relay hands out no units of data sets; let the script sample by its shard."
 
 
@@ -113,6 +110,13 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class HandUp:
+    """What a worker of the site has given goes up: by fragment, the push that it goes in."""
+
+    pushes: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class Answer:
     """Send a message to somebody of the site."""
 
@@ -156,6 +160,7 @@ Command = (
     | Settle
     | Abandon
     | Forget
+    | HandUp
 )
 Commands = Iterator[Command]
 
@@ -195,17 +200,16 @@ class Relay:
         self._versions: dict[int, tuple[Released, tuple[Any, ...]]] = {}
         self._refused: dict[tuple[str, int], tuple[str, str]] = {}  # code and sentence, by push
         self._again_at: float | None = None  # when the site begins anew, newer version or not
-        self._turned_away: tuple[Manifest, str, str] | None = (
-            None  # a model the parent would not have
-        )
+        self._first = FirstModel(parent)
+        self.site.state.admit = self._first.admit
 
     # The site.
 
     def hears(self, received: events.Received) -> Commands:
         """Somebody of the site has sent a message."""
         match received.message:
-            case messages.Join() as join if not self.is_open:
-                yield from self._hears_early(received, join)
+            case messages.Join(manifest=None) if self._waits_for_parent:
+                yield from self._puts_off(received)
             case messages.Push() as push if (refusal := self._why_not(push)) is not None:
                 code, text = refusal
                 error = messages.Error(code, text, push_id=push.push_id, about="push")
@@ -215,28 +219,21 @@ class Relay:
             case _:
                 yield Feed(received)
 
-    def _hears_early(self, received: events.Received, join: messages.Join) -> Commands:
-        """A worker comes before there is anything to train: it brings the model's description."""
+    @property
+    def _waits_for_parent(self) -> bool:
+        return self.session is not None and not self.is_open and not self._first.is_asking
+
+    def _puts_off(self, received: events.Received) -> Commands:
+        """A worker whose model is long to describe is not asked for that each time that it asks."""
         try:
-            permissions.check(received.peer, join)
-        except ProtocolError as error:
-            yield Answer(received.route, messages.Error(error.code, str(error), about="join"))
-            return
-        away = self._turned_away
-        if away is not None and join.manifest == away[0]:
-            yield Answer(received.route, messages.Error(away[1], away[2], about="join"))
-            return
-        if self.session is None:
-            if join.manifest is None:
-                late = messages.Error(Code.MODEL_DIFFERS, _LARGE, about="join")
-                yield Answer(received.route, late)
-                return
-            ours = replace(self._join, manifest=join.manifest)
-            self.session = Session(ours, self._draw)
-            yield Connect(self.session)
-            yield Tell(of_parent.Start())
-        text = _WAITS.format(self.parent)
-        yield Answer(received.route, messages.Error(Code.NO_MODEL, text, retry=True, about="join"))
+            permissions.check(received.peer, received.message)
+            error = self._first.wait
+        except ProtocolError as refusal:
+            error = refusal
+        retry = error.code == Code.NO_MODEL
+        yield Answer(
+            received.route, messages.Error(error.code, str(error), retry=retry, about="join")
+        )
 
     def _why_not(self, push: messages.Push) -> tuple[str, str] | None:
         """Why a push cannot go up with others, as code and sentence; None where it can."""
@@ -278,8 +275,12 @@ class Relay:
                 yield Tell(of_parent.BeatNow())
             case to_parent.Deliver():
                 yield from self._delivered(effect, wires, now)
-            case to_parent.PushOver(push_id, str() as code, text):
-                yield from self._is_refused(push_id, code, text, now)
+            case to_parent.PushOver(push_id, code, text):
+                self._first.is_over(push_id)
+                if code is not None:
+                    yield from self._is_refused(push_id, code, text, now)
+            case to_parent.PrepareDonation(push_id, fragment):
+                yield from self._is_asked(push_id, fragment, now)
             case to_parent.JoinRefused(code, text, final=True):
                 yield from self._is_turned_away(code, text)
             case to_parent.Told(messages.Notice("shutdown", text)):
@@ -288,13 +289,45 @@ class Relay:
                 yield End(text)
 
     def _is_turned_away(self, code: str, text: str) -> Commands:
-        manifest = None if self.session is None else self.session.manifest
-        if code != Code.MODEL_DIFFERS or manifest is None:
+        if code != Code.MODEL_DIFFERS or self._first.brought is None:
             yield End(f"The parent at {self.parent} refuses this relay: {text}")
             return
         # That is the worker's fault who brought it; another may do better.
-        self.session, self._turned_away = None, (manifest, code, text)
+        self.session = None
+        self._first.is_refused(text)
         yield Say(f"The parent does not take the model of the first worker: {text}", True)
+
+    def _is_asked(self, push_id: int, fragment: int, now: float) -> Commands:
+        """The parent has no parameters, and wants the site's."""
+        session = self.session
+        assert session is not None and session.terms is not None
+        upload = session.uploads.by_id.get(push_id)
+        if upload is None or upload.is_prepared:
+            return  # what is held goes up, or what was given before
+        self._first.wanted[fragment] = push_id
+        if self._first.is_asking or self.is_open:
+            return
+        try:
+            config = _config_of(self.config, session.terms.config)
+        except UsageError as error:
+            yield End(_MISFIT.format(error))
+            return
+        yield Say("The parent has no parameters: the relay asks a worker of its site for them.")
+        core = self._first.core_that_asks(config, session.terms, self._draw, now)
+        yield from self._lives_on_as(core, session.terms, "The relay has a parent now.")
+
+    def given(self, now: float) -> Commands:
+        """A worker of the site has given its parameters whole: they go up, and the site waits."""
+        session = self.session
+        assert session is not None and session.terms is not None
+        pushes, self._first.wanted, self._first.is_asking = self._first.wanted, {}, False
+        yield HandUp(pushes)
+        for push_id in pushes.values():
+            yield Tell(of_parent.Prepared(push_id))
+        core = Core(self.config, self._draw, now)
+        core.state.admit = self._first.admit
+        text = "The relay hands the first parameters up; workers are let in when they come down."
+        yield from self._lives_on_as(core, session.terms, text)
 
     def _delivered(self, effect: to_parent.Deliver, wires: Any, now: float) -> Commands:
         released, terms = effect.released, self.session.terms if self.session else None
@@ -348,21 +381,27 @@ class Relay:
 
     def _begin(self, terms: Terms, now: float, why: str) -> Commands:
         """A life of the site, with the parent's versions."""
-        before, session = self.site, self.session
+        session = self.session
         assert session is not None and session.manifest is not None
         try:
             config = _config_of(self.config, terms.config)
         except UsageError as error:
-            yield End(f"The run of the parent does not fit the options of this relay: {error}")
+            yield End(_MISFIT.format(error))
             return
         found = _resumption(session.manifest, terms, self._versions, self.parent)
-        self.site = Core(config, self._draw, now, resumption=found)
         self.is_open, self._flight, self._again_at = True, None, None
-        self._wire_dtype = self._asked_wire_dtype or terms.config.wire_dtype
-        yield Begin(self.site, terms.layout, self._wire_dtype)
+        self._first = FirstModel(self.parent, session.manifest)
         text = f"The relay begins anew: {why}." if why else "The relay has the run's parameters."
+        core = Core(config, self._draw, now, resumption=found)
+        yield from self._lives_on_as(core, terms, text)
+
+    def _lives_on_as(self, core: Core, terms: Terms, text: str) -> Commands:
+        """Another core takes the place of the site's; its workers come back to that."""
+        before, self.site = self.site, core
+        self._wire_dtype = self._asked_wire_dtype or terms.config.wire_dtype
+        yield Begin(core, terms.layout, self._wire_dtype)
         for member in before.state.members:
-            yield Answer(member.control, messages.Rejoin(self.site.state.epoch, text))
+            yield Answer(member.control, messages.Rejoin(core.state.epoch, text))
         for reader in before.state.versions.observers:
             yield Disconnect(reader.route)
 
@@ -370,6 +409,11 @@ class Relay:
 
     def tick(self, now: float) -> Commands:
         """Time has passed: the parent hears how many are here, the site what is trained with."""
+        if self.session is None and self._first.brought is not None:
+            ours = replace(self._join, manifest=self._first.brought)
+            self.session = Session(ours, self._draw)
+            yield Connect(self.session)
+            yield Tell(of_parent.Start())
         session, state = self.session, self.site.state
         if session is None or session.join is None or not self.is_open:
             return

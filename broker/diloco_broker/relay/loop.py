@@ -45,7 +45,7 @@ class RelayLoop(Loop):
         wire_dtype: str | None,
         keys: Keys | None = None,
     ) -> None:
-        self._relay_tensors = RelayTensors(lambda text: logger.warning("%s", text))
+        self._relay_tensors = RelayTensors()
         super().__init__(config, None, None, None)
         self.failure: str | None = None  # why it could not go on
         draw = partial(secrets.randbits, 64)
@@ -101,6 +101,8 @@ class RelayLoop(Loop):
         super()._work()
         if self._relay_tensors.is_averaged:
             self._do(self._relay.averaged())
+        if self._relay_tensors.is_given:
+            self._do(self._relay.given(self.now()))
 
     def _do(self, commands: core.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
         for command in commands:
@@ -114,6 +116,8 @@ class RelayLoop(Loop):
                     self._uplink.tell(of_parent.Offer(push))
                 case core.Feed(event):
                     self._executor.feed(event)
+                case core.HandUp(pushes):
+                    self._relay_tensors.hand_up(pushes)
                 case core.Settle(released, counted):
                     self._relay_tensors.residuals.settle(
                         released.version, released.fragment, counted

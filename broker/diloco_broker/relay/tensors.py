@@ -7,8 +7,10 @@ come as differences in few bits. Besides it only what means in few bits left out
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.state.model_source import Resumption
@@ -17,22 +19,18 @@ from diloco_broker.tensors.aggregate import StagedReducer
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.tensors.codecs import segment_dtype
+from diloco_protocol.tensors.codecs import decode_chunk, has_nan, is_finite, segment_dtype
 from diloco_worker.model.flat_state import FlatState
 
 Chunks = tuple[memoryview, ...]
 
 
 class RelayTensors:
-    """What the loop asks of tensors (`shell.tensor_work.Tensors`), and a session's `Memory`.
-
-    `say` takes a sentence for people.
-    """
+    """What the loop asks of tensors (`shell.tensor_work.Tensors`), and a session's `Memory`."""
 
     resumption: Resumption | None = None
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
+    def __init__(self) -> None:
         self._wire_dtype = "fp32"  # what means go up in
         self._queue: deque[effects.TensorWork] = deque()
         self._layout: ModelLayout | None = None
@@ -41,6 +39,10 @@ class RelayTensors:
         self.residuals = Residuals()
         # All chunks of a closing round are there, and nobody has been told.
         self.is_averaged = False
+        # What a worker of the site gives of each fragment, for a parent that has no parameters, and the
+        # chunks that are missing. All of it is there, and nobody has been told.
+        self._gifts: dict[int, tuple[FlatState, set[int]]] = {}
+        self.is_given = False
         # By push id, what is being sent; by fragment, what arrives (its layout, until the first chunk
         # says in which dtype) and what is held.
         self._outgoing: dict[int, FlatState] = {}
@@ -52,7 +54,7 @@ class RelayTensors:
     def begin_anew(self, layout: ModelLayout, wire_dtype: str) -> None:
         """Another life of the site, whose means go up in this dtype: nothing queued is wanted."""
         self._queue.clear()
-        self._mean, self.is_averaged = None, False
+        self._mean, self.is_averaged, self.is_given = None, False, False
         self._layout, self._wire_dtype = layout, wire_dtype
         self.residuals.lay_out(layout)
         longest = max((s.elements for part in layout.all for s in part.spans), default=0)
@@ -69,7 +71,14 @@ class RelayTensors:
         match work:
             case effects.Inspect() | effects.AggregateAndStep():
                 self._queue.append(work)
-            case effects.Fold() | effects.Step() | effects.StoreInitial():
+            case effects.StoreInitial():
+                self._queue.append(work)
+            case effects.DropInitial(fragments):
+                initial = effects.StoreInitial
+                self._queue = deque(each for each in self._queue if not isinstance(each, initial))
+                for fragment in fragments:
+                    self._gifts.pop(fragment, None)
+            case effects.Fold() | effects.Step():
                 raise AssertionError(f"a relay keeps whole pushes, and was asked for {work!r:.200}")
 
     def do_some(self, layout: ModelLayout | None) -> Iterator[events.Event]:
@@ -87,6 +96,40 @@ class RelayTensors:
                 assert found is not None, "a round of nothing"
                 self._mean.put(span, found.whole())
                 self.is_averaged = self._mean.is_whole
+
+            case effects.StoreInitial(payload=payload):
+                yield from self._take_gift(work, span, decode_chunk(span, payload, "fp32"))
+
+    def _take_gift(
+        self, work: effects.StoreInitial, span: ChunkSpan, values: Tensor
+    ) -> Iterator[events.Event]:
+        """A chunk that a worker gives. Of the last the core is not told, or it would begin a run."""
+        assert self._layout is not None
+        is_frozen = work.fragment == self._layout.frozen.fragment
+        if has_nan(values) or not (is_frozen or is_finite(values)):
+            yield events.InitialRefused(work)
+            return
+        if work.fragment not in self._gifts:
+            part = self._part(work.fragment)
+            self._gifts[work.fragment] = room_for(part, "fp32"), set(range(part.chunks))
+        gift, missing = self._gifts[work.fragment]
+        gift.vectors[span.segment][span.start : span.stop].copy_(values)
+        missing.discard(work.index)
+        self.is_given = self._has_gifts
+        if not self.is_given:
+            yield events.InitialStored(work, gift.chunk(work.index))
+
+    @property
+    def _has_gifts(self) -> bool:
+        assert self._layout is not None
+        wanted = [part.fragment for part in self._layout.all if part.chunks]
+        return all(each in self._gifts and not self._gifts[each][1] for each in wanted)
+
+    def hand_up(self, pushes: Mapping[int, int]) -> None:
+        """What was given is sent under these ids, by fragment. It is kept: it may be asked for again."""
+        self.is_given = False
+        for fragment, push_id in pushes.items():
+            self._outgoing[push_id] = self._gifts[fragment][0]
 
     def push(self, push_id: int) -> None:
         """What was averaged last is sent under this id."""
@@ -135,6 +178,7 @@ class RelayTensors:
         arrived = self._arriving.pop(fragment)
         assert isinstance(arrived, FlatState), "a version without a chunk"
         self._held[fragment] = arrived
+        self._gifts.pop(fragment, None)
         return _chunks_of(arrived)
 
     def held(self, fragment: int) -> Chunks | None:
@@ -146,13 +190,13 @@ class RelayTensors:
         self._arriving.clear()
 
     def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
-        """Lay out the version that is held for a parent that has lost it: parameters in fp32."""
+        """Lay out what a parent that has no parameters is given, in fp32: the version held, or what a
+        worker has given. False where it has yet to be asked for."""
         held = self._held.get(layout.fragment)
+        if held is None and self._layout is not None and self._has_gifts:
+            self.hand_up({layout.fragment: push_id})
+            return True
         if held is None:
-            self._say(
-                "The parent has no parameters and asks this relay, which has none either: start the "
-                "parent with --model, or let a worker join it directly."
-            )
             return False
         vectors = {s: v.to(segment_dtype(s)) for s, v in held.vectors.items()}
         self._outgoing[push_id] = FlatState(layout, vectors)

@@ -234,6 +234,8 @@ class RunState:
     untold: UntoldVersions = field(default_factory=UntoldVersions)
     # Splits a model as the user says, instead of a pattern; may raise UsageError.
     own_split: Callable[[Manifest], FragmentPlan] | None = None
+    # At a relay without parameters: raises ProtocolError for who cannot be let in yet.
+    admit: Callable[[Join, Manifest], None] | None = None
 
     @property
     def run_config(self) -> RunConfig:

@@ -144,6 +144,8 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
     if problems:
         text = f"The model cannot be trained: {summarise(problems)}."
         raise ProtocolError(Code.MODEL_DIFFERS, text)
+    if state.admit is not None:
+        state.admit(join, manifest)
     compatibility.check_wants(state.config, join)
     compatibility.check_relay(state.config, join)
     run = state.model.run if _run_is_settled(state) else None

@@ -25,6 +25,7 @@ STOREYS: dict[str, list[set[str]]] = {
         {"storage"},
         {"shell"},
         {"relay"},
+        {"standby"},
         {"cli"},
     ],
     "diloco_worker": [{"core", "model"}, {"shell"}, {"training"}],

@@ -103,6 +103,7 @@ class Stage:
         self.audits: list[effects.RecordVersion] = []
         self.acts: list[effects.RecordAction] = []
         self.reports: list[effects.RoundReport] = []
+        self.reads: list[effects.ReadCheckpoint] = []
         self.ends: list[effects.End] = []
         self.finishes: list[effects.Finish] = []
         self.gone: set[bytes] = set()
@@ -184,6 +185,9 @@ class Stage:
     def save(self, save: effects.Save) -> None:
         self.saves.append(save.number)
         self.checkpoints.append(checkpoint_of(self.state, self.tensors, save.record, self.life))
+
+    def read(self, read: effects.ReadCheckpoint) -> None:
+        self.reads.append(read)
 
     def end(self, end: effects.End) -> None:
         self.ends.append(end)

@@ -191,6 +191,9 @@ class BrokerHost:
 
         world.after(world.dice.uniform(0, self._scenario.save_s), write)
 
+    def read(self, _: effects.ReadCheckpoint) -> None:
+        raise AssertionError("nobody copies checkpoints here")
+
     def end(self, end: effects.End) -> None:
         raise AssertionError("nobody operates a simulated broker")
 

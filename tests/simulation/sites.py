@@ -150,6 +150,9 @@ class Host:
     def save(self, save: effects.Save) -> None:
         raise AssertionError("nothing is saved here")
 
+    def read(self, _: effects.ReadCheckpoint) -> None:
+        raise AssertionError("nobody copies checkpoints here")
+
     def end(self, end: effects.End) -> None:
         raise AssertionError(f"nobody ends {self.name}: {end.reason}")
 

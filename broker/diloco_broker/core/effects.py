@@ -227,6 +227,20 @@ class Save:
 
 
 @dataclass(frozen=True)
+class ReadCheckpoint:
+    """Answer this request with the files of the newest checkpoint, or with a piece of a file.
+
+    What was asked for is not known to exist, nor to be the name of a file.
+    """
+
+    route: Route
+    request: int
+    checkpoint: str | None = None  # None: which files does the newest have?
+    file: str = ""
+    offset: int = 0  # bytes
+
+
+@dataclass(frozen=True)
 class Finish:
     """The last effect after `Stop`: save this, which the last checkpoint lacks, and end."""
 
@@ -253,7 +267,7 @@ def warning(text: str, *, is_listed: bool = True) -> Log:
 TensorWork = Fold | Step | Inspect | AggregateAndStep | StoreInitial  # queued
 AtOnce = DropInitial | Revert | ForgetBuffer | SetOuterOptimizer  # asked of the tensors besides
 Record = Log | RecordAction | RoundReport | RecordVersion  # written down, for people
-Effect = Send | Disconnect | TensorWork | AtOnce | Record | Save | End | Finish
+Effect = Send | Disconnect | TensorWork | AtOnce | Record | Save | ReadCheckpoint | End | Finish
 Effects = Iterator[Effect]  # what a rule asks for, in order
 
 

@@ -50,6 +50,9 @@ class Ports(Protocol):
     def save(self, save: effects.Save) -> None:
         """Write a checkpoint of the tensors as they are now; returns at once."""
 
+    def read(self, read: effects.ReadCheckpoint) -> None:
+        """Answer a request with what is in a checkpoint, when that has been read."""
+
     def end(self, end: effects.End) -> None:
         """Begin an orderly end, as an operator asked."""
 
@@ -130,6 +133,8 @@ class Executor:
                 ports.disconnect(route)
             case effects.Save():
                 ports.save(effect)
+            case effects.ReadCheckpoint():
+                ports.read(effect)
             case effects.End():
                 ports.end(effect)
             case effects.Finish(save):

@@ -38,6 +38,7 @@ from diloco_broker.storage import model_file, own_plan, resume, writer
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.key_folder import KeyFolder
+from diloco_broker.storage.pieces import PieceReader
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
@@ -133,8 +134,11 @@ class Loop:
                 if lock is None
                 else writer.CheckpointWriter(lock, config.keep, self.sockets.wake)
             )
+            self._pieces = None if lock is None else PieceReader(lock.folder, self.sockets.wake)
             if self._writer is not None:
                 opened.callback(self._writer.close)
+            if self._pieces is not None:
+                opened.callback(self._pieces.close)
             self._introduce(self.core)
             state = self.core.state
             state.has_own_optimizer = has_own
@@ -227,13 +231,14 @@ class Loop:
             self.sockets.rest(REST_S)
             now = self.now()
         timeout_s = min(self._next_tick, self._next_feed, self.sockets.next_look) - now
-        if self._strangers:
+        if self._strangers or (self._pieces is not None and self._pieces.results):
             timeout_s = 0.0
         elif self.tensors:
             timeout_s = 0.0 if self.tensors.is_ready(self.core.state.model.layout) else MEMORY_S
         has_messages = self.sockets.wait(timeout_s, self.now)
         self._rests = has_messages and self._receive()
         self._report_saves()
+        self._send_piece()
         self._work()
         self._catch_up(is_idle=not self.tensors and (self._rests or not has_messages))
         self._executor.acknowledge()
@@ -392,6 +397,18 @@ class Loop:
         tensors = self.tensors.of(self.core.state.model.layout)
         checkpoint = writer.checkpoint_of(self.core.state, tensors, save.record, self._life)
         self._writer.save(checkpoint)
+
+    def read(self, read: effects.ReadCheckpoint) -> None:
+        assert self._pieces is not None
+        refused = self._pieces.ask(read)
+        if refused is not None:
+            self.send(Send(read.route, refused))
+
+    def _send_piece(self) -> None:
+        """One a turn: the others' messages go in between."""
+        if self._pieces is not None and self._pieces.results:
+            route, result = self._pieces.results.popleft()
+            self.send(Send(route, result))  # whoever is gone asks again
 
     def end(self, end: effects.End) -> None:
         self.is_complete = end.is_complete and self.stop_reason is None

@@ -83,13 +83,13 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             for fragment in checkpoint.tensors
         }
         _write_manifest(aside / MANIFEST, checkpoint_format.plain(checkpoint, files))
-        _sync_folder(aside)
+        sync_folder(aside)
         aside.rename(place)
-        _sync_folder(folder)
+        sync_folder(folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    _retire(folder, checkpoint.record.run, keep)
+    retire(folder, checkpoint.record.run, keep)
     return place
 
 
@@ -110,7 +110,7 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _retire(folder: Path, run: str, keep: int) -> None:
+def retire(folder: Path, run: str, keep: int) -> None:
     """Remove old checkpoints. Those of other runs are somebody's, and damaged ones belong to no run."""
     left = keep
     for path in found(folder):
@@ -210,7 +210,7 @@ def check_files(path: Path, plain: Mapping[str, Any]) -> None:
             )
         total = hashlib.sha256()
         try:
-            with _opened(path / name) as file:
+            with opened(path / name) as file:
                 is_so_long = os.fstat(file.fileno()).st_size == told["bytes"]
                 while is_so_long and (piece := file.read(PIECE_BYTES)):
                     total.update(piece)
@@ -223,7 +223,7 @@ def check_files(path: Path, plain: Mapping[str, Any]) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The JSON of a checkpoint, its own sum checked; raises Damaged."""
     try:
-        with _opened(path / MANIFEST) as file:
+        with opened(path / MANIFEST) as file:
             text = file.read(MOST_JSON_BYTES + 1)
         if len(text) > MOST_JSON_BYTES:
             raise ValueError(f"more than {MOST_JSON_BYTES} bytes")
@@ -243,11 +243,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(body)
 
 
-def _opened(path: Path) -> BinaryIO:
-    """A file to read. Raises OSError where it is none: a pipe or a device would be read for ever."""
-    descriptor = os.open(
-        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    )
+def opened(path: Path, *, follow: bool = True) -> BinaryIO:
+    """A file to read; without `follow` no symbolic link is one.
+
+    Raises OSError where it is none: a pipe or a device would be read for ever.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a file")
@@ -292,7 +294,7 @@ def _sum_of(body: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Flush a folder's entries: without it a rename may be lost with the power."""
     with contextlib.suppress(OSError):  # some file systems cannot
         handle = os.open(path, os.O_RDONLY)

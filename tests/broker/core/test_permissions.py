@@ -53,6 +53,8 @@ def answers(stage: Stage, message: Message, peer: Peer) -> list[Message]:
         (Control("set", 1, {"outer_lr": 0.1}), {ANNA}),
         (Control("kick", 1, {"worker": "w0"}), {ANNA}),
         (Control("shutdown", 1), {ANNA}),
+        (Control("checkpoint", 1), {ANNA}),
+        (Control("piece", 1), {ANNA}),
         (Control("nonsense", 1), {ANNA}),
         (Control("manifest", 1), {ANNA, W0, W1}),
         (Pull(0, credit=1), {ANNA, W0, W1}),

@@ -18,6 +18,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.packed import Packed, pack_with
 from diloco_protocol.records import to_plain
 
+LONGEST_FILE = 1 << 62  # bytes; systems know no longer ones
 WHO = "who"  # the argument in which operators name themselves
 
 
@@ -76,7 +77,7 @@ def _manifest(state: RunState, request: Request) -> effects.Effects:
 
 def _save(state: RunState, request: Request) -> effects.Effects:
     if state.config.save_dir is None:
-        yield request.no("This broker saves nothing; start it with --save-dir DIR.")
+        yield request.no(_SAVES_NOTHING)
     elif state.round is None:
         yield request.no("There is nothing to save yet: the run has no parameters.")
     else:
@@ -84,6 +85,34 @@ def _save(state: RunState, request: Request) -> effects.Effects:
         yield request.noted("save", "a checkpoint is asked for")
         yield request.yes(
             f"A checkpoint is being written to {state.config.save_dir}; see the log and the feed."
+        )
+
+
+def _checkpoint(state: RunState, request: Request) -> effects.Effects:
+    """Which files the newest checkpoint has, and sizes and sums of them."""
+    if state.config.save_dir is None:
+        yield request.no(_SAVES_NOTHING)
+    else:
+        yield effects.ReadCheckpoint(request.route, request.control.request)
+
+
+def _piece(state: RunState, request: Request) -> effects.Effects:
+    """Some bytes of a file of a checkpoint."""
+    given = request.control.arguments
+    name, file, offset = (given.get(each) for each in ("checkpoint", "file", "offset"))
+    if state.config.save_dir is None:
+        yield request.no(_SAVES_NOTHING)
+    elif (
+        isinstance(name, str)
+        and isinstance(file, str)
+        and isinstance(offset, int)
+        and 0 <= offset < LONGEST_FILE
+    ):
+        yield effects.ReadCheckpoint(request.route, request.control.request, name, file, offset)
+    else:
+        yield request.no(
+            "A piece is asked for with checkpoint and file, as the action 'checkpoint' names them, and "
+            "offset, in bytes from 0."
         )
 
 
@@ -194,10 +223,13 @@ def _order(state: RunState, request: Request) -> effects.Effects:
     yield request.yes(text or "No worker is here.", **found)
 
 
+_SAVES_NOTHING = "This broker saves nothing; start it with --save-dir DIR."
 _REPLIES = ("saved", "left", "waiting")
 REQUESTS = {
     "manifest": _manifest,
     "save": _save,
+    "checkpoint": _checkpoint,
+    "piece": _piece,
     "kick": _kick,
     "set": _set,
     "pause": _pause,

@@ -196,6 +196,9 @@ class Broker:
     def save(self, save: effects.Save) -> None:
         raise AssertionError("a simulated broker saves nothing")
 
+    def read(self, _: effects.ReadCheckpoint) -> None:
+        raise AssertionError("nobody copies checkpoints here")
+
     def end(self, end: effects.End) -> None:
         raise AssertionError("nobody operates a simulated broker")
 

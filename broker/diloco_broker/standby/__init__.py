@@ -1,0 +1,1 @@
+"""A second broker for a run: it follows the hub, and can take its place."""

@@ -19,7 +19,7 @@ STOREYS: dict[str, list[set[str]]] = {
         {"core.state", "core.events", "core.effects"},
         {"core.rules"},
         {"core"},
-        {"relay.first_model", "relay.unsettled"},
+        {"relay.first_model", "relay.report", "relay.unsettled"},
         {"relay.core"},
         {"tensors"},
         {"storage"},
@@ -78,6 +78,7 @@ PURE = {
     "diloco_protocol": NO_SHELL,
     "diloco_broker.core": NO_SHELL,
     "diloco_broker.relay.core": NO_SHELL,
+    "diloco_broker.relay.report": NO_SHELL,
     "diloco_worker.core": NO_SHELL,
     **dict.fromkeys(CORES_FOR_OTHERS, NO_SHELL - {"time", "threading"}),  # what is read has a lock
     # A pool of memory, `diloco_protocol.tensors.tensor_pool`, has a lock.
@@ -87,7 +88,12 @@ PURE = {
 # Modules and built-in functions that no module of these names itself. (The options, which a core reads,
 # have paths among their types.)
 UNTOUCHED = {"pathlib", "io", "importlib", "open", "__import__", "exec", "eval", "print", "input"}
-CORES = ("diloco_broker.core", "diloco_worker.core", "diloco_broker.relay.core")
+CORES = (
+    "diloco_broker.core",
+    "diloco_worker.core",
+    "diloco_broker.relay.core",
+    "diloco_broker.relay.report",
+)
 # What is not pure within those, and must not be reached from the rest of them.
 NOT_PURE = ("diloco_protocol.clients", "diloco_protocol.tensors")
 # What no file of ours ever imports: a file or a message must never run code.

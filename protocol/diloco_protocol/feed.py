@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_protocol.errors import ProtocolError
+from diloco_protocol.messages import Behind
 from diloco_protocol.records import NOT_SENT, from_plain
 
 FEED_VERSION = 1
@@ -197,7 +198,8 @@ class Worker:
     times_usual: float | None = None  # that over `usual_norm` of the fragment
     processes: int = 1
     connections: int = 1
-    workers: int | None = None  # of a relay: how many are behind it
+    workers: int | None = None  # of a relay: how many are behind it,
+    behind: tuple[Behind, ...] = ()  # and who they are, as far as it has told
     extra: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -211,6 +213,16 @@ def share_of_processes(processes: int, connections: int) -> str:
     if processes <= 1:
         return ""
     return f" x{processes}" if connections >= processes else f" x{connections}/{processes}"
+
+
+@dataclass(frozen=True)
+class Parent:
+    """At a relay: the broker, or relay, whose run its workers take part in."""
+
+    address: str
+    name: str = ""  # what the relay is called there
+    lost_s: float | None = None  # since it is not there; None while it is
+    offered_s: float | None = None  # since the push of the site is on its way; None: there is none
 
 
 @dataclass(frozen=True)
@@ -366,6 +378,7 @@ class Snapshot:
     save_every: int | None = None
     fragments: tuple[Fragment, ...] = ()
     workers: tuple[Worker, ...] = ()
+    parent: Parent | None = None  # None: it is no relay
     totals: Totals = Totals()
     rejections: tuple[Rejection, ...] = ()
     checkpoint: Checkpoint | None = None

@@ -36,6 +36,10 @@ MOST_PROCESSES = 256  # of one worker: 32 machines with eight accelerators
 LONGEST_JOIN = 60 << 10  # bytes of its header; in a longer one the manifest is only named
 # Of a probe's buffer, bytes: less than a message that a stranger may be in the middle of.
 LONGEST_PROBE = 48 << 10
+# What a relay tells of the workers behind it, entries of a heartbeat and names in a list of a `Reply`:
+# 20 kB with usual ids, every few seconds while something changes.
+MOST_BEHIND = 128
+MOST_LEVELS = 8  # of relays behind relays that are told apart
 
 
 def is_worker_id(text: str) -> bool:
@@ -142,6 +146,44 @@ class Lot:
     units: Mapping[str, tuple[int, ...]]  # by data set, ranges of tickets: start, stop, start, stop
 
 
+@dataclass(frozen=True)
+class Behind:
+    """A worker, or a relay, behind a relay, for people. Ages are seconds as of the heartbeat.
+
+    Those behind a relay that is behind one follow it, one level further down.
+    """
+
+    worker_id: str
+    level: int = 0  # 0: it is connected to the relay whose heartbeat this is
+    workers: int | None = None  # of a relay: how many workers are behind it
+    host: str = ""
+    state: str = ""
+    health: str = "ok"
+    round: int | None = None  # that its last push was for
+    step: int = 0
+    inner_step: int = 0
+    inner_age_s: float | None = None  # since it told so
+    sync_every: int = 0
+    steps_per_s: float | None = None
+    loss: float | None = None
+    loss_is_finite: bool = True  # where it is not, `loss` is left out
+    staleness: int = 0
+    pushes: int = 0
+    beat_age_s: float = 0.0
+    sync_age_s: float | None = None  # since its work was last counted
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How those behind a relay stand with an order of an operator: done, where nobody is `waiting`."""
+
+    action: str  # save_all or stop_all
+    order: int  # its number
+    waiting: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
 # Worker to broker.
 
 
@@ -196,7 +238,11 @@ class Heartbeat(Message):
     merge_delay: int | None = None  # steps from slot to merge, of the last merge
     warning: str | None = None  # what people should know of this worker, as long as it holds
     saved: int | None = None  # the number of the last `save_all` that its script has carried out
-    workers: int | None = None  # of a relay: how many there are behind it
+    workers: int | None = None  # of a relay: how many there are behind it,
+    behind: tuple[Behind, ...] | None = None  # who they are, `MOST_BEHIND` at most,
+    replies: tuple[Reply, ...] | None = (
+        None  # and what they have done of what an operator has asked
+    )
 
 
 @dataclass(frozen=True)
@@ -377,6 +423,7 @@ class Notice(Message):
     fragment: int = 0
     round: int = 0
     sync_every: int | None = None
+    worker_id: str | None = None  # of `kick`, which a relay gets: who is to be removed
 
 
 @dataclass(frozen=True)

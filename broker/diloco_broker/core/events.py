@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.effects import Route
-from diloco_protocol.messages import Message, Released
+from diloco_protocol.messages import Message, Notice, Released
 from diloco_protocol.roles import Peer
 
 # How long a closing round may take to be finished once the broker is to stop.
@@ -100,6 +100,13 @@ class Passed:
 
 
 @dataclass(frozen=True)
+class Told:
+    """At a relay: its parent has told something that the workers here are to hear."""
+
+    notice: Notice
+
+
+@dataclass(frozen=True)
 class InitialStored:
     """A `StoreInitial` was carried out. `wire` is the chunk as it is sent to workers."""
 
@@ -165,6 +172,7 @@ Event = (
     | WorkRefused
     | Stepped
     | Passed
+    | Told
     | InitialStored
     | InitialRefused
     | Saved

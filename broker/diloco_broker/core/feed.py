@@ -14,6 +14,7 @@ from diloco_broker.core import effects
 from diloco_broker.core.rules import norms
 from diloco_broker.core.rules.joining.compatibility import sync_every_of
 from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.rules.sites import listing
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import feed
@@ -22,8 +23,10 @@ from diloco_protocol.version import as_hex
 
 EVENTS_KEPT = 20
 LONGEST_EVENT = 500  # characters: peers may provoke long sentences
-# A worker that missed two heartbeats of the default interval is called slow before it is called dead.
-SLOW_AFTER_S = 75.0
+# Entries for those behind relays in one snapshot; of each relay there are `MOST_BEHIND` at most.
+MOST_LISTED = 2000
+# A relay that has just lost the way to its parent connects again before anybody need know.
+PARENT_MISSED_S = 3.0
 
 R = TypeVar("R")
 
@@ -111,7 +114,7 @@ def _snapshot(
         paused_for_s=_age_if(state.paused_at, now),
         end=_end(state),
         orders=tuple(
-            feed.Order(action, tuple(sorted(each.waiting)), len(each.saved), len(each.left))
+            feed.Order(action, tuple(each.unanswered), len(each.saved), len(each.left))
             for action, each in state.orders.items()
             if each.is_pending
         ),
@@ -162,7 +165,8 @@ def _snapshot(
             for each in state.versions.trained
             if each.version
         ),
-        workers=tuple(_worker(state, member, usual, now) for member in state.members),
+        workers=_workers(state, usual, now),
+        parent=_parent(state, now),
         totals=_totals(state),
         rejections=tuple(
             feed.Rejection(_age(each.at, now), each.worker_id, each.code, each.text[:LONGEST_EVENT])
@@ -292,6 +296,18 @@ def _totals(state: RunState) -> feed.Totals:
     return feed.Totals(**counted, refused=dict(state.refused), bytes_down=state.versions.bytes_down)
 
 
+def _parent(state: RunState, now: float) -> feed.Parent | None:
+    parent = state.parent
+    if parent is None:
+        return None
+    return feed.Parent(
+        parent.address,
+        parent.name,
+        lost_s=_age_if(parent.lost_at, now),
+        offered_s=_age_if(parent.offered_at, now),
+    )
+
+
 def _condition(state: RunState, waiting_for: str | None) -> str:
     if state.stopping is not None:
         return "stopping"
@@ -335,8 +351,18 @@ def _has_buffer(state: RunState) -> bool:
     return name in ("dn", "fedbuff")
 
 
+def _workers(
+    state: RunState, usual: Mapping[int, float | None], now: float
+) -> tuple[feed.Worker, ...]:
+    room, found = MOST_LISTED, []
+    for member in state.members:
+        found.append(_worker(state, member, usual, now, room))
+        room -= len(found[-1].behind)
+    return tuple(found)
+
+
 def _worker(
-    state: RunState, member: Member, usual: Mapping[int, float | None], now: float
+    state: RunState, member: Member, usual: Mapping[int, float | None], now: float, room: int
 ) -> feed.Worker:
     # Written out, since there may be hundreds of them.
     figures = member.figures
@@ -347,7 +373,7 @@ def _worker(
         host=figures.host,
         pid=figures.pid,
         state=figures.state,
-        health=_health(member, now),
+        health=listing.health_of(member, now),
         round=figures.last_round,
         inner_step=figures.inner_step,
         inner_age_s=_age_if(figures.told_at, now),
@@ -371,21 +397,18 @@ def _worker(
         processes=member.processes,
         connections=len(member.lanes) + (member.bulk is not None) if member.processes > 1 else 1,
         workers=member.workers,
+        behind=tuple(listing.aged(member, now, member.listed[:room])),
         extra=dict(figures.extra),
     )
 
 
-def _health(member: Member, now: float) -> str:
-    if member.liveness.disconnected_at is not None:
-        return "lost"
-    if member.liveness.is_stalled:
-        return "stalled"
-    return "slow" if now - member.liveness.last_seen > SLOW_AFTER_S else "ok"
-
-
 def _waiting_for(state: RunState) -> str | None:
     """What has to happen before training goes on, in a sentence; None when nothing has."""
-    alive, round_ = len(state.members), state.round
+    alive, round_, parent = len(state.members), state.round, state.parent
+    if parent is not None and parent.lost_at is not None:
+        for_s = state.now - parent.lost_at
+        if round_ is None or for_s >= PARENT_MISSED_S:
+            return f"for its parent at {parent.address}, since {for_s:.0f} s"
     if round_ is None and (alive or state.model.waits_for):
         return f"for {state.model.waits_for or 'the parameters of a worker'}"
     if round_ is None:
@@ -418,7 +441,7 @@ def round_line(
     return {
         "kind": "round",
         **told,
-        "alive": len(state.members),
+        "alive": state.members.workers,
         "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
         "bytes_down": state.versions.bytes_down,
         "cpu_s": figures.use.cpu_s,

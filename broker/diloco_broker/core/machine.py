@@ -29,7 +29,7 @@ from diloco_broker.core.rules import (
 )
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import admission, descriptions, permissions, probes
-from diloco_broker.core.rules.sites import passing
+from diloco_broker.core.rules.sites import passing, told
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
 from diloco_broker.core.state.run import RunState
@@ -50,6 +50,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.WorkRefused: pushes.refused,
     events.Stepped: rounds.stepped,
     events.Passed: passing.passed,
+    events.Told: told.told,
     events.InitialStored: initial_model.stored,
     events.InitialRefused: initial_model.refused,
     events.Saved: rounds.saved,

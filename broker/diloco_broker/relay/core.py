@@ -26,10 +26,12 @@ from diloco_broker.core import events
 from diloco_broker.core.effects import Route
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules.joining import permissions
+from diloco_broker.core.rules.sites.told import PASSED_ON
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.core.state.submissions import Submission
 from diloco_broker.relay.first_model import FirstModel
+from diloco_broker.relay.report import Report
 from diloco_broker.relay.unsettled import Unsettled
 from diloco_protocol import messages
 from diloco_protocol.chunks import ModelLayout
@@ -195,6 +197,7 @@ class Relay:
         self.is_open = False  # the site has parameters, and lets workers in
         self.site = Core(config, draw, now)  # until then nobody joins it
         self._join, self._draw = replace(join, workers=0), draw
+        self._report = Report(parent, join.worker_id, now)
         self._flight: messages.Push | None = None  # the push that is on its way, or in no version
         # By fragment, the last version that came whole: what was said of it, and its chunks.
         self._versions: dict[int, tuple[Released, tuple[Any, ...]]] = {}
@@ -287,6 +290,10 @@ class Relay:
                 yield End(text or "the run is over", is_over=True)
             case to_parent.Told(messages.Notice("kicked", text)):
                 yield End(text)
+            case to_parent.Told(messages.Notice(what) as notice) if (
+                what in PASSED_ON and self.is_open
+            ):
+                yield Feed(events.Told(notice))
 
     def _is_turned_away(self, code: str, text: str) -> Commands:
         if code != Code.MODEL_DIFFERS or self._first.brought is None:
@@ -398,6 +405,8 @@ class Relay:
     def _lives_on_as(self, core: Core, terms: Terms, text: str) -> Commands:
         """Another core takes the place of the site's; its workers come back to that."""
         before, self.site = self.site, core
+        # What an operator has asked for, and that the run is over, holds in this life, too.
+        core.state.orders, core.state.ending = before.state.orders, before.state.ending
         self._wire_dtype = self._asked_wire_dtype or terms.config.wire_dtype
         yield Begin(core, terms.layout, self._wire_dtype)
         for member in before.state.members:
@@ -415,6 +424,7 @@ class Relay:
             yield Connect(self.session)
             yield Tell(of_parent.Start())
         session, state = self.session, self.site.state
+        self._report.look(state, session, now, is_under_way=self._flight is not None)
         if session is None or session.join is None or not self.is_open:
             return
         if self._again_at is not None and now >= self._again_at and session.terms is not None:
@@ -423,6 +433,8 @@ class Relay:
         here = state.members.workers
         if session.join.workers != here:
             session.join = replace(session.join, workers=here)
+            yield Tell(of_parent.BeatNow())
+        elif session.connection.is_joined and self._report.has_news(state, now):
             yield Tell(of_parent.BeatNow())
         steps = session.config.sync_every if session.config is not None else 0
         wanted = (state.wanted or state.config).sync_every
@@ -433,21 +445,7 @@ class Relay:
     @property
     def progress(self) -> messages.Heartbeat:
         """How the site does, for the parent; the session is filled in when it is sent."""
-        state = self.site.state
-        figures = [member.figures for member in state.members]
-        losses = [f.loss for f in figures if f.loss is not None and math.isfinite(f.loss)]
-        speeds = [f.steps_per_s for f in figures if f.steps_per_s is not None]
-        is_training = bool(figures) and state.closing is None
-        return messages.Heartbeat(
-            b"",
-            step=sum(f.step for f in figures),
-            inner_step=min((f.inner_step for f in figures), default=0),
-            state="training" if is_training else "waiting",
-            steps_per_s=min(speeds, default=None),
-            loss=sum(losses) / len(losses) if losses else None,
-            tokens=sum(f.tokens for f in figures),
-            workers=state.members.workers,
-        )
+        return self._report.beat(self.site.state)
 
 
 def _push_of(

@@ -37,6 +37,9 @@ from diloco_worker.core.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.core.units import Units
 from diloco_worker.core.uploads import Uploads
 
+# What a relay is told that concerns its workers, and is no end of its own session.
+FOR_THOSE_BEHIND = ("over", "stop_all", "kick", "last_round")
+
 
 class Session:
     """See the head of this module. `draw` returns a random number below 2**64 (ids of donations).
@@ -82,6 +85,10 @@ class Session:
     @property
     def phase(self) -> Phase:
         return self.connection.phase
+
+    @property
+    def _is_relay(self) -> bool:
+        return self.join is not None and self.join.workers is not None
 
     @property
     def config(self) -> RunConfig | None:
@@ -256,6 +263,8 @@ class Session:
             case messages.Rejoin(text=text):
                 if self.connection.is_joined:
                     yield from self._disconnected(text or "The broker asks to join again.", now)
+            case messages.Notice(what=what) if self._is_relay and what in FOR_THOSE_BEHIND:
+                yield effects.Told(message)
             case messages.Notice():
                 yield from self._noticed(message, now)
             case messages.Grant():

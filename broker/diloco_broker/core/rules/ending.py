@@ -22,6 +22,7 @@ from diloco_protocol.ranges import MOST
 LAST_ROUND_S = 60.0
 # How long workers have, once the run is over, to get the last version, save, and leave.
 LEAVE_WITHIN_S = 60.0
+OVER = "The run is over: "
 
 
 def tick(state: RunState) -> effects.Effects:
@@ -155,12 +156,25 @@ def tell_all(state: RunState) -> effects.Effects:
         yield from tell(state, member)
 
 
+def told(state: RunState, text: str) -> effects.Effects:
+    """At a relay: its parent says that the run is over. What is on its way up is waited for."""
+    ending = state.ending
+    if ending.is_over:
+        return
+    yield effects.info(text)
+    ending.why = text.removeprefix(OVER).rstrip(".") or "the parent says so"
+    ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
+    yield from tell_all(state)
+    if state.closing is None:
+        yield from refuse_the_rest(state)
+
+
 def refuse_the_rest(state: RunState) -> effects.Effects:
     """If the run has just become over, nothing more is taken in."""
     if not state.ending.is_over:
         return
     for member in state.members:
-        text = f"The run is over: {state.ending.why}. This work came after its last round."
+        text = f"{OVER}{state.ending.why}. This work came after its last round."
         yield from _refuse(member, text)
 
 
@@ -177,7 +191,7 @@ def _refuse(member: Member, text: str, fragment: int | None = None) -> effects.E
 def tell(state: RunState, member: Member) -> effects.Effects:
     """A worker that is here, or comes, is told if the run is over."""
     if state.ending.is_over and not state.ending.is_asked_to_end:
-        yield member.tell(Notice("over", f"The run is over: {state.ending.why}."))
+        yield member.tell(Notice("over", f"{OVER}{state.ending.why}."))
 
 
 def _count_time(state: RunState) -> None:

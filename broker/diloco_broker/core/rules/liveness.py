@@ -5,6 +5,7 @@ from __future__ import annotations
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import initial_model, orders, pulls, rounds
 from diloco_broker.core.rules.joining import admission, compatibility, descriptions
+from diloco_broker.core.rules.sites import listing
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -27,6 +28,7 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     is_empty = member.is_relay and beat.workers == 0
     if member.is_relay and beat.workers is not None:
         member.workers = min(beat.workers, state.config.max_workers)
+    listing.heard(state, member, beat)
     life.beat(state.now, has_moved=has_moved)
     if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
         figures.has_warned = True
@@ -138,7 +140,10 @@ def _may_be_on_its_way(state: RunState) -> bool:
 
 def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     state.totals.deaths += 1
-    yield effects.warning(f"{member.worker_id} counts as dead: {why}.")
+    who = member.worker_id
+    if member.is_relay:
+        who = f"Relay {who}, with {member.workers} workers behind it,"
+    yield effects.warning(f"{who} counts as dead: {why}.")
     if any(member.versions) and not state.model.is_done:
         state.model.holder_lost_at = state.now
     yield from admission.remove(state, member, why)

@@ -11,6 +11,7 @@ from typing import Any
 from diloco_broker.core import effects
 from diloco_broker.core.rules import checkpoints, ending, orders, rounds, settings
 from diloco_broker.core.rules.joining import admission
+from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
 from diloco_protocol.chunks import Segment
@@ -119,19 +120,32 @@ def _piece(state: RunState, request: Request) -> effects.Effects:
 def _kick(state: RunState, request: Request) -> effects.Effects:
     name = request.control.arguments.get("worker")
     member = state.members.named(name) if isinstance(name, str) else None
+    if member is None and isinstance(name, str) and (relay := state.members.relay_of(name)):
+        yield from _kick_behind(state, request, relay, name)
+        return
     if member is None:
-        here = ", ".join(m.worker_id for m in state.members)[:300] or "nobody"
+        names = [n for m in state.members for n in (m.worker_id, *(e.worker_id for e in m.listed))]
+        here = ", ".join(names)[:300] or "nobody"
         yield request.no(f"No worker named {name!r:.80} is here; here: {here}.")
         return
-    text = f"{member.worker_id} was removed from the run by an operator."
-    yield member.tell(messages.Notice("kicked", text))
     yield request.noted("kick", f"{member.worker_id} removed from the run", member.worker_id)
-    yield from admission.remove(state, member, "an operator removed it")
-    left = len(state.members)
+    yield from admission.kick(state, member)
+    left = state.members.workers
+    then = "It trains on alone, or stops, and may join again when it is started again."
+    if member.is_relay:
+        then = f"The relay ends; the {member.workers} workers behind it wait for one to be started."
     yield request.yes(
         f"{member.worker_id} was removed; {left} {'worker is' if left == 1 else 'workers are'} left. "
-        "It trains on alone, or stops, and may join again when it is started again."
+        f"{then}"
     )
+
+
+def _kick_behind(state: RunState, request: Request, relay: Member, name: str) -> effects.Effects:
+    """The relay does it, or the relay behind it that knows the worker."""
+    text = f"Relay {relay.worker_id} is asked to remove {name}"
+    yield request.noted("kick", text, name)
+    yield relay.tell(messages.Notice("kick", f"{text}.", worker_id=name))
+    yield request.yes(f"{text}; it is gone when it no longer stands below {relay.worker_id}.")
 
 
 def _set(state: RunState, request: Request) -> effects.Effects:
@@ -218,7 +232,7 @@ def _order(state: RunState, request: Request) -> effects.Effects:
         text = f"This broker has been given no {name} since it was started; give it again."
         yield request.no(text)
         return
-    found = orders.replies(state, action)
+    found = orders.standing(state, action)
     text = "; ".join(f"{what}: {', '.join(found[what])}" for what in _REPLIES if found.get(what))
     yield request.yes(text or "No worker is here.", **found)
 

@@ -158,6 +158,9 @@ class Member:
     # Of a relay: how many workers are behind it, and whose pushes were in its last.
     workers: int | None = None
     behind: frozenset[str] = frozenset()
+    # Who they are and how they do, as its last heartbeat told, and when that was.
+    listed: tuple[messages.Behind, ...] = ()
+    listed_at: float = 0.0
     processes: int = 1
     # Of several processes: the other connections for chunks that are bound, by index from 1 on.
     lanes: dict[int, Binding] = field(default_factory=dict)
@@ -174,6 +177,10 @@ class Member:
     @property
     def is_relay(self) -> bool:
         return self.workers is not None
+
+    def is_before(self, worker_id: str) -> bool:
+        """Is that worker, or relay, behind this relay, as far as is known?"""
+        return worker_id in self.behind or any(e.worker_id == worker_id for e in self.listed)
 
     @property
     def stands_for(self) -> int:
@@ -272,6 +279,10 @@ class Membership:
     def known(self) -> set[str]:
         """Ids of those that are here, and of those behind relays as their last pushes named them."""
         return {name for m in self._by_id.values() for name in (m.worker_id, *m.behind)}
+
+    def relay_of(self, worker_id: str) -> Member | None:
+        """The relay here that a worker, or a relay, is behind, as far as is known."""
+        return next((m for m in self if m.is_relay and m.is_before(worker_id)), None)
 
     @property
     def workers(self) -> int:

@@ -119,6 +119,18 @@ class Ending:
     rest_s: float = 0.0  # of time, less than a second, that is not counted yet
 
 
+@dataclass
+class Parent:
+    """How a relay stands with its parent. Times are the core's clock."""
+
+    address: str
+    name: str  # of the relay there
+    lost_at: float | None = None  # since when it is not there; None while it is
+    offered_at: float | None = (
+        None  # when the site's push began its way up, None while there is none
+    )
+
+
 @dataclass(frozen=True)
 class UnreleasedVersion:
     """A version of which every chunk is there, and what it contains; not released yet."""
@@ -182,6 +194,7 @@ class RunState:
     # At a relay: what the parent said of its last version, which is the one that is made here or the
     # current one. None: this broker makes versions of its own.
     parents: Released | None = None
+    parent: Parent | None = None  # at a relay, how it stands with its parent
     # By connection, those who are about to join and have to describe their models.
     descriptions: dict[effects.Route, Described] = field(default_factory=dict)
     probes: ProbeAllowance = field(default_factory=ProbeAllowance)

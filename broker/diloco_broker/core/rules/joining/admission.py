@@ -228,6 +228,13 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     units.leave(state, member.worker_id)
 
 
+def kick(state: RunState, member: Member) -> effects.Effects:
+    """Remove a worker that an operator does not want; it is told."""
+    text = f"{member.worker_id} was removed from the run by an operator."
+    yield member.tell(messages.Notice("kicked", text))
+    yield from remove(state, member, "an operator removed it")
+
+
 def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
     """Keys were taken back: those who trained under them are gone at once."""
     for peer in sorted(event.peers, key=str):

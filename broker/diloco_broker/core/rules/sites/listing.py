@@ -1,0 +1,120 @@
+"""Who is behind a relay, for people: told by the relay, kept by its parent. Nothing is decided by it.
+
+A relay lists those that are connected to it first, and fills what room is left with those behind relays
+of its own: a heartbeat is bounded, whatever stands behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from diloco_broker.core.rules import orders
+from diloco_broker.core.rules.joining.compatibility import sync_every_of
+from diloco_broker.core.state.members import MAX_STATE_LENGTH, Member
+from diloco_broker.core.state.run import RunState
+from diloco_protocol.messages import MOST_BEHIND, MOST_LEVELS, Behind, Heartbeat, is_worker_id
+
+LONGEST_HOST = 64  # characters
+# A worker that missed two heartbeats of the default interval is called slow before it is called dead.
+SLOW_AFTER_S = 75.0
+
+
+def health_of(member: Member, now: float) -> str:
+    """ok, slow, stalled or lost."""
+    if member.liveness.disconnected_at is not None:
+        return "lost"
+    if member.liveness.is_stalled:
+        return "stalled"
+    return "slow" if now - member.liveness.last_seen > SLOW_AFTER_S else "ok"
+
+
+def listed(state: RunState) -> tuple[Behind, ...]:
+    """Those here, in the order of the tree; at most `MOST_BEHIND`."""
+    members = sorted(state.members, key=lambda member: member.worker_id)
+    # Those that are not well stay where there is no room for all.
+    members.sort(key=lambda member: health_of(member, state.now) == "ok")
+    members = sorted(members[:MOST_BEHIND], key=lambda member: member.worker_id)
+    room = MOST_BEHIND - len(members)
+    found: list[Behind] = []
+    for member in members:
+        found.append(_entry(state, member))
+        below = member.listed[:room]
+        room -= len(below)
+        found += (replace(each, level=each.level + 1) for each in aged(member, state.now, below))
+    return tuple(found)
+
+
+def _entry(state: RunState, member: Member) -> Behind:
+    figures, now = member.figures, state.now
+    is_finite = figures.loss is None or math.isfinite(figures.loss)
+    return Behind(
+        member.worker_id,
+        workers=member.workers,
+        host=figures.host[:LONGEST_HOST],
+        state=figures.state,
+        health=health_of(member, now),
+        round=figures.last_round,
+        step=figures.step,
+        inner_step=figures.inner_step,
+        inner_age_s=_since(figures.told_at, now),
+        sync_every=sync_every_of(state, member),
+        steps_per_s=figures.steps_per_s,
+        loss=figures.loss if is_finite else None,
+        loss_is_finite=is_finite,
+        staleness=figures.staleness,
+        pushes=figures.pushes,
+        beat_age_s=round(now - member.liveness.last_seen, 3),
+        sync_age_s=_since(figures.counted_at, now),
+    )
+
+
+def _since(at: float | None, now: float) -> float | None:
+    return None if at is None else round(now - at, 3)
+
+
+def heard(state: RunState, member: Member, beat: Heartbeat) -> None:
+    """A relay has told who is behind it, and what they have done of what was asked."""
+    if not member.is_relay:
+        return
+    if beat.behind is not None:
+        member.listed = _sound(beat.behind)
+        member.listed_at = state.now
+    orders.replied(state, member, beat.replies or ())
+
+
+def _sound(told: Sequence[Behind]) -> tuple[Behind, ...]:
+    """What may be shown of a list: numbers are in range already, texts and levels are not."""
+    found: list[Behind] = []
+    level = -1
+    for each in told[:MOST_BEHIND]:
+        level = min(each.level, level + 1, MOST_LEVELS)
+        is_finite = each.loss is None or math.isfinite(each.loss)
+        if is_worker_id(each.worker_id):
+            found.append(
+                replace(
+                    each,
+                    level=level,
+                    host=each.host[:LONGEST_HOST],
+                    state=each.state[:MAX_STATE_LENGTH],
+                    health=each.health[:MAX_STATE_LENGTH],
+                    loss=each.loss if is_finite else None,
+                    loss_is_finite=each.loss_is_finite and is_finite,
+                )
+            )
+    return tuple(found)
+
+
+def aged(member: Member, now: float, entries: Sequence[Behind]) -> Sequence[Behind]:
+    """Entries of a relay's list as of now."""
+    more = round(max(0.0, now - member.listed_at), 3)
+    return [
+        replace(
+            each,
+            beat_age_s=each.beat_age_s + more,
+            inner_age_s=None if each.inner_age_s is None else each.inner_age_s + more,
+            sync_age_s=None if each.sync_age_s is None else each.sync_age_s + more,
+        )
+        for each in entries
+    ]

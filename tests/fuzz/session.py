@@ -73,7 +73,7 @@ MOST_TICKS_AT_ONCE = 20
 class Play:
     """One input, acted out."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: Draws, places: int = 1) -> None:
         self.draws, self.words = draws, Words()
         dice = random.Random(1)
         self.is_observer = not draws.below(8)
@@ -88,7 +88,7 @@ class Play:
             VersionId(RUN, 0, 0), VersionId(RUN, 1, 1), 77, 78, b"s" * 16, RUN, *NOTICES
         )
         self.words.learn(self.config, *range(1, 6))
-        self.happens(events.Start())
+        self.happens(events.Start(places))
         if draws.below(8):
             self.connects()
             self.is_welcomed()
@@ -122,6 +122,8 @@ class Play:
         self.hears(Welcome(token, "epoch", self.config, 0, run, versions, plan=self.plan))
 
     def breaks(self) -> None:
+        if self.session.phase is Phase.CONNECTING:
+            self.happens(events.Unreached())
         self.happens(events.Disconnected("It broke."))
 
     def is_locked_out(self) -> None:
@@ -248,7 +250,7 @@ ACTS: list[Callable[[Play], None]] = [
 def run(data: bytes) -> int:
     """Act out one input. Returns how many messages the session has had."""
     draws = Draws(data)
-    play = Play(draws)
+    play = Play(draws, places=1 + len(data) % 3)
     for _ in range(MOST_EVENTS):
         if draws.is_used_up or play.session.phase is Phase.LEFT:
             break

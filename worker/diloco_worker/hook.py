@@ -83,8 +83,8 @@ class DiLoCoWorker(RunView):
         optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
             the inner steps that are counted, so gradient accumulation and the skipped steps of an AMP
             scaler come out right. Of a list a round of all of them is one step: see `counted_steps`.
-        server: the broker's address (tcp:// may be left out), or a function that returns it, asked
-            whenever nobody answers. Without one here and in DILOCO_SERVER everything is a no-op.
+        server: the broker's address, several with commas in between, or a function that returns one,
+            asked whenever nobody answers. Without it, here and in DILOCO_SERVER, all is a no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. A worker may have its
             own; in a run with rounds a smaller one only.
         worker_id: name in displays, unique in the run; default: host name and a random ending.

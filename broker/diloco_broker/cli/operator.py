@@ -36,7 +36,8 @@ Address = Annotated[
         "--address",
         metavar="ADDR",
         envvar="DILOCO_SERVER",
-        help="Control address that diloco-broker serve printed.",
+        help="Control address that diloco-broker serve printed; of several, with commas in between, the "
+        "first that answers.",
     ),
 ]
 KeyFile = Annotated[

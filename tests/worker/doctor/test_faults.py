@@ -61,6 +61,11 @@ def finds(fault: Fault, sentence: str, server: str, *options: object) -> dict[st
     return told
 
 
+def test_of_several_addresses_the_first_that_answers_is_examined(broker: Broker) -> None:
+    told = doctor(f"tcp://127.0.0.1:1,{broker.address}")
+    assert (told["server"], told["wrong"]) == (broker.address, [])
+
+
 @contextlib.contextmanager
 def listener(says: bytes) -> Iterator[str]:
     """Something that is no broker, and says this to whoever connects."""

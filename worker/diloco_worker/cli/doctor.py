@@ -38,7 +38,10 @@ def doctor(
     server: Annotated[
         str,
         typer.Option(
-            metavar="ADDR", envvar="DILOCO_SERVER", help="Control address that the broker printed."
+            metavar="ADDR",
+            envvar="DILOCO_SERVER",
+            help="Control address that the broker printed; of several, with commas in between, the "
+            "first that answers.",
         ),
     ] = DEFAULT_CONTROL_ADDRESS,
     keys: Annotated[

@@ -35,8 +35,8 @@ def run(  # noqa: PLR0913  each is an option
     server: Annotated[
         str | None,
         typer.Option(
-            help="The broker's control address, or file:///PATH of the file that diloco-broker serve "
-            "--address-file writes. Default: DILOCO_SERVER."
+            help="The broker's control address, several with commas in between, or file:///PATH of the "
+            "file that diloco-broker serve --address-file writes. Default: DILOCO_SERVER."
         ),
     ] = None,
     keys: Annotated[

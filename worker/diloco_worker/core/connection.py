@@ -232,10 +232,14 @@ class Connection:
         yield from self.bulk.give_up(now)
 
     @property
+    def seeks_another(self) -> bool:
+        """Whether there is another address to try where nobody answers at the one at hand."""
+        return self.places.are_several and self.phase is Phase.CONNECTING
+
+    @property
     def _unreached_at(self) -> float | None:
-        """When the address at hand counts as unreachable, where there is another one to try."""
-        is_due = self.places.are_several and self.phase is Phase.CONNECTING
-        return self._connecting_since + CONNECT_PATIENCE_S if is_due else None
+        """When the address at hand counts as unreachable."""
+        return self._connecting_since + CONNECT_PATIENCE_S if self.seeks_another else None
 
     @property
     def _unanswered_since(self) -> float | None:

@@ -129,7 +129,7 @@ class Session:
             case events.Disconnected(reason):
                 yield from self._disconnected(reason, now)
             case events.Unreached():
-                yield from self._unreached(now)
+                yield from self._turned_away(now) if self.connection.seeks_another else ()
             case events.LockedOut(reason):
                 yield from self._locked_out(reason, now)
             case events.Received(message):
@@ -199,11 +199,6 @@ class Session:
         token, versions = self.connection.token, self.downloads.versions
         join = replace(self.join, run=self.run, session=token, versions=versions)
         return effects.Send(in_a_header(join))
-
-    def _unreached(self, now: float) -> Iterator[Effect]:
-        """Nothing listens at the address at hand: that matters where there is another one."""
-        if self.connection.places.are_several and self.phase is Phase.CONNECTING:
-            yield from self._turned_away(now)
 
     def _turned_away(self, now: float) -> Iterator[Effect]:
         """Try the next of the addresses."""

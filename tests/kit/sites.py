@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.relay.daemon import RelayBroker
+from diloco_protocol.errors import Refused, Unreachable
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S
 
@@ -30,6 +31,9 @@ def options(**given: Any) -> BrokerConfig:
     return BrokerConfig(**usual | given)
 
 
+S = TypeVar("S", bound="Sites")
+
+
 class Sites:
     """A hub, relays and workers: whatever was begun is ended with it.
 
@@ -41,7 +45,7 @@ class Sites:
         self._opened = ExitStack()
         self.clients: dict[str, DiLoCoClient] = {}
 
-    def __enter__(self) -> Sites:
+    def __enter__(self: S) -> S:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,6 +121,22 @@ class Sites:
             self.push(*names, number=number, **given)
             final = self.pull(*names)
         return final
+
+
+@contextmanager
+def asking(address: str) -> Iterator[None]:
+    """A worker asks to take part, for as long as this lasts, and need not be let in."""
+    with DiLoCoClient(address, worker_id="a", timeout=PATIENCE_S) as client:
+
+        def ask() -> None:
+            with suppress(Refused, Unreachable):
+                client.join(a_model())
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        yield
+        client.leave()
+        thread.join(PATIENCE_S)
 
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 
 import pytest
 from torch import Tensor, nn
 
 from diloco_broker.storage.model_file import write_model
-from diloco_protocol.errors import Refused, Unreachable
+from diloco_protocol.errors import Refused
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address, wait_for
-from kit.sites import Sites, a_model, assert_close, star
+from kit.sites import Sites, a_model, asking, assert_close, star
 
 pytest_plugins = ("kit.process_fixtures",)
 
@@ -102,6 +101,7 @@ def test_relay_killed_with_its_push_at_the_hub_counts_it_once(tree: Tree) -> Non
     hub.leave()
     tree.dies("north")
     tree.begins("north")
+    tree.has_all_back()  # its push may have been there in part only
     tree.sites.push("c", "d", number=2)
     tree.sites.pull(*"abcd")
     assert_close(final(tree, range(3, 4)), expected())
@@ -123,9 +123,26 @@ def test_relay_ends_in_good_order_and_its_site_waits_for_the_next(tree: Tree) ->
     final(tree, range(2))
     tree.children["north"].gets(signal.SIGTERM)
     assert tree.children["north"].ends() == 0
+    tree.children["hub"].says("north leaves: ")
     tree.begins("north")
     tree.sites.rounds(range(2, 3), *"abcd")
     assert_close(final(tree, range(3, 4)), expected())
+
+
+@pytest.mark.slow
+def test_training_goes_on_when_its_relay_is_started_again(processes: Processes) -> None:
+    _, hub = processes.serve("--no-save", "--relays", "--sync-every", "10", *FP32)
+    address = a_free_address()
+    words = ("-m", "diloco_broker", "relay", "--parent", hub, "--name", "north", "--bind", address)
+    relays = [processes.run(*words, "--feed", "tcp://127.0.0.1:*", *FP32)]
+    worker = processes.train("a", address, 400, 0.005)
+    with DiLoCoClient(hub, timeout=PATIENCE_S) as observer:
+        wait_for(lambda: observer.status()["round"]["number"] >= 2)
+        relays[0].gets(signal.SIGTERM)
+        assert relays[0].ends() == 0
+        relays.append(processes.run(*words, "--feed", "tcp://127.0.0.1:*", *FP32))
+        assert worker.ends() == 0
+        assert observer.status()["round"]["number"] >= 10
 
 
 # The command line.
@@ -157,27 +174,11 @@ def test_options_are_looked_at_without_a_relay(processes: Processes) -> None:
     assert "The options are good." in child.output
 
 
-@contextmanager
-def _asking(address: str) -> Iterator[None]:
-    """A worker asks to take part, for as long as this lasts, and is not let in."""
-    with DiLoCoClient(address, worker_id="a", timeout=PATIENCE_S) as client:
-
-        def ask() -> None:
-            with suppress(Refused, Unreachable):
-                client.join(a_model())
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        yield
-        client.leave()
-        asking.join(PATIENCE_S)
-
-
 def test_relay_of_a_broker_that_takes_none_ends_with_a_sentence(processes: Processes) -> None:
     _, hub = processes.serve("--no-save")
     anywhere = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
     child = processes.run("-m", "diloco_broker", "relay", "--parent", hub, *anywhere)
-    with _asking(child.address()):
+    with asking(child.address()):
         assert child.ends() == 2
     assert "Start the broker with --relays" in child.output
 

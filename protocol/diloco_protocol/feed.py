@@ -201,11 +201,17 @@ class Worker:
     workers: int | None = None  # of a relay: how many are behind it,
     behind: tuple[Behind, ...] = ()  # and who they are, as far as it has told
     extra: Mapping[str, object] = field(default_factory=dict)
+    # Where it stands in the tree of relays; the broker's own are at level 0.
+    level: int = field(default=0, metadata=NOT_SENT)
 
     @property
     def title(self) -> str:
-        """Its name, and of how many processes it is: "b x2", "b x3/4" while one has no connection."""
-        return self.id + share_of_processes(self.processes, self.connections)
+        """Its name, and of how many processes it is: "b x2", "b x3/4" while one has no connection.
+
+        Of a relay how many workers are behind it: "north (4)".
+        """
+        behind = "" if self.workers is None else f" ({self.workers})"
+        return self.id + share_of_processes(self.processes, self.connections) + behind
 
 
 def share_of_processes(processes: int, connections: int) -> str:

@@ -5,7 +5,7 @@ Keys that an older broker does not send are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK, share_of_processes
@@ -35,6 +35,7 @@ def as_text(data: Data, room: int | None = None) -> str:
         ("asked", _asked(data.get("orders", ()))),
         *(("data", _data_set(each)) for each in data.get("data_sets", ())),
         ("workers", _workers(data)),
+        ("parent", _parent(data.get("parent"))),
         ("model", _model(data)),
         ("optimizer", _optimizer(data["outer"], data.get("fragments", ()), data["round"] or {})),
         ("reducing", _reducing(data.get("reducer", {}))),
@@ -49,7 +50,7 @@ def as_text(data: Data, room: int | None = None) -> str:
     if not data["workers"]:
         return "\n".join(lines)
     left = None if room is None else max(LEAST_WORKERS, room - len(lines) - 2)
-    return "\n".join([*lines, "", *_table(data["workers"], left)])
+    return "\n".join([*lines, "", *_table(list(_tree(data["workers"])), left)])
 
 
 def _run(data: Data) -> Iterable[str]:
@@ -109,7 +110,8 @@ def _round(data: Data) -> Iterable[str]:
             f"{reducer.get('waiting', 0)} waiting for a slot",
         )
     now = data["round"]
-    missing = sorted(now["missing"])
+    behind = {w["id"]: w["workers"] for w in data["workers"] if w.get("workers") is not None}
+    missing = [f"{n} ({behind[n]})" if n in behind else n for n in sorted(now["missing"])]
     more = " ..." if len(missing) > NAMES else ""
     return (
         f"{now['number']} {now['phase']} for {span(now['age_s'])}: "
@@ -150,6 +152,29 @@ def _workers(data: Data) -> Iterable[str]:
         f"{data['workers_wanted']} wanted" if data.get("workers_wanted") else "",
         f"no round below {data['min_workers']}" if (data.get("min_workers") or 1) > 1 else "",
         f"{data['totals'].get('deaths', 0)} died",
+        f"{left} behind relays not listed"
+        if (left := sum(map(_not_listed, data["workers"])))
+        else "",
+    )
+
+
+def _not_listed(relay: Data) -> int:
+    """Workers behind a relay that it has not told of, since there are so many."""
+    told = sum(each.get("workers") is None for each in relay.get("behind", ()))
+    return max(0, (relay.get("workers") or 0) - told)
+
+
+def _parent(parent: Data | None) -> Iterable[str]:
+    """Of a relay: whose run its workers take part in, and how it stands with that."""
+    if parent is None:
+        return ()
+    lost, sent = parent.get("lost_s"), parent.get("offered_s")
+    since = "" if sent is None else f"since {span(sent)}"
+    return (
+        f"{parent['address']} as {parent['name']}",
+        "there" if lost is None else f"NOT THERE for {span(lost)}",
+        since
+        and (f"the site's push is there {since}" if lost is None else f"a push waits {since}"),
     )
 
 
@@ -273,11 +298,21 @@ def _refused(totals: Data) -> Iterable[str]:
     )
 
 
+def _tree(workers: Iterable[Data]) -> Iterator[Data]:
+    """Each by id, and below a relay those behind it, as it has told."""
+    for each in sorted(workers, key=lambda worker: str(worker["id"])):
+        yield each
+        for told in each.get("behind", ()):
+            lost = each["health"] == "lost"
+            level, health = 1 + told["level"], "unknown" if lost else told["health"]
+            yield {**told, "id": told["worker_id"], "level": level, "health": health}
+
+
 def _table(workers: Sequence[Data], most: int | None) -> list[str]:
-    """A line for each worker, by id; those that are not well stay where there is no room for all."""
-    shown = sorted(workers, key=lambda each: each["id"])
+    """A line for each worker; those that are not well stay where there is no room for all."""
+    shown = list(workers)
     if most is not None and len(shown) > most:
-        first = sorted(shown, key=lambda each: each["health"] == "ok")[: most - 1]
+        first = sorted(shown, key=_is_well)[: most - 1]
         shown = [each for each in shown if each in first]
     rows = [TITLES, *map(_cells, shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -293,9 +328,16 @@ def _table(workers: Sequence[Data], most: int | None) -> list[str]:
     return lines
 
 
+def _is_well(worker: Data) -> bool:
+    return bool(worker["health"] == "ok")
+
+
 def _title(worker: Data) -> str:
+    """Of a relay with how many are behind it; further in below one."""
     processes, connections = worker.get("processes", 1), worker.get("connections", 1)
-    return f"{worker['id']}{share_of_processes(processes, connections)}"
+    behind = "" if worker.get("workers") is None else f" ({worker['workers']})"
+    inset = "  " * worker.get("level", 0)
+    return f"{inset}{worker['id']}{share_of_processes(processes, connections)}{behind}"
 
 
 def _cells(worker: Data) -> tuple[str, ...]:

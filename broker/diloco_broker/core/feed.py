@@ -397,7 +397,7 @@ def _worker(
         processes=member.processes,
         connections=len(member.lanes) + (member.bulk is not None) if member.processes > 1 else 1,
         workers=member.workers,
-        behind=tuple(listing.aged(member, now, member.listed[:room])),
+        behind=tuple(listing.behind(state, member, room)),
         extra=dict(figures.extra),
     )
 

@@ -23,6 +23,7 @@ from diloco_protocol.errors import Code
 from diloco_protocol.feed import Snapshot, Totals
 from diloco_tools.exporter.catalogue import LABELS, TABLES, Value
 from diloco_tools.feed.listener import Reading
+from diloco_tools.feed.tree import without_relays
 
 STATES = ("training", "waiting", "paused", "stopping")
 HEALTHS = ("ok", "slow", "stalled", "lost")
@@ -171,7 +172,7 @@ def _of_workers(snapshot: Snapshot, places: Places, now: float) -> dict[str, Rec
     labels = places.take((worker.id for worker in workers), now)
     named: Records = {(labels[worker.id],): worker for worker in workers if worker.id in labels}
     return {
-        "healths": _by_word(HEALTHS, Counter(worker.health for worker in workers)),
+        "healths": _by_word(HEALTHS, Counter(worker.health for worker in without_relays(workers))),
         "without_series": {(): len(workers) - len(named)},
         "workers": named,
     }

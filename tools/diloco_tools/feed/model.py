@@ -18,11 +18,14 @@ from diloco_protocol.feed import (
     Event,
     FeedError,
     FeedRefusedError,
+    Parent,
     Rejection,
     Round,
     Snapshot,
     Worker,
 )
+from diloco_protocol.messages import Behind
+from diloco_tools.feed import tree
 
 LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
@@ -107,7 +110,8 @@ class FeedModel:
             snapshot,
             round=snapshot.round and _older(snapshot.round, more),
             checkpoint=snapshot.checkpoint and _older(snapshot.checkpoint, more),
-            workers=tuple(_older(worker, more) for worker in snapshot.workers),
+            workers=tuple(_older_worker(worker, more) for worker in snapshot.workers),
+            parent=snapshot.parent and _older(snapshot.parent, more),
             rejections=tuple(_older(rejection, more) for rejection in snapshot.rejections),
             events=tuple(_older(event, more) for event in snapshot.events),
         )
@@ -122,8 +126,8 @@ class FeedModel:
         if self.freshness(now) is Freshness.STALE:
             reasons.append(f"the broker has sent nothing for {self.age_s(now):.0f} s")
         reasons += _broker_reasons(snapshot)
-        for worker in sorted(snapshot.workers, key=lambda w: w.id):
-            if worker.health != "ok":
+        for worker in tree.arranged(snapshot.workers, lambda w: w.id):
+            if worker.health not in ("ok", tree.UNKNOWN):
                 heard = f"last heard {_seconds(worker.beat_age_s)} ago"
                 reasons.append(f"{worker.id} is {worker.health}, {heard}")
             if not worker.loss_is_finite or not math.isfinite(worker.loss or 0.0):
@@ -134,14 +138,21 @@ class FeedModel:
         return Verdict(tuple(reasons), "waiting" if waits else "degraded")
 
 
-Aging = TypeVar("Aging", Snapshot, Round, Checkpoint, Worker, Rejection, Event)
-AGES = ("age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s")
+Aging = TypeVar("Aging", Snapshot, Round, Checkpoint, Worker, Behind, Parent, Rejection, Event)
+AGES = ("age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s", "lost_s", "offered_s")
 
 
 def _older(record: Aging, more: float) -> Aging:
     """The record with `more` seconds on each of its ages that is known."""
     known = {name: age for name in AGES if (age := getattr(record, name, None)) is not None}
     return replace(record, **{name: age + more for name, age in known.items()})
+
+
+def _older_worker(worker: Worker, more: float) -> Worker:
+    older = _older(worker, more)
+    if worker.behind:
+        older = replace(older, behind=tuple(_older(each, more) for each in worker.behind))
+    return older
 
 
 def _broker_reasons(snapshot: Snapshot) -> list[str]:

@@ -21,6 +21,7 @@ from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.feed.model import FeedModel, Freshness, inner_step_now
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.series import RunSeries
+from diloco_tools.feed.tree import everyone
 from diloco_tools.terminal import KeysOption, console, fail, keys_of
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.scene import Scene
@@ -160,7 +161,9 @@ def _show_json(name: str, model: FeedModel, now: float) -> bool:
     """Print one snapshot for programs; whether the run is healthy."""
     snapshot, verdict = model.at(now), model.verdict(now)
     assert snapshot is not None
-    made = {w.id: inner_step_now(snapshot, w, model.freshness(now)) for w in snapshot.workers}
+    made = {
+        w.id: inner_step_now(snapshot, w, model.freshness(now)) for w in everyone(snapshot.workers)
+    }
     monitor = {
         "verdict": verdict.word,
         "reasons": verdict.reasons,

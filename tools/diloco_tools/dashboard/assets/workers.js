@@ -33,8 +33,36 @@ function ofSeveral(worker) {
   return connections >= processes ? ` x${processes}` : ` x${connections}/${processes}`;
 }
 
+/** Those behind relays, each below its own, with what that has told of them. As tree.py. */
+export function everyone(workers) {
+  return workers.flatMap((worker) => [
+    { ...worker, level: 0, under: [] },
+    ...below(worker, worker.behind ?? []),
+  ]);
+}
+
+function below(relay, behind) {
+  const under = [relay.id];
+  return behind.map((told) => {
+    const level = told.level + 1;
+    under.length = level;
+    const path = [...under];
+    under.push(told.worker_id);
+    const health = relay.health === "lost" ? "unknown" : relay.health === null ? null : told.health;
+    return { ...told, id: told.worker_id, level, under: path, health, beat_age_s: relay.health === null ? null : told.beat_age_s };
+  });
+}
+
+function nameOf({ id, host, pid, under }) {
+  const where = under.length ? `, behind ${under.join(", ")}` : "";
+  return (host ? `${id} on ${host}${pid === undefined ? "" : `, process ${pid}`}` : id) + where;
+}
+
+const INDENT = "\u2003"; // of a worker below its relay: spaces that no page folds
+const titleOf = (w) => INDENT.repeat(w.level) + w.id + ofSeveral(w) + (w.workers == null ? "" : ` (${w.workers})`);
+
 const COLUMNS = [
-  { title: "Worker", key: "id", left: true, text: (w) => w.id + ofSeveral(w), more: (w) => w.host, sort: (w) => w.id },
+  { title: "Worker", key: "id", left: true, text: titleOf, more: (w) => w.host, sort: (w) => w.id },
   { title: "Health", key: "health", left: true, text: (w) => w.health, more: (w) => (lost(w) ? "" : w.state), sort: (w) => ({ good: 2, uneasy: 1, bad: 0 })[healthTone(w.health)] ?? 3 },
   { title: "Round", key: "round", text: (w) => (w.round === null ? NONE : String(w.round)), sort: (w) => w.round ?? -1 },
   { title: "Inner step", key: "inner", moves: true, text: (w) => (lost(w) ? NONE : `${w.inner_step}/${w.sync_every}`), sort: (w) => w.inner_step / (w.sync_every || 1) },
@@ -80,7 +108,8 @@ export class WorkerTable {
     }
   }
 
-  show(workers, rates) {
+  show(direct, rates) {
+    const workers = everyone(direct);
     this.last = { workers, rates };
     const here = new Set(workers.map((worker) => worker.id));
     for (const [id, row] of this.rows) {
@@ -138,7 +167,7 @@ export class WorkerTable {
     }
     if (column.tone) cell.dataset.tone = column.tone(worker);
     if (column.more) say(more, column.more(worker, rates));
-    if (column.key === "id") cell.title = worker.host ? `${worker.id} on ${worker.host}, process ${worker.pid}` : worker.id;
+    if (column.key === "id") cell.title = nameOf(worker);
   }
 
   /**
@@ -167,9 +196,18 @@ export class WorkerTable {
 
   arrange() {
     const { sort } = this.sortedBy;
-    const keyed = [...this.rows.values()].map((row) => [sort(row.worker, this.last.rates), row]);
-    keyed.sort(([a, x], [b, y]) => (a < b ? -1 : a > b ? 1 : 0) * this.direction || (x.worker.id < y.worker.id ? -1 : 1));
-    keyed.forEach(([, { node }], index) => {
+    const keys = new Map(this.last.workers.map((worker) => [worker.id, sort(worker, this.last.rates)]));
+    const before = (x, y) => (keys.get(x) < keys.get(y) ? -1 : keys.get(x) > keys.get(y) ? 1 : 0) * this.direction || (x < y ? -1 : 1);
+    const rows = [...this.rows.values()];
+    // Of two the branches are compared where they part, and a relay comes before those behind it.
+    const path = ({ worker }) => [...worker.under, worker.id];
+    rows.sort((one, other) => {
+      const [x, y] = [path(one), path(other)];
+      const parting = x.findIndex((id, place) => id !== y[place]);
+      if (parting < 0) return -1;
+      return parting < y.length ? before(x[parting], y[parting]) : 1;
+    });
+    rows.forEach(({ node }, index) => {
       // Only rows that are out of place move: a moved element loses focus.
       if (this.body.children[index] !== node) this.body.insertBefore(node, this.body.children[index] ?? null);
     });

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from diloco_protocol.feed import Fragment, Rejection, Snapshot
+from diloco_tools.feed import tree
 from diloco_tools.top.drawing.notation import (
     BAD,
     OK,
@@ -54,7 +55,8 @@ def now(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, Parts]:
     if now_open is None or not has_round(snapshot):
         return "round", ()
     arrived, expected = len(now_open.arrived), len(now_open.expected)
-    missing = sorted(now_open.missing)
+    titles = {worker.id: worker.title for worker in snapshot.workers if worker.workers is not None}
+    missing = [titles.get(name, name) for name in sorted(now_open.missing)]
     more = f" and {len(missing) - NAMES} more" if len(missing) > NAMES else ""
     return "round", (
         f"{now_open.number} {now_open.phase} {duration(now_open.age_s)}",
@@ -87,6 +89,29 @@ def counts(snapshot: Snapshot) -> Parts:
         f"{here.averaged} averaged",
         f"{wanted} wanted" if wanted is not None else "",
         count(snapshot.totals.deaths, "died", BAD),
+        not_listed(snapshot),
+    )
+
+
+def not_listed(snapshot: Snapshot) -> str:
+    """Workers that stand in no row, since there are so many behind a relay."""
+    left = sum(map(tree.not_listed, snapshot.workers))
+    return f"{left} behind relays not listed" if left else ""
+
+
+def parent(snapshot: Snapshot, glyphs: Glyphs) -> Parts:
+    """Of a relay: whose run its workers take part in, and how it stands with that."""
+    told = snapshot.parent
+    if told is None:
+        return ()
+    lost = told.lost_s is not None
+    sent = told.offered_s
+    return (
+        glyphs.printable(told.address),
+        glyphs.printable(f"as {told.name}"),
+        Text(f"not there for {duration(told.lost_s or 0.0)}", BAD) if lost else Text("there", OK),
+        f"the site's push is there for {duration(sent)}" if sent is not None and not lost else "",
+        f"a push waits since {duration(sent)}" if sent is not None and lost else "",
     )
 
 

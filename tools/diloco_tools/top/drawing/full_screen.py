@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from rich.text import Text
 
 from diloco_protocol.feed import Snapshot, Worker
+from diloco_tools.feed import tree
 from diloco_tools.top.drawing import facts, panes
 from diloco_tools.top.drawing.keys import footer, keys_for
 from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs
@@ -159,7 +160,8 @@ def _counted(snapshot: Snapshot, view: View, rows: list[Worker], room: int) -> s
     """How many of the workers are in sight, and in which order."""
     words = []
     if view.wanted:
-        words.append(f"{len(rows)} of {len(snapshot.workers)} workers have {view.wanted!r}")
+        whole = len(tree.everyone(snapshot.workers))
+        words.append(f"{len(rows)} of {whole} workers have {view.wanted!r}")
     if len(rows) > room:
         words.append(f"{view.offset + 1}-{view.offset + room} of {len(rows)}")
     if len(rows) > 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diloco_protocol.feed import Snapshot, Worker
+from diloco_tools.feed import tree
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top.playing import Player
@@ -98,15 +99,17 @@ class View:
         self.reverse = False
 
     def rows(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Those that the filter lets through, in order; equal ones by id."""
+        """Those that the filter lets through, in order; equal ones by id.
+
+        Below each relay those that are behind it, for the sake of which it stays.
+        """
         wanted = self.wanted.casefold()
-        found = [
-            each
-            for each in workers
-            if any(wanted in t.casefold() for t in (each.id, each.host, each.state, each.health))
-        ]
-        found.sort(key=lambda worker: worker.id)
-        return sorted(found, key=self.by.key, reverse=self.reverse)
+
+        def passes(each: Worker) -> bool:
+            told = (each.id, each.host, each.state, each.health)
+            return any(wanted in text.casefold() for text in told)
+
+        return tree.arranged(workers, self.by.key, reverse=self.reverse, wanted=passes)
 
     def move(self, by: int, rows: Sequence[Worker]) -> None:
         """Mark the worker `by` rows further down, or the last in that direction."""

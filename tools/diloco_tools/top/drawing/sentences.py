@@ -28,10 +28,18 @@ def kick(worker: Worker, snapshot: Snapshot, glyphs: Glyphs) -> Text:
     )
     if worker.inner_step > 0:
         said += f"Its {worker.inner_step} steps since its last push are lost to the run. "
-    left = max(0, snapshot.counts.alive - (worker.health != "lost"))
+    if worker.level:
+        said = said.replace("The round", "Its relay does it, and", 1)
+    if worker.workers is not None:
+        said = (
+            "The round no longer waits for this relay, which ends. The workers behind it wait until a "
+            "relay is started there again. "
+        )
+    gone = 1 if worker.workers is None else worker.workers
+    left = max(0, snapshot.counts.alive - gone * (worker.health != "lost"))
     said += f"{facts.plural(left, 'worker')} {'is' if left == 1 else 'are'} left."
     text = Text(glyphs.printable(said))
-    floor = snapshot.round.floor if snapshot.round else 0
+    floor = snapshot.round.floor if snapshot.round and not worker.level else 0
     if snapshot.mode != "async" and left < max(1, floor):
         needs = f" The round needs {floor}: the run will wait for workers to join."
         text.append(needs if left or floor else " The run will wait.", UNEASY)
@@ -88,11 +96,38 @@ def _of_several(worker: Worker) -> Sequence[tuple[str, str]]:
     return [("processes", f"{worker.processes}, {worker.connections} of them connected")]
 
 
+def _of_relay(worker: Worker) -> Sequence[tuple[str, str]]:
+    return [] if worker.workers is None else [("relay of", facts.plural(worker.workers, "worker"))]
+
+
+def _as_told_by_its_relay(worker: Worker, none: str) -> Sequence[tuple[str, str]]:
+    """The same of one behind a relay, of which the broker knows what that has told."""
+    pace, counted = worker.steps_per_s, worker.sync_age_s
+    return (
+        ("id", worker.id),
+        *_of_relay(worker),
+        ("host", worker.host),
+        ("health, state", f"{worker.health}, {worker.state}, as its relay has told"),
+        ("round", none if worker.round is None else str(worker.round)),
+        ("inner steps", f"{worker.inner_step} of {worker.sync_every} since its last boundary"),
+        ("all steps", str(worker.step)),
+        ("speed", none if pace is None else f"{scaled(pace)} steps/s"),
+        ("loss", number(worker.loss, none) if worker.loss_is_finite else "not finite"),
+        ("last heard", f"{duration(worker.beat_age_s)} ago, by its relay"),
+        ("last counted", none if counted is None else f"{duration(counted)} ago"),
+        ("staleness", f"{facts.plural(worker.staleness, 'version')} behind"),
+        ("pushes", str(worker.pushes)),
+    )
+
+
 def details(worker: Worker, rate: Rate | None, glyphs: Glyphs) -> Text:
     """Everything that the feed says about one worker."""
     none = glyphs.none
+    if worker.level:
+        return _lines(_as_told_by_its_relay(worker, none), glyphs)
     rows: Sequence[tuple[str, str]] = (
         ("id", worker.id),
+        *_of_relay(worker),
         ("host, process", f"{worker.host}, {worker.pid}"),
         *_of_several(worker),
         ("health, state", f"{worker.health}, {worker.state}"),
@@ -112,6 +147,10 @@ def details(worker: Worker, rate: Rate | None, glyphs: Glyphs) -> Text:
         ("pushes", f"{worker.pushes}, {worker.rejected} rejected"),
         *((str(key), str(value)) for key, value in worker.extra.items()),
     )
+    return _lines(rows, glyphs)
+
+
+def _lines(rows: Sequence[tuple[str, str]], glyphs: Glyphs) -> Text:
     text = Text()
     for label, value in rows:
         text.append(f"{glyphs.printable(label)[:14]:<15}", QUIET)

@@ -19,6 +19,7 @@ from diloco_tools.top.drawing.sheet import Sheet
 
 SPARK = 10  # columns of a worker's speed over time
 STANDS_OUT = 5.0  # times the usual norm, after which the broker warns of a push
+INDENT = "  "  # of a worker below its relay
 MARK = "~"  # before a number that nobody has told
 Shown = tuple[str, str]  # text and style
 Cell = str | Shown | None  # None: it is not known
@@ -160,7 +161,17 @@ def _synced(row: Row, _: Glyphs) -> Cell:
     return None if age_s is None else duration(age_s)
 
 
-NAME = Column("WORKER", lambda r, g: g.printable(r.worker.title), left=True, least=8)
+def _name(row: Row, glyphs: Glyphs) -> Cell:
+    """Further in below its relay."""
+    return INDENT * row.worker.level + glyphs.printable(row.worker.title)
+
+
+def _told(told: Callable[[Worker], str | Shown]) -> Callable[[Row, Glyphs], Cell]:
+    """What relays do not tell of those behind them."""
+    return lambda row, _: None if row.worker.level else told(row.worker)
+
+
+NAME = Column("WORKER", _name, left=True, least=8)
 HEALTH = Column("HEALTH", _health, left=True)
 HOST = Column("HOST", lambda r, g: g.printable(r.worker.host), left=True)
 STATE = Column("STATE", lambda r, g: None if r.lost else g.printable(r.worker.state), left=True)
@@ -170,14 +181,12 @@ SPEED = Column("STEP/S", _speed, rank=1)
 LOSS = Column("LOSS", _loss, rank=1)
 BEAT = Column("BEAT", lambda r, _: duration(r.worker.beat_age_s))
 STALE = Column("STALE", lambda r, _: str(r.worker.staleness), rank=2)
-UP = Column("UP", lambda r, _: byte_size(r.worker.bytes_up), rank=1)
-DOWN = Column("DOWN", lambda r, _: byte_size(r.worker.bytes_down), rank=1)
+UP = Column("UP", _told(lambda w: byte_size(w.bytes_up)), rank=1)
+DOWN = Column("DOWN", _told(lambda w: byte_size(w.bytes_down)), rank=1)
 PUSHES = Column("PUSHES", lambda r, _: str(r.worker.pushes), rank=4)
-REJECTED = Column(
-    "REJ", lambda r, _: (str(r.worker.rejected), UNEASY if r.worker.rejected else ""), rank=3
-)
+REJECTED = Column("REJ", _told(lambda w: (str(w.rejected), UNEASY if w.rejected else "")), rank=3)
 NORM = Column("NORM", _norm, rank=7)
-TOKENS = Column("TOKENS", lambda r, _: scaled(r.worker.tokens), rank=5)
+TOKENS = Column("TOKENS", _told(lambda w: scaled(w.tokens)), rank=5)
 
 ONE_SCREEN = (
     *(NAME, HEALTH, STATE, ROUND, INNER, SPEED, LOSS, BEAT, STALE, UP, DOWN, PUSHES, REJECTED),

@@ -7,6 +7,7 @@ parts flow onto a next line where they do not fit, and one table.
 from rich.text import Text
 
 from diloco_protocol.feed import Snapshot
+from diloco_tools.feed import tree
 from diloco_tools.top.drawing import facts, panes
 from diloco_tools.top.drawing.notation import QUIET, Glyphs, duration
 from diloco_tools.top.drawing.scene import Scene
@@ -33,7 +34,7 @@ def screen(scene: Scene, width: int, glyphs: Glyphs) -> Text:
         return Text("\n").join(lines)
     lines += [*_facts(snapshot, sheet), Text()]
     if snapshot.workers:
-        workers = sorted(snapshot.workers, key=lambda worker: worker.id)
+        workers = tree.arranged(snapshot.workers, lambda worker: worker.id)
         rows = rows_of(workers, snapshot, scene.fresh, scene.series)
         lines += table(ONE_SCREEN, rows, sheet, names_first=NAMES_FIRST)
     else:
@@ -68,6 +69,7 @@ def _facts(snapshot: Snapshot, sheet: Sheet) -> list[Text]:
     rows = (
         facts.now(snapshot, glyphs),
         ("workers", facts.counts(snapshot)),
+        ("parent", facts.parent(snapshot, glyphs)),
         ("last", facts.last(snapshot)),
         ("ends", facts.end(snapshot)),
         ("asked", facts.asked(snapshot)),

@@ -40,9 +40,9 @@ def listed(state: RunState) -> tuple[Behind, ...]:
     found: list[Behind] = []
     for member in members:
         found.append(_entry(state, member))
-        below = member.listed[:room]
+        below = behind(state, member, room)
         room -= len(below)
-        found += (replace(each, level=each.level + 1) for each in aged(member, state.now, below))
+        found += (replace(each, level=each.level + 1) for each in below)
     return tuple(found)
 
 
@@ -106,9 +106,9 @@ def _sound(told: Sequence[Behind]) -> tuple[Behind, ...]:
     return tuple(found)
 
 
-def aged(member: Member, now: float, entries: Sequence[Behind]) -> Sequence[Behind]:
-    """Entries of a relay's list as of now."""
-    more = round(max(0.0, now - member.listed_at), 3)
+def behind(state: RunState, member: Member, room: int) -> list[Behind]:
+    """The first entries of a relay's list, with ages as of now; who has come here since stands here."""
+    more = round(max(0.0, state.now - member.listed_at), 3)
     return [
         replace(
             each,
@@ -116,5 +116,6 @@ def aged(member: Member, now: float, entries: Sequence[Behind]) -> Sequence[Behi
             inner_age_s=None if each.inner_age_s is None else each.inner_age_s + more,
             sync_age_s=None if each.sync_age_s is None else each.sync_age_s + more,
         )
-        for each in entries
+        for each in member.listed[:room]
+        if each.worker_id not in state.members
     ]

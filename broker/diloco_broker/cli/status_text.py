@@ -42,7 +42,7 @@ def as_text(data: Data, room: int | None = None) -> str:
         ("fragments", _fragments(data)),
         ("async", _asynchronous(data.get("asynchronous") or {})),
         ("timeouts", _timeouts(data.get("liveness", {}))),
-        ("checkpoint", _checkpoint(data.get("checkpoint"))),
+        ("checkpoint", () if data.get("parent") else _checkpoint(data.get("checkpoint"))),
         ("refused", _refused(data["totals"])),
     )
     said = ((label, ", ".join(filter(None, parts))) for label, parts in rows)

@@ -27,6 +27,7 @@ LONGEST_EVENT = 500  # characters: peers may provoke long sentences
 MOST_LISTED = 2000
 # A relay that has just lost the way to its parent connects again before anybody need know.
 PARENT_MISSED_S = 3.0
+OF_THE_PARENT = "the parent's"  # outer optimizer, at a relay
 
 R = TypeVar("R")
 
@@ -244,6 +245,8 @@ def _model(state: RunState) -> feed.Model | None:
 def _outer(state: RunState) -> feed.Outer:
     """What steps the parameters; a torch optimizer's settings are its own."""
     config, name, has_momentum = state.config, state.config.outer_name, False
+    if state.parent is not None:
+        return feed.Outer(optimizer=OF_THE_PARENT)
     if state.has_own_optimizer:
         lr, momentum = _common(state, "lr"), _common(state, "momentum")
     else:

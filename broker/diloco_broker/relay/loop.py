@@ -94,6 +94,9 @@ class RelayLoop(Loop):
             self._do(self._relay.told(effect, wires, self.now()))
         self._do(self._relay.tick(self.now()))
 
+    def _export(self) -> None:
+        """The parent keeps the final model."""
+
     def _hear(self, received: events.Received) -> None:
         self._do(self._relay.hears(received))
 

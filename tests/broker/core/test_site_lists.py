@@ -239,6 +239,25 @@ def test_run_that_is_over_at_the_hub_is_over_at_the_site() -> None:
     assert (end.reason, end.is_complete) == ("--max-rounds is 4", True)
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"outer_lr": 0.5}, "outer learning rate is the run's: set it at the broker"),
+        ({"sync_every": 5, "grace": 1.0}, "sync-every is the run's"),
+        ({"max_rounds": 5}, "through tcp://hub:8512"),
+    ],
+)
+def test_what_is_the_runs_is_not_set_at_a_relay(settings: dict[str, Any], sentence: str) -> None:
+    stage, _ = a_site("a", "b")
+    stage.state.parent = Parent("tcp://hub:8512", "north")
+    answer = stage.asks("set", **settings)
+    assert not answer.ok
+    assert sentence in answer.text
+    assert stage.asks("set", min_workers=1, workers=2).ok
+    assert "ask the broker at tcp://hub:8512" in stage.asks("save").text
+    assert stage.shown()["outer"]["optimizer"] == "the parent's"
+
+
 def test_site_whose_parent_is_away_says_so_and_for_how_long() -> None:
     stage, _ = a_site("a", "b")
     stage.state.parent = Parent("tcp://hub:8512", "north", lost_at=stage.now - 40.0)

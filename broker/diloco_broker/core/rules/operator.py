@@ -20,6 +20,7 @@ from diloco_protocol.packed import Packed, pack_with
 from diloco_protocol.records import to_plain
 
 LONGEST_FILE = 1 << 62  # bytes; systems know no longer ones
+PARENT = b""  # the route of what a relay does as its parent says
 WHO = "who"  # the argument in which operators name themselves
 
 
@@ -77,7 +78,9 @@ def _manifest(state: RunState, request: Request) -> effects.Effects:
 
 
 def _save(state: RunState, request: Request) -> effects.Effects:
-    if state.config.save_dir is None:
+    if state.parent is not None:
+        yield request.no(f"A relay saves nothing: ask the broker at {state.parent.address}.")
+    elif state.config.save_dir is None:
         yield request.no(_SAVES_NOTHING)
     elif state.round is None:
         yield request.no("There is nothing to save yet: the run has no parameters.")
@@ -151,6 +154,8 @@ def _kick_behind(state: RunState, request: Request, relay: Member, name: str) ->
 def _set(state: RunState, request: Request) -> effects.Effects:
     arguments = {name: value for name, value in request.control.arguments.items() if name != WHO}
     try:
+        if request.route != PARENT:
+            settings.check_site(state, arguments)
         changes = settings.changes(state, arguments)
     except UsageError as error:
         yield request.no(str(error))
@@ -217,6 +222,8 @@ def _shutdown(state: RunState, request: Request) -> effects.Effects:
     then = "The run is over: the workers' scripts are told to end."
     if restarting:
         then = "Workers train on and come back to the broker that is started next."
+    if state.parent is not None and not restarting:
+        then = "They are told to end; the run goes on without this site."
     yield request.yes(f"The broker {finish}{saves}tells its workers and stops. {then}")
     yield effects.End(f"{noted.by} asked for it", restarting)
 

@@ -35,6 +35,8 @@ SETTINGS = {
     "token_budget": "token-budget",
     "max_time": "max-time",
 }
+# What a relay decides for its site; the rest is the run's.
+OF_A_SITE = ("workers", "min_workers", "quorum", "grace")
 # What takes a setting back: the quorum is all workers again, the run has no such end.
 _TAKEN_BACK = {"quorum": 0, "max_rounds": 0, "token_budget": 0, "max_time": "0"}
 # What a torch optimizer has in its groups, by the name of the setting.
@@ -57,6 +59,17 @@ class Change:
 
 def _shown(value: Any, none: str) -> str:
     return none if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def check_site(state: RunState, arguments: Mapping[str, Any]) -> None:
+    """Raises UsageError for what is not a relay's to set."""
+    others = [SETTINGS[name] for name in SETTINGS if name in arguments and name not in OF_A_SITE]
+    if state.parent is not None and others:
+        own = ", ".join(SETTINGS[name] for name in OF_A_SITE)
+        raise UsageError(
+            f"A relay sets {own} of its site; {', '.join(others)} is the run's: set it at the broker "
+            f"whose run this is, through {state.parent.address}."
+        )
 
 
 def changes(state: RunState, arguments: Mapping[str, Any]) -> list[Change]:

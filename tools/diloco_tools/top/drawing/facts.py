@@ -349,7 +349,7 @@ def checkpoint(snapshot: Snapshot, glyphs: Glyphs) -> Parts:
     saved = snapshot.checkpoint
     if saved is None:
         # A broker that says nothing of its checkpoints is an older one, not one without a folder.
-        nothing = "checkpoint" in snapshot.raw
+        nothing = "checkpoint" in snapshot.raw and snapshot.parent is None
         return (Text("no save folder: nothing is kept", UNEASY),) if nothing else ()
     parts: list[Part] = []
     if saved.error:

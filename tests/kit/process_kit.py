@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -263,11 +263,11 @@ def command_with_a_disk_that_hangs(*arguments: str) -> None:
     save = checkpoint.save
     saves = iter(range(1000))
 
-    def hang(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    def hang(folder: Path, checkpoint: Checkpoint, keep: int, spared: Container[str] = ()) -> Path:
         if next(saves):
             print("hangs", flush=True)
             threading.Event().wait()
-        return save(folder, checkpoint, keep)
+        return save(folder, checkpoint, keep, spared)
 
     checkpoint.save = hang
     command(*arguments)

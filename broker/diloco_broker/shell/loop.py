@@ -129,16 +129,15 @@ class Loop:
             opened.callback(self.sockets.close)
             if config.security == feed.INSECURE:
                 logger.warning(_INSECURE)
-            self._writer = (
-                None
-                if lock is None
-                else writer.CheckpointWriter(lock, config.keep, self.sockets.wake)
-            )
-            self._pieces = None if lock is None else PieceReader(lock.folder, self.sockets.wake)
-            if self._writer is not None:
-                opened.callback(self._writer.close)
-            if self._pieces is not None:
+            self._writer: writer.CheckpointWriter | None = None
+            self._pieces: PieceReader | None = None
+            if lock is not None:
+                self._pieces = PieceReader(lock.folder, self.sockets.wake)
                 opened.callback(self._pieces.close)
+                self._writer = writer.CheckpointWriter(
+                    lock, config.keep, self.sockets.wake, self._pieces.spared
+                )
+                opened.callback(self._writer.close)
             self._introduce(self.core)
             state = self.core.state
             state.has_own_optimizer = has_own

@@ -128,6 +128,10 @@ class Copying:
     def bytes_coming(self) -> int:
         return sum(each.size for each in self._coming)
 
+    def goes_on(self) -> None:
+        """On a new connection: what was asked for and has not come is asked for again."""
+        self._asked = self._arrived
+
     def next(self) -> Ask | None:
         """What to ask for now; None while enough is on its way, and at the end."""
         if self._asked == len(self._asks) or self._asked - self._arrived >= WINDOW:

@@ -6,7 +6,8 @@
 
 A thread asks the hub each second which its newest checkpoint is, and copies it as brokers write theirs:
 beside its place, each file checked and flushed, then renamed. So a copy that was interrupted never looks
-like a checkpoint. A file that is here already, with the same sum, is linked and does not come again.
+like a checkpoint. A file that is here already, with the same sum, is linked and does not come again; a
+copy that the line has interrupted goes on where it was, while the hub keeps the checkpoint for it.
 Nothing of it waits in the thread of who made it.
 """
 
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,6 +55,24 @@ CLOSE_WITHIN_S = 10.0
 
 class _Ending(Exception):
     """The mirror is closed in the middle of a copy."""
+
+
+class _Lost(CopyFailed):
+    """The hub does not answer, or not with a result: what has come so far is good."""
+
+
+@dataclass
+class _Partial:
+    """A copy on its way, in a folder aside."""
+
+    copying: Copying
+    aside: Path
+    file: BinaryIO | None = None  # that comes now
+
+    def drop(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        shutil.rmtree(self.aside, ignore_errors=True)
 
 
 class Mirror:
@@ -88,6 +108,7 @@ class Mirror:
         self._lock = FolderLock(save_dir)
         self._here: dict[str, Path] = {}  # files that are sound, by sum
         self._has_looked = False  # at what was here before
+        self._partial: _Partial | None = None
         self._requests = itertools.count(1)
         self._awaited: deque[int] = deque()  # requests without an answer, the oldest first
         self._changed = threading.Condition()
@@ -105,6 +126,8 @@ class Mirror:
             self._thread.join(CLOSE_WITHIN_S)
         if self._thread.is_alive():
             logger.error("The copy to %s does not end; the disk may hang.", self.save_dir)
+        else:
+            self._drop()
         self._lock.release()
 
     def wait_for(self, name: str, seconds: float) -> bool:
@@ -157,12 +180,15 @@ class Mirror:
         Returns False where the hub has removed that meanwhile.
         """
         self._awaited.clear()  # what comes late of a copy that was given up is nobody's
-        self._ask(dealer, "checkpoint")
-        try:
-            listing = listing_of(self._answer(dealer))
-        except Outdated as error:  # there is none yet
-            self._has_problem(str(error))
-            return True
+        if self._partial is not None:
+            listing = self._partial.copying.listing
+        else:
+            self._ask(dealer, "checkpoint")
+            try:
+                listing = listing_of(self._answer(dealer))
+            except Outdated as error:  # there is none yet
+                self._has_problem(str(error))
+                return True
         if self.newest is None or self.newest.name != listing.checkpoint:
             try:
                 self._take(dealer, listing)
@@ -198,27 +224,37 @@ class Mirror:
             checkpoint.retire(self.save_dir, run, self._keep)
 
     def _copy(self, dealer: Dealer, listing: Listing, place: Path) -> None:
-        aside = self.save_dir / f".{place.name}.{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
+        if self._partial is None:
+            self._partial = self._begun(listing)
+        partial = self._partial
         try:
-            aside.mkdir()
-            copying = self._linked(listing, aside)
-            self._fetch(dealer, copying, aside)
-            _check_listed(checkpoint.read_manifest(aside), listing)
-            checkpoint.sync_folder(aside)
+            self._fetch(dealer, partial)
+            _check_listed(checkpoint.read_manifest(partial.aside), listing)
+            checkpoint.sync_folder(partial.aside)
             if place.exists():  # damaged, or the hub's of the same name is another one
                 shutil.rmtree(place)
-            aside.rename(place)
+            partial.aside.rename(place)
             checkpoint.sync_folder(self.save_dir)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+        except (_Lost, UsageError):  # the latter: the hub does not take this key now
             raise
+        except BaseException:
+            self._drop()
+            raise
+        self._partial = None
         self._here = {each.sha256: place / each.name for each in listing.files}
         said = "%s of the hub is here: %d bytes came, %d files were here already."
-        logger.info(said, place.name, copying.bytes_coming, len(copying.linked))
+        logger.info(said, place.name, partial.copying.bytes_coming, len(partial.copying.linked))
 
-    def _linked(self, listing: Listing, aside: Path) -> Copying:
+    def _drop(self) -> None:
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            partial.drop()
+
+    def _begun(self, listing: Listing) -> _Partial:
         """Link what is here already; the rest is to come."""
+        aside = self.save_dir / f".{listing.checkpoint}.{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
         copying = Copying(listing, self._here)
         try:
             for each in copying.linked:
@@ -227,22 +263,23 @@ class Mirror:
             shutil.rmtree(aside)
             aside.mkdir()
             copying = Copying(listing, ())
-        return copying
+        return _Partial(copying, aside)
 
-    def _fetch(self, dealer: Dealer, copying: Copying, aside: Path) -> None:
-        name, file = copying.listing.checkpoint, None
-        with contextlib.ExitStack() as opened:
-            while not copying.is_whole:
-                while (ask := copying.next()) is not None:
-                    self._ask(dealer, "piece", checkpoint=name, file=ask.file, offset=ask.offset)
-                write = copying.arrives(self._answer(dealer))
-                if file is None:
-                    file = opened.enter_context(open(aside / write.file, "xb"))
-                file.write(write.piece)
-                self.bytes_copied += len(write.piece)
-                if write.is_whole:
-                    _flush(file)
-                    file = None
+    def _fetch(self, dealer: Dealer, partial: _Partial) -> None:
+        copying = partial.copying
+        copying.goes_on()
+        name = copying.listing.checkpoint
+        while not copying.is_whole:
+            while (ask := copying.next()) is not None:
+                self._ask(dealer, "piece", checkpoint=name, file=ask.file, offset=ask.offset)
+            write = copying.arrives(self._answer(dealer))
+            if partial.file is None:
+                partial.file = open(partial.aside / write.file, "xb")  # noqa: SIM115  for later calls
+            partial.file.write(write.piece)
+            self.bytes_copied += len(write.piece)
+            if write.is_whole:
+                _flush(partial.file)
+                partial.file = None
 
     # Asking.
 
@@ -261,11 +298,11 @@ class Mirror:
             if found is None:
                 continue
             if isinstance(found[0], Error):
-                raise CopyFailed(found[0].text)
+                raise _Lost(found[0].text)
             if isinstance(found[0], Result) and found[0].request in self._awaited:
                 self._awaited.remove(found[0].request)
                 return found[0]
-        raise CopyFailed(dealer.failure or f"No broker answers at {self.address}.")
+        raise _Lost(dealer.failure or f"No broker answers at {self.address}.")
 
 
 def _flush(file: BinaryIO) -> None:

@@ -29,7 +29,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,8 +60,9 @@ def _unreadable(path: Path, error: OSError) -> Damaged:
     return kind(f"{path} cannot be read: {error.strerror or error}.")
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep` of the run. Returns its path.
+def save(folder: Path, checkpoint: Checkpoint, keep: int, spared: Container[str] = ()) -> Path:
+    """Write a checkpoint, and remove all but the newest `keep` of the run and those `spared`, by name.
+    Returns its path.
 
     Raises OSError where that cannot be written; what was there is untouched.
     """
@@ -89,7 +90,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    retire(folder, checkpoint.record.run, keep)
+    retire(folder, checkpoint.record.run, keep, spared)
     return place
 
 
@@ -110,7 +111,7 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def retire(folder: Path, run: str, keep: int) -> None:
+def retire(folder: Path, run: str, keep: int, spared: Container[str] = ()) -> None:
     """Remove old checkpoints. Those of other runs are somebody's, and damaged ones belong to no run."""
     left = keep
     for path in found(folder):
@@ -121,7 +122,7 @@ def retire(folder: Path, run: str, keep: int) -> None:
         if of_run != run:
             continue
         left -= 1
-        if left < 0:
+        if left < 0 and path.name not in spared:
             _remove(path)
 
 

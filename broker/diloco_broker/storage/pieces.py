@@ -2,7 +2,8 @@
 
 A thread reads; the loop hands it what was asked for and sends what it has read. Files of a checkpoint
 are never written again, so their pieces may be asked for in any order, as long as it is kept.
-Each piece opens its file and closes it: whoever stops in the middle leaves nothing behind.
+Each piece opens its file and closes it: whoever stops in the middle leaves nothing behind. A checkpoint
+that is being copied is not removed (`spared`), or a copy over a slow line would never end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,10 @@ from diloco_protocol.messages import Result
 PIECE_BYTES = 1 << 20
 # Requests that wait, of all together: so many pieces may lie in memory.
 MOST_WAITING = 16
+# What was asked for within so many seconds is being copied: a line may be cut for minutes. So many
+# checkpoints, those that were asked for last, take room on the disk for that.
+SPARED_S = 300.0
+MOST_SPARED = 2
 # Of whoever is told to ask again, for the newest: nothing is wrong.
 AGAIN = {"again": True}
 
@@ -39,6 +45,9 @@ class PieceReader:
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread: threading.Thread | None = None
+        self._asked_at: dict[
+            str, float
+        ] = {}  # checkpoints; the one that was asked for last comes last
         self._listed: tuple[Path, list[dict[str, Any]]] | None = (
             None  # of the newest, as it was last
         )
@@ -56,6 +65,19 @@ class PieceReader:
             thread.start()
             self._thread = thread
         return None
+
+    def spared(self) -> frozenset[str]:
+        """The checkpoints that are being copied; from any thread."""
+        with self._changed:
+            now = time.monotonic()
+            return frozenset(n for n, at in self._asked_at.items() if now - at < SPARED_S)
+
+    def _spare(self, name: str) -> None:
+        with self._changed:
+            self._asked_at.pop(name, None)
+            self._asked_at[name] = time.monotonic()
+            if len(self._asked_at) > MOST_SPARED:
+                del self._asked_at[next(iter(self._asked_at))]
 
     def close(self) -> None:
         """End the thread when it has read what it is at."""
@@ -100,6 +122,7 @@ class PieceReader:
             if place.is_symlink():
                 raise FileNotFoundError
             with checkpoint.opened(place / file, follow=False) as found:
+                self._spare(name)
                 found.seek(wanted.offset)
                 piece = found.read(PIECE_BYTES)
         except FileNotFoundError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict
 
 from diloco_broker.core.events import Saved, SaveFailed
@@ -37,16 +37,23 @@ def checkpoint_of(state: RunState, store: TensorStore, record: RunRecord, life: 
 class CheckpointWriter:
     """See the head of this module.
 
-    The folder of `lock` is made when the first checkpoint is written, and the newest `keep` stay there.
+    The folder of `lock` is made when the first checkpoint is written, and the newest `keep` stay there,
+    with those that `spared` names.
     The thread calls `wake` when there is something in `results`, the oldest first.
     """
 
-    def __init__(self, lock: FolderLock, keep: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        lock: FolderLock,
+        keep: int,
+        wake: Callable[[], None],
+        spared: Callable[[], Container[str]] = frozenset,
+    ) -> None:
         self.folder = lock.folder
         self._lock = lock
         self._wake = wake
         self.results: deque[Saved | SaveFailed] = deque()
-        self._keep = keep
+        self._keep, self._spared = keep, spared
         self._changed = threading.Condition()
         self._next: Checkpoint | None = None
         self._is_busy = False
@@ -94,7 +101,8 @@ class CheckpointWriter:
         number = newest.number
         try:
             self._lock.take()
-            return Saved(number, str(checkpoint.save(self.folder, newest, self._keep)))
+            path = checkpoint.save(self.folder, newest, self._keep, self._spared())
+            return Saved(number, str(path))
         except OSError as error:
             # Without the name of the file, which is another one each time: what is wrong is the same.
             return SaveFailed(number, f"{error.strerror or error} ({self.folder})")

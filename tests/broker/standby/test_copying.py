@@ -79,6 +79,19 @@ def test_few_pieces_are_on_their_way_at_a_time(listing: Listing) -> None:
     assert len(asks_of(copying)) == 1
 
 
+def test_copy_goes_on_where_the_line_broke(listing: Listing) -> None:
+    copying = Copying(listing, ())
+    first, *lost = asks_of(copying)
+    copying.arrives(answer(first))
+    copying.goes_on()
+    again = asks_of(copying)
+    assert again[: len(lost)] == lost
+    while again:
+        copying.arrives(answer(again.pop(0)))
+        again += asks_of(copying)
+    assert copying.is_whole
+
+
 def test_file_that_is_here_does_not_come_again_but_the_manifest_does(listing: Listing) -> None:
     copying = Copying(listing, [each.sha256 for each in listing.files if "1" not in each.name])
     assert [each.name for each in copying.linked] == ["fragment-0.safetensors"]

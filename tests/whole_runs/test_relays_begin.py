@@ -155,6 +155,29 @@ def test_hub_that_has_lost_its_parameters_takes_those_that_relays_hold() -> None
         sites.rounds(range(2, 4), "a", "b")
 
 
+@pytest.mark.parametrize("reply", ["bf16", "int4z"])
+def test_hub_and_relay_that_have_both_lost_them_take_those_that_workers_hold(reply: str) -> None:
+    at_hub, at_site = a_free_address(), a_free_address()
+    dtypes = {"reply_dtype": reply, "wire_dtype": "bf16", "bind": at_hub}
+    with Sites(lambda: of_seed(7)) as sites:
+        hub = sites.hub(1, recover_wait=0.1, **dtypes)
+        relay = sites.relay(at_hub, 2, "north", dtype=None, bind=at_site)
+        sites.workers(relay, "a", "b")
+        before = sites.rounds(range(2), "a", "b")
+        sites.push("a", number=2)
+        version = relay._loop.core.state.versions[0].version
+        relay.stop(restarting=True)
+        hub.stop(restarting=True)
+        empty = sites.hub(1, has_model=False, recover_wait=1.0, **dtypes)
+        sites.relay(at_hub, 2, "north", dtype=None, bind=at_site)
+        until(lambda: empty._loop.core.state.model.is_done, "the hub has parameters")
+        assert empty._loop.core.state.versions[0].version == version
+        sites.push("b", number=2)
+        after = sites.pull("a", "b")
+        assert not torch.equal(before["0.weight"], after["0.weight"])
+        sites.rounds(range(3, 4), "a", "b")
+
+
 def many_tensors() -> nn.Module:
     """More tensors than a header has room for."""
     model, dice = nn.Module(), torch.Generator().manual_seed(5)

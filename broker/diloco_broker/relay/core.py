@@ -42,6 +42,7 @@ from diloco_protocol.messages import Released, RunConfig
 from diloco_worker.core import effects as to_parent
 from diloco_worker.core import events as of_parent
 from diloco_worker.core.compatibility import Terms
+from diloco_worker.core.downloads import Held
 from diloco_worker.core.session import Session
 
 # Pushes that the parent would not have; their workers are told when they offer them again.
@@ -113,9 +114,13 @@ class Forget:
 
 @dataclass(frozen=True)
 class HandUp:
-    """What a worker of the site has given goes up: by fragment, the push that it goes in."""
+    """What a worker of the site has given goes up: by fragment, the push that it goes in.
+
+    Of fragments that are `held` it is the version that the relay holds.
+    """
 
     pushes: Mapping[int, int]
+    held: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -323,24 +328,48 @@ class Relay:
         core = self._first.core_that_asks(config, session.terms, self._draw, now)
         yield from self._lives_on_as(core, session.terms, "The relay has a parent now.")
 
-    def given(self, now: float) -> Commands:
-        """A worker of the site has given its parameters whole: they go up, and the site waits."""
-        session = self.session
+    def _takes_gift(self, now: float) -> Commands:
+        """A worker of the site may have given its parameters whole: they go up, and the site waits."""
+        session, model = self.session, self.site.state.model
         assert session is not None and session.terms is not None
-        pushes, self._first.wanted, self._first.is_asking = self._first.wanted, {}, False
-        yield HandUp(pushes)
+        terms = session.terms
+        pushes: dict[int, int] = {}
+        if model.is_done:
+            held = self._first.held_by(self.site)
+            yield from self._comes_back_with(held, terms)
+        elif model.donation.donor is not None and model.donation.is_complete:
+            pushes, held = self._first.wanted, {}
+        else:
+            return
+        self._first.wanted, self._first.is_asking = {}, False
+        yield HandUp(pushes, tuple(held))
         for push_id in pushes.values():
             yield Tell(of_parent.Prepared(push_id))
+        if held:
+            yield Tell(of_parent.Start())
         core = Core(self.config, self._draw, now)
         core.state.admit = self._first.admit
-        text = "The relay hands the first parameters up; workers are let in when they come down."
-        yield from self._lives_on_as(core, session.terms, text)
+        text = "The relay hands parameters up; workers are let in when its parent has them."
+        yield from self._lives_on_as(core, terms, text)
+
+    def _comes_back_with(self, held: dict[int, Held], terms: Terms) -> Commands:
+        """The parent has lost a run that the site holds: it hears of it as this relay joins."""
+        yield Say(
+            "The site holds a version of the run that the parent has lost; it goes on with that."
+        )
+        yield Tell(of_parent.Depart("it comes back with what its site holds"))
+        yield from self._connects()
+        yield Tell(of_parent.Resume(terms, held))
+
+    def _connects(self) -> Commands:
+        self.session = Session(replace(self._join, manifest=self._first.brought), self._draw)
+        yield Connect(self.session)
 
     def _delivered(self, effect: to_parent.Deliver, wires: Any, now: float) -> Commands:
         released, terms = effect.released, self.session.terms if self.session else None
         assert terms is not None
         fragment = released.fragment
-        if not effect.unchanged:
+        if not effect.unchanged or fragment not in self._versions:
             self._versions[fragment] = released, tuple(wires)
         if not self.is_open:
             wanted = {part.fragment for part in terms.layout.all if part.chunks}
@@ -419,10 +448,10 @@ class Relay:
     def tick(self, now: float) -> Commands:
         """Time has passed: the parent hears how many are here, the site what is trained with."""
         if self.session is None and self._first.brought is not None:
-            ours = replace(self._join, manifest=self._first.brought)
-            self.session = Session(ours, self._draw)
-            yield Connect(self.session)
+            yield from self._connects()
             yield Tell(of_parent.Start())
+        if self._first.is_asking:
+            yield from self._takes_gift(now)
         session, state = self.session, self.site.state
         self._report.look(state, session, now, is_under_way=self._flight is not None)
         if session is None or session.join is None or not self.is_open:

@@ -4,7 +4,11 @@ The first worker of the site brings the description of the model, with which the
 to take part. Until the parameters come down its workers wait. Where nobody has any, the parent asks one
 of those that take part to give its own; a relay has none, so it lets its workers join, asks the first of
 them as any broker would, keeps what that one sends, and hands it up. Then they wait again, for what the
-run begins with, which may be another one's. Nobody at the site hears of a run before the parent has one.
+run begins with, which may be another one's. Nobody at the site hears of a new run before the parent has
+begun it.
+
+Where a worker holds a version of a run that the parent has lost, the relay takes that one, and comes
+back to its parent as one that holds it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.manifest import Manifest, differences, summarise
 from diloco_protocol.messages import Join
 from diloco_worker.core.compatibility import Terms
+from diloco_worker.core.downloads import Held
 
 _WAITS = "The relay waits for its parent at {}; it lets workers in once it has the parameters."
 
@@ -38,7 +43,7 @@ class FirstModel:
         """What workers hear meanwhile."""
         return ProtocolError(Code.NO_MODEL, _WAITS.format(self.parent))
 
-    def admit(self, join: Join, manifest: Manifest) -> None:
+    def admit(self, _join: Join, manifest: Manifest) -> None:
         """Raise ProtocolError for a worker that cannot be let in yet; the first brings the model."""
         if self.turned_away is not None and manifest == self.turned_away[0]:
             raise ProtocolError(Code.MODEL_DIFFERS, self.turned_away[1])
@@ -51,12 +56,6 @@ class FirstModel:
             raise ProtocolError(
                 Code.MODEL_DIFFERS, f"The worker's model differs from the run's: {clauses}."
             )
-        if any(join.versions):
-            raise ProtocolError(
-                Code.NO_MODEL,
-                "The worker goes on with a run that the relay's parent has lost; start the parent with "
-                "its checkpoint, or all workers afresh.",
-            )
 
     def is_refused(self, text: str) -> None:
         """The parent does not take this model; another worker may bring a better one."""
@@ -67,6 +66,15 @@ class FirstModel:
     def is_over(self, push_id: int) -> None:
         """Nobody waits for this donation any more."""
         self.wanted = {f: each for f, each in self.wanted.items() if each != push_id}
+
+    def held_by(self, site: Core) -> dict[int, Held]:
+        """By fragment, the versions of an earlier run that workers of the site have given whole."""
+        versions = dict(enumerate(site.state.versions.fragments))
+        return {
+            fragment: Held(each.version, each.ledger)
+            for fragment, each in versions.items()
+            if each.version is not None
+        }
 
     def core_that_asks(
         self, config: BrokerConfig, terms: Terms, draw: Callable[[], int], now: float

@@ -104,8 +104,6 @@ class RelayLoop(Loop):
         super()._work()
         if self._relay_tensors.is_averaged:
             self._do(self._relay.averaged())
-        if self._relay_tensors.is_given:
-            self._do(self._relay.given(self.now()))
 
     def _do(self, commands: core.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
         for command in commands:
@@ -119,8 +117,9 @@ class RelayLoop(Loop):
                     self._uplink.tell(of_parent.Offer(push))
                 case core.Feed(event):
                     self._executor.feed(event)
-                case core.HandUp(pushes):
+                case core.HandUp(pushes, held):
                     self._relay_tensors.hand_up(pushes)
+                    self._relay_tensors.hold(held)
                 case core.Settle(released, counted):
                     self._relay_tensors.residuals.settle(
                         released.version, released.fragment, counted
@@ -130,7 +129,8 @@ class RelayLoop(Loop):
                 case core.Forget(push_id):
                     self._relay_tensors.residuals.forget(push_id)
                 case core.Begin(site, layout, wire_dtype):
-                    self._relay_tensors.begin_anew(layout, wire_dtype)
+                    reply = site.state.config.reply_dtype
+                    self._relay_tensors.begin_anew(layout, wire_dtype, reply)
                     self._follow(site)
                 case core.Answer(route, message):
                     self.send(effects.Send(route, message))

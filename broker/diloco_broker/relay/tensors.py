@@ -7,7 +7,7 @@ come as differences in few bits. Besides it only what means in few bits left out
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,13 @@ from diloco_broker.tensors.aggregate import StagedReducer
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.tensors.codecs import decode_chunk, has_nan, is_finite, segment_dtype
+from diloco_protocol.tensors.codecs import (
+    decode_chunk,
+    encode_chunk,
+    has_nan,
+    is_finite,
+    segment_dtype,
+)
 from diloco_worker.model.flat_state import FlatState
 
 Chunks = tuple[memoryview, ...]
@@ -32,6 +38,7 @@ class RelayTensors:
 
     def __init__(self) -> None:
         self._wire_dtype = "fp32"  # what means go up in
+        self._reply = "fp32"  # what versions go on to the site in
         self._queue: deque[effects.TensorWork] = deque()
         self._layout: ModelLayout | None = None
         self._reducer = StagedReducer("mean", 0)
@@ -39,10 +46,9 @@ class RelayTensors:
         self.residuals = Residuals()
         # All chunks of a closing round are there, and nobody has been told.
         self.is_averaged = False
-        # What a worker of the site gives of each fragment, for a parent that has no parameters, and the
-        # chunks that are missing. All of it is there, and nobody has been told.
+        # What a worker of the site gives of each fragment, in fp32, for a parent that has no parameters,
+        # and the chunks that are missing.
         self._gifts: dict[int, tuple[FlatState, set[int]]] = {}
-        self.is_given = False
         # By push id, what is being sent; by fragment, what arrives (its layout, until the first chunk
         # says in which dtype) and what is held.
         self._outgoing: dict[int, FlatState] = {}
@@ -51,11 +57,12 @@ class RelayTensors:
 
     # For the site.
 
-    def begin_anew(self, layout: ModelLayout, wire_dtype: str) -> None:
-        """Another life of the site, whose means go up in this dtype: nothing queued is wanted."""
+    def begin_anew(self, layout: ModelLayout, wire_dtype: str, reply: str) -> None:
+        """Another life of the site: nothing queued is wanted. Means go up in this dtype, and the site
+        gets versions in that of `reply`."""
         self._queue.clear()
-        self._mean, self.is_averaged, self.is_given = None, False, False
-        self._layout, self._wire_dtype = layout, wire_dtype
+        self._mean, self.is_averaged = None, False
+        self._layout, self._wire_dtype, self._reply = layout, wire_dtype, reply
         self.residuals.lay_out(layout)
         longest = max((s.elements for part in layout.all for s in part.spans), default=0)
         self._reducer = StagedReducer("mean", longest)
@@ -103,10 +110,11 @@ class RelayTensors:
     def _take_gift(
         self, work: effects.StoreInitial, span: ChunkSpan, values: Tensor
     ) -> Iterator[events.Event]:
-        """A chunk that a worker gives. Of the last the core is not told, or it would begin a run."""
+        """A chunk that a worker gives."""
         assert self._layout is not None
         is_frozen = work.fragment == self._layout.frozen.fragment
-        if has_nan(values) or not (is_frozen or is_finite(values)):
+        told = values.to(segment_dtype(span.segment, self._reply))
+        if has_nan(told) or not (is_frozen or is_finite(told)):
             yield events.InitialRefused(work)
             return
         if work.fragment not in self._gifts:
@@ -115,21 +123,20 @@ class RelayTensors:
         gift, missing = self._gifts[work.fragment]
         gift.vectors[span.segment][span.start : span.stop].copy_(values)
         missing.discard(work.index)
-        self.is_given = self._has_gifts
-        if not self.is_given:
-            yield events.InitialStored(work, gift.chunk(work.index))
-
-    @property
-    def _has_gifts(self) -> bool:
-        assert self._layout is not None
-        wanted = [part.fragment for part in self._layout.all if part.chunks]
-        return all(each in self._gifts and not self._gifts[each][1] for each in wanted)
+        yield events.InitialStored(work, encode_chunk(span, told.clone(), self._reply))
 
     def hand_up(self, pushes: Mapping[int, int]) -> None:
         """What was given is sent under these ids, by fragment. It is kept: it may be asked for again."""
-        self.is_given = False
         for fragment, push_id in pushes.items():
             self._outgoing[push_id] = self._gifts[fragment][0]
+
+    def hold(self, fragments: Iterable[int]) -> None:
+        """What was given of these is the version that is held, as it would have come."""
+        for fragment in fragments:
+            given, _ = self._gifts.pop(fragment)
+            held = self._held[fragment] = room_for(given.layout, self._reply)
+            for segment, vector in given.vectors.items():
+                held.vectors[segment].copy_(vector)
 
     def push(self, push_id: int) -> None:
         """What was averaged last is sent under this id."""
@@ -193,11 +200,11 @@ class RelayTensors:
         """Lay out what a parent that has no parameters is given, in fp32: the version held, or what a
         worker has given. False where it has yet to be asked for."""
         held = self._held.get(layout.fragment)
-        if held is None and self._layout is not None and self._has_gifts:
-            self.hand_up({layout.fragment: push_id})
-            return True
         if held is None:
-            return False
+            _, missing = self._gifts.get(layout.fragment, (None, {0}))
+            if not missing:
+                self.hand_up({layout.fragment: push_id})
+            return not missing
         vectors = {s: v.to(segment_dtype(s)) for s, v in held.vectors.items()}
         self._outgoing[push_id] = FlatState(layout, vectors)
         return True

@@ -234,7 +234,7 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     push = model.donation.intakes[event.work.fragment].push
     if push is not None and push.base is not None:
         yield from _adopt(state, event.work.worker_id)
-    else:
+    elif state.admit is None:
         yield from _begin_run(state, event.work.worker_id or "the model file")
 
 

@@ -247,7 +247,8 @@ class RunState:
     untold: UntoldVersions = field(default_factory=UntoldVersions)
     # Splits a model as the user says, instead of a pattern; may raise UsageError.
     own_split: Callable[[Manifest], FragmentPlan] | None = None
-    # At a relay without parameters: raises ProtocolError for who cannot be let in yet.
+    # At a relay without parameters: raises ProtocolError for who cannot be let in yet. No run begins
+    # here; what a newcomer gives is for the parent.
     admit: Callable[[Join, Manifest], None] | None = None
 
     @property

@@ -26,6 +26,7 @@ from diloco_broker.core.state import run
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL
 from diloco_broker.core.state.versions import fragment
 from diloco_broker.core.story import KEPT, Story
+from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_protocol.messages import Pull
 from diloco_worker import DiLoCoClient
 from kit.core_harness import Puppet, a_stage
@@ -302,7 +303,8 @@ def test_connections_that_came_and_went_leave_nothing_behind() -> None:
     address = "tcp://127.0.0.1:*"
     config = BrokerConfig(bind=address, feed=address, disconnect_grace=0.0, chunk_elements=8)
     with Broker(config, {"weight": torch.zeros(50)}) as broker:
-        members = broker._loop.core.state.members
+        members, tensors = broker._loop.core.state.members, broker._loop.tensors
+        assert isinstance(tensors, TensorExecutor)
         sizes = []
         for row, workers in enumerate((150, 20)):
             for number in range(workers):
@@ -312,7 +314,7 @@ def test_connections_that_came_and_went_leave_nothing_behind() -> None:
                     if number % 2:
                         worker.send("leave", session=worker.session)
             # What it was given is let go of with the next word on the feed.
-            wait_for(lambda: not len(members) and broker._loop.tensors.initial is None)
+            wait_for(lambda: not len(members) and tensors.initial is None)
             sizes.append(population(broker))
     assert sizes[0]["Core"] == 1
     assert len(broker._loop.core._story) <= 2 * KEPT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgpack
 import pytest
@@ -158,7 +159,7 @@ def test_hub_that_has_lost_its_parameters_takes_those_that_relays_hold() -> None
 @pytest.mark.parametrize("reply", ["bf16", "int4z"])
 def test_hub_and_relay_that_have_both_lost_them_take_those_that_workers_hold(reply: str) -> None:
     at_hub, at_site = a_free_address(), a_free_address()
-    dtypes = {"reply_dtype": reply, "wire_dtype": "bf16", "bind": at_hub}
+    dtypes: dict[str, Any] = {"reply_dtype": reply, "wire_dtype": "bf16", "bind": at_hub}
     with Sites(lambda: of_seed(7)) as sites:
         hub = sites.hub(1, recover_wait=0.1, **dtypes)
         relay = sites.relay(at_hub, 2, "north", dtype=None, bind=at_site)

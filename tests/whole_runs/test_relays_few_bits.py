@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from diloco_broker.relay.daemon import RelayBroker
 from diloco_protocol import Segment
 from diloco_tools.tcp_proxy import Gate, TcpProxy
-from kit.sites import Sites, assert_same, ledger_of
+from kit.process_kit import a_free_address
+from kit.sites import Sites, assert_same, ledger_of, until
 
 CHUNK = 300
 SGD: dict[str, Any] = {"outer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -106,6 +107,24 @@ def test_float_and_integer_buffers_go_up_as_they_are() -> None:
     buffers = {name for name, _ in Sites()._make().named_buffers()}
     assert_same({n: few[n] for n in buffers}, {n: whole[n] for n in buffers})
     assert any(not torch.equal(few[name], whole[name]) for name in few.keys() - buffers)
+
+
+@pytest.mark.parametrize(("reply", "goes_on"), [("int4z", True), ("bf16", False)])
+def test_hub_that_comes_back_with_another_dtype_of_parameters(reply: str, goes_on: bool) -> None:
+    """Few bits come to fp32 at the relay, as before; a site cannot change from fp32 to bf16."""
+    address = a_free_address()
+    with Sites() as sites:
+        hub = sites.hub(1, bind=address, recover_wait=0.1)
+        relay = sites.relay(address, 1, "north")
+        sites.workers(relay, "a")
+        sites.rounds(range(2), "a")
+        hub.stop(restarting=True)
+        sites.hub(1, has_model=False, bind=address, recover_wait=5.0, reply_dtype=reply)
+        if goes_on:
+            sites.rounds(range(2, 5), "a")
+        else:
+            until(lambda: relay.why_it_failed is not None, "the relay ends")
+            assert "start the relay again" in str(relay.why_it_failed)
 
 
 # Bytes.

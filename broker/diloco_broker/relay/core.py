@@ -277,7 +277,7 @@ class Relay:
         """The session has something to tell; `wires` are the chunks of a version that is delivered."""
         match effect:
             case to_parent.Joined(welcome):
-                problem = _why_not_here(welcome.config)
+                problem = _why_not_here(welcome.config) or self._why_not_any_more(welcome.config)
                 if problem is not None:
                     yield End(f"{problem} The parent is {self.parent}.")
                 yield Tell(of_parent.BeatNow())
@@ -299,6 +299,16 @@ class Relay:
                 what in PASSED_ON and self.is_open
             ):
                 yield Feed(events.Told(notice))
+
+    def _why_not_any_more(self, config: RunConfig) -> str | None:
+        """The site is told of one dtype, and is sent what is held and what comes as it is."""
+        ours, theirs = self.site.state.config.reply_dtype, whole_dtype(config.reply_dtype)
+        if not self.is_open or ours == theirs:
+            return None
+        return (
+            f"The parent came back with parameters in {theirs}, and this site has got them in {ours}; "
+            "start the relay again."
+        )
 
     def _is_turned_away(self, code: str, text: str) -> Commands:
         if code != Code.MODEL_DIFFERS or self._first.brought is None:

@@ -63,8 +63,8 @@ class Uplink:
         return self._progress_of()
 
     def begin(self, session: Session) -> None:
-        """This session speaks from now on."""
-        self.disconnect()
+        """This session speaks from now on; the last word of the one before goes out."""
+        self.disconnect(LEAVE_LINGER_MS)
         self._executor = Executor(session, self, self, self._tensors)
 
     def tell(self, event: events.Event) -> None:

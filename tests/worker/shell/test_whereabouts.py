@@ -20,6 +20,24 @@ def test_address_that_was_given_stays() -> None:
     assert found.next_look() is None
 
 
+def test_several_addresses_are_turned_to_by_number() -> None:
+    found = Whereabouts("h:1, tcp://k:2,ipc:///x")
+    assert found.count == 3
+    assert found.address == "tcp://h:1"
+    found.turn_to(1)
+    assert found.address == "tcp://k:2"
+    assert not found.look(0.0)
+    assert found.names("tcp://k:2") == "tcp://h:1 and tcp://k:2 and ipc:///x"
+
+
+def test_path_of_a_file_may_have_a_comma(tmp_path: Path) -> None:
+    file = tmp_path / "a,b"
+    file.write_text("tcp://h:1")
+    found = Whereabouts(f"file://{file}")
+    assert found.look(0.0)
+    assert (found.count, found.address) == (1, "tcp://h:1")
+
+
 def test_file_is_waited_for_and_followed(tmp_path: Path) -> None:
     file = tmp_path / "address"
     found = Whereabouts(f"file://{file}")

@@ -290,6 +290,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Standby:
+    """Of a hub that has a standby: whether it may release versions."""
+
+    holds_lease: bool = False
+    lease_s: float = 0.0
+    heard_age_s: float | None = None  # since the standby was heard; None: never in this life
+    is_replaced: bool = False  # the standby has taken over
+    is_alone: bool = False  # an operator has said that there is none any more
+
+
+@dataclass(frozen=True)
 class Rejection:
     """Work of a worker that the broker refused; `code` for programs, `text` for people."""
 
@@ -388,6 +399,8 @@ class Snapshot:
     totals: Totals = Totals()
     rejections: tuple[Rejection, ...] = ()
     checkpoint: Checkpoint | None = None
+    term: int = 0  # how often the run's hub was replaced by a standby
+    standby: Standby | None = None  # None: it is no hub with a standby
     data_sets: tuple[DataSet, ...] = ()  # of which the broker hands out units
     last_round: LastRound | None = None
     events: tuple[Event, ...] = ()

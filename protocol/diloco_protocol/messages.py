@@ -209,6 +209,9 @@ class Join(Message):
     size: int = 0
     processes: int = 1
     workers: int | None = None  # None: it is no relay
+    voter: int | None = (
+        None  # random, of this life of the worker: whose votes are whose (STANDBY.md)
+    )
 
 
 @dataclass(frozen=True)
@@ -354,6 +357,46 @@ class Take(Message):
     lots: tuple[Lot, ...] = ()  # counted lately: a broker that was started again may not know it
 
 
+@dataclass(frozen=True)
+class Vote(Message):
+    """The answer to a `notice` with a stamp, which it returns: see protocol/STANDBY.md."""
+
+    session: bytes  # at a hub; a standby has none
+    voter: int
+    stamp: int
+
+
+# Hub and standby.
+
+
+@dataclass(frozen=True)
+class Promise(Message):
+    """A standby speaks to its hub: who it is; with `stamp`, that it will not take over for a while."""
+
+    standby: str  # its name for good; the hub has one standby
+    life: int  # random, of its process
+    stamp: int | None = None  # of the `lease` that it answers; None: it promises nothing
+    roster: int = 0  # the list of voters that it has; 0: none
+    # "hold": no other round should close, and what there is be saved; "charge": to take over; "over": it
+    # has taken over.
+    wants: str = ""
+    term: int = 0  # with "over", its own
+
+
+@dataclass(frozen=True)
+class Lease(Message):
+    """A hub speaks to its standby, a few times in each `seconds`."""
+
+    life: int  # of the standby's process that this is for
+    term: int  # how often the run's hub was replaced
+    stamp: int  # to be returned with a promise
+    seconds: float  # how long that holds
+    roster: int = 0  # number of the list of voters that counts; 0: there is none yet
+    voters: tuple[int, ...] | None = None  # that list, until the standby has said that it has it
+    settled: int | None = None  # on hold: the number of the checkpoint that has everything
+    is_over: bool = False  # this hub has stepped down, and releases nothing any more
+
+
 # Broker to worker.
 
 
@@ -373,6 +416,7 @@ class Welcome(Message):
     num_shards: int | None = None  # of so many
     ipc: str | None = None  # where workers of the same machine and user may connect for chunks,
     bound: str | None = None  # if it was at this address that they came
+    term: int = 0  # how often the run's hub was replaced by a standby
 
 
 @dataclass(frozen=True)
@@ -424,6 +468,10 @@ class Notice(Message):
     round: int = 0
     sync_every: int | None = None
     worker_id: str | None = None  # of `kick`, which a relay gets: who is to be removed
+    # With `lease` of a hub and `standby` of its standby: a stamp that a `vote` returns, and for how many
+    # seconds that is a word.
+    stamp: int | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

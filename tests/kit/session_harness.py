@@ -102,11 +102,12 @@ class Desk:
         *versions: VersionId | None,
         config: RunConfig = CONFIG,
         plan: tuple[int, ...] = (),
+        term: int = 0,
     ) -> Desk:
         self.sessions += 1
         token = bytes([self.sessions]) * 16
         run = RUN if any(versions) else None
-        self.hears(Welcome(token, "epoch", config, 0, run, versions, plan=plan))
+        self.hears(Welcome(token, "epoch", config, 0, run, versions, plan=plan, term=term))
         return self
 
     def receives(

@@ -71,6 +71,8 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "heartbeat_timeout": (90.0, {}),
     "stall_timeout": (30.0, {}),
     "disconnect_grace": (4.0, {}),
+    "standby": (True, {}),
+    "lease": (5.0, {"standby": True}),
 }
 # What is no matter of the run: addresses, files, how a broker comes back. A plan of one's own is shown
 # as the pattern, and its test is where its file is.

@@ -43,6 +43,7 @@ def as_text(data: Data, room: int | None = None) -> str:
         ("async", _asynchronous(data.get("asynchronous") or {})),
         ("timeouts", _timeouts(data.get("liveness", {}))),
         ("checkpoint", () if data.get("parent") else _checkpoint(data.get("checkpoint"))),
+        ("standby", _standby(data.get("term", 0), data.get("standby"))),
         ("refused", _refused(data["totals"])),
     )
     said = ((label, ", ".join(filter(None, parts))) for label, parts in rows)
@@ -259,6 +260,22 @@ def _asynchronous(told: Data) -> Iterable[str]:
         else "not weighed",
         f"{told['slots']} slots of {told['deadline_s']:g} s",
     )
+
+
+def _standby(term: int, told: Data | None) -> Iterable[str]:
+    """How a hub stands with its standby, and whether a standby has become the hub."""
+    yield f"term {term}" if term else ""
+    if told is None:
+        return
+    if told["is_replaced"]:
+        yield "replaced: the standby has the run"
+        return
+    if told["is_alone"]:
+        yield "given up: this hub goes on alone"
+    else:
+        yield f"lease of {told['lease_s']:g} s {'held' if told['holds_lease'] else 'lost'}"
+        age = told["heard_age_s"]
+        yield "not heard yet" if age is None else f"heard {span(age)} ago"
 
 
 def _timeouts(liveness: Data) -> Iterable[str]:

@@ -21,6 +21,7 @@ from diloco_broker.config.option import (
     schedule,
     up_to,
     whole,
+    within,
     word_or,
 )
 from diloco_broker.config.schedule import CONSTANT, MOST_ROUNDS, OuterSchedule, Schedule
@@ -42,6 +43,7 @@ MOST_TENSOR_THREADS = 64
 MOST_STEPS = 1_000_000  # H
 HIGHEST_LR = 10.0
 LONGEST_GRACE_S = 86_400.0  # a day
+SHORTEST_LEASE_S, LONGEST_LEASE_S = 0.5, 3600.0
 LONGEST_S = 30 * 86_400.0
 
 # Chosen by measuring; broker/SCHEDULES.md has the figures.
@@ -55,6 +57,7 @@ FRAGMENTS = Panel("Streaming fragments")
 REDUCING = Panel("Rounds and reducing")
 SAVING = Panel("Checkpoints")
 WIRE = Panel("Wire and liveness")
+STANDBY = Panel("Hot standby")
 NOT_ON_THE_COMMAND_LINE = Panel("")
 
 
@@ -330,6 +333,17 @@ class Options:
         10.0,
         up_to(LONGEST_S, " seconds"),
         "Seconds to wait after the start for workers that may hold the run, or newer rounds of it.",
+    )
+    standby: bool = STANDBY.option(
+        False,
+        SWITCH,
+        "This hub has a standby (diloco-broker standby), and releases a version only while it holds a "
+        "lease: of its standby, or of a majority of its workers.",
+    )
+    lease: float = STANDBY.option(
+        3.0,
+        within(SHORTEST_LEASE_S, LONGEST_LEASE_S, " seconds"),
+        "Seconds that the lease lasts; a standby takes over no sooner.",
     )
     keys: str | None = WIRE.option(
         None,

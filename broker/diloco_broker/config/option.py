@@ -105,6 +105,12 @@ def above_0_up_to(most: float, unit: str = "") -> Rule:
     return _number(f"above 0, at most {most:.12g}{unit}", lambda value: 0 < value <= most)
 
 
+def within(least: float, most: float, unit: str = "") -> Rule:
+    """A number between these, both included."""
+    what = f"from {least:.12g} to {most:.12g}{unit}"
+    return _number(what, lambda value: least <= value <= most)
+
+
 FINITE = _number("a finite number", lambda _: True)
 BELOW_ONE = _number("in [0, 1)", lambda value: 0 <= value < 1)
 BELOW_HALF = _number("in [0, 0.5)", lambda value: 0 <= value < 0.5)

@@ -15,6 +15,7 @@ from diloco_broker.core.rules import norms
 from diloco_broker.core.rules.joining.compatibility import sync_every_of
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.rules.sites import listing
+from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import feed
@@ -174,6 +175,8 @@ def _snapshot(
             for each in state.rejections
         ),
         checkpoint=_checkpoint(state, now),
+        term=state.term,
+        standby=_standby(state),
         data_sets=tuple(
             _filled(
                 feed.DataSet,
@@ -292,6 +295,20 @@ def _checkpoint(state: RunState, now: float) -> feed.Checkpoint | None:
     )
 
 
+def _standby(state: RunState) -> feed.Standby | None:
+    if state.standby is None:
+        return None
+    lease = state.standby.lease
+    heard = None if lease.life is None else _age(lease.heard_at, lease.clock())
+    return feed.Standby(
+        holds_lease=lease.holds,
+        lease_s=lease.seconds,
+        heard_age_s=heard,
+        is_replaced=lease.superseded_by is not None,
+        is_alone=lease.is_alone,
+    )
+
+
 def _totals(state: RunState) -> feed.Totals:
     """Counters of this life of the broker, so that all of them begin at the same time."""
     before = asdict(state.totals_before)
@@ -405,13 +422,16 @@ def _worker(
     )
 
 
-def _waiting_for(state: RunState) -> str | None:
+def _waiting_for(state: RunState) -> str | None:  # noqa: PLR0911  a reason each
     """What has to happen before training goes on, in a sentence; None when nothing has."""
     alive, round_, parent = len(state.members), state.round, state.parent
     if parent is not None and parent.lost_at is not None:
         for_s = state.now - parent.lost_at
         if round_ is None or for_s >= PARENT_MISSED_S:
             return f"for its parent at {parent.address}, since {for_s:.0f} s"
+    if not fence.may_release(state):
+        assert state.standby is not None
+        return f"for its lease: this hub {fence.why_not(state.standby)}"
     if round_ is None and (alive or state.model.waits_for):
         return f"for {state.model.waits_for or 'the parameters of a worker'}"
     if round_ is None:

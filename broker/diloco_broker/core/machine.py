@@ -30,9 +30,12 @@ from diloco_broker.core.rules import (
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import admission, descriptions, permissions, probes
 from diloco_broker.core.rules.sites import passing, told
+from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
 from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.standby.lease import Lease
+from diloco_broker.core.state.standby.watch import Watch
 from diloco_broker.core.state.update import InvariantBroken, Phase
 from diloco_broker.core.story import Story
 from diloco_protocol import messages
@@ -63,6 +66,7 @@ OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
     messages.Describe: descriptions.describe_on,
     messages.Control: operator.control,
     messages.Probe: probes.answer,
+    messages.Promise: fence.promise,
 }
 OF_MEMBERS: dict[type, Callable[[RunState, Member, Any], Effects]] = {
     messages.Heartbeat: liveness.beat,
@@ -70,6 +74,7 @@ OF_MEMBERS: dict[type, Callable[[RunState, Member, Any], Effects]] = {
     messages.Commit: pushes.commit,
     messages.Pull: pulls.pull,
     messages.Take: units.take,
+    messages.Vote: fence.vote,
     messages.Leave: admission.leave,
 }
 
@@ -84,6 +89,9 @@ class Core:
             leave out time in which the broker did not run (`served`).
         initial: names and shapes of the parameters the broker was given, if it was.
         resumption: what a checkpoint has, if the broker goes on from one; comes before `initial`.
+        machine_clock: seconds that go on while the broker stands still, for the lease of a hub that has
+            a standby. Without it that runs on `now`.
+        term: how often the run's hub was replaced, where the checkpoint does not know it yet.
     """
 
     def __init__(
@@ -93,11 +101,18 @@ class Core:
         now: float,
         initial: InitialModel | None = None,
         resumption: Resumption | None = None,
+        *,
+        machine_clock: Callable[[], float] | None = None,
+        term: int = 0,
     ) -> None:
-        self.state = RunState(config, draw, now, f"{draw():016x}", RunModel(initial))
+        self.state = state = RunState(config, draw, now, f"{draw():016x}", RunModel(initial))
+        state.now = state.recovers_from = now
         self._story = Story()
+        if config.standby:
+            state.standby = Watch(Lease(config.lease, machine_clock or (lambda: state.now), draw))
         if resumption is not None:
-            initial_model.resume(self.state, resumption)
+            initial_model.resume(state, resumption)
+        state.term = max(state.term, term)
 
     def handle(self, event: events.Event, now: float) -> list[effects.Effect]:
         """Take in one event. Returns the effects to carry out, in order.

@@ -33,7 +33,8 @@ from diloco_protocol.chunks import (
 from diloco_protocol.data.spans import LARGEST, Spans
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.manifest import Manifest, summarise
-from diloco_protocol.messages import is_data_set_name, is_worker_id
+from diloco_protocol.messages import LONGEST_WORKER_ID, is_data_set_name, is_worker_id
+from diloco_protocol.printable import printable
 from diloco_protocol.records import from_plain, to_plain
 from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 from diloco_protocol.version import Ledger, VersionId
@@ -115,6 +116,7 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
         "config": dict(checkpoint.config),
         "totals": dict(record.totals),
         **_data(record),
+        **_hub(record),
         "fragments": fragments,
         "files": dict(files),
     }
@@ -124,6 +126,12 @@ def _data(record: RunRecord) -> dict[str, Any]:
     """What the run has of data; earlier releases had nothing."""
     sets = {name: to_plain(each) for name, each in record.data_sets.items()}
     given = {"shards": list(record.shards), "data_sets": sets}
+    return {name: value for name, value in given.items() if value}
+
+
+def _hub(record: RunRecord) -> dict[str, Any]:
+    """Which hub this is, where the run has or had a standby."""
+    given = {"term": record.term, "standby": record.standby}
     return {name: value for name, value in given.items() if value}
 
 
@@ -147,6 +155,8 @@ def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
                 str(name): from_plain(DataSetRecord, each, "data_sets")
                 for name, each in plain.get("data_sets", {}).items()
             },
+            term=int(plain.get("term", 0)),
+            standby=printable(str(plain.get("standby", "")))[:LONGEST_WORKER_ID],
         ),
         life=int(plain["life"]),
         num_fragments=int(plain["num_fragments"]),
@@ -182,7 +192,7 @@ def _check(found: Checkpoint) -> None:
         FragmentPlan.from_numbers(record.manifest, record.plan, pieces)
     elif pieces != 1:
         raise ValueError(f"{pieces} fragments")
-    numbers = {record.number, found.life}
+    numbers = {record.number, found.life, record.term}
     for each in record.fragments.values():
         if not is_sound(each.version) or each.version.run != record.run:
             raise ValueError(f"{each.version!r:.100} is no version of run {record.run!r:.40}")

@@ -23,6 +23,7 @@ from diloco_protocol.errors import ProtocolError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     KINDS,
+    Behind,
     Chunk,
     Commit,
     Control,
@@ -35,6 +36,7 @@ from diloco_protocol.messages import (
     Pull,
     Purpose,
     Push,
+    Reply,
     Result,
     RunConfig,
     Standing,
@@ -91,6 +93,19 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     "tuple[int, ...]": st.lists(numbers, max_size=3).map(tuple),
     "tuple[bytes, ...]": st.lists(
         st.sampled_from([b"", b"\x00", b"\x03", b"\xff" * 3]), max_size=3
+    ).map(tuple),
+    "tuple[Behind, ...]": st.lists(
+        st.builds(
+            Behind,
+            st.sampled_from(["a", "", "\x1b"]),
+            numbers,
+            st.none() | numbers,
+            loss=st.floats(),
+        ),
+        max_size=2,
+    ).map(tuple),
+    "tuple[Reply, ...]": st.lists(
+        st.builds(Reply, st.sampled_from(["save_all", "\x1b"]), numbers), max_size=2
     ).map(tuple),
     "tuple[Lot, ...]": st.lists(lots, max_size=2).map(tuple),
     "tuple[VersionId | None, ...]": st.lists(st.none() | versions, max_size=2).map(tuple),

@@ -36,6 +36,7 @@ from diloco_worker.core.places import ELSEWHERE
 from diloco_worker.core.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.core.units import Units
 from diloco_worker.core.uploads import Uploads
+from diloco_worker.core.votes import REPLACED, Votes
 
 # What a relay is told that concerns its workers, and is no end of its own session.
 FOR_THOSE_BEHIND = ("over", "stop_all", "kick", "last_round")
@@ -60,8 +61,9 @@ class Session:
     ) -> None:
         # where its chunks come and go
         self.lanes = Lanes(1 if join is None else join.processes)
-        # how it asks to take part; None for an observer, which only asks and pulls
-        self.join = join
+        self.votes = Votes(draw())  # for a hub or its standby
+        # How it asks to take part; None for an observer, which only asks and pulls
+        self.join = None if join is None else replace(join, voter=self.votes.voter)
         self.worker_id = "" if join is None else join.worker_id
         self.manifest = None if join is None else join.manifest
         self.connection = Connection(heartbeat_interval)
@@ -100,8 +102,7 @@ class Session:
 
     def wakes_at(self) -> float | None:
         """When a `Tick` has something to do; None = not by itself."""
-        times = self.downloads.times + self.uploads.times + self.connection.times
-        times += self.units.times
+        times = self.downloads.times + self.uploads.times + self.connection.times + self.units.times
         return min(times, default=None)
 
     def handle(self, event: events.Event, now: float) -> list[Effect]:
@@ -260,6 +261,8 @@ class Session:
                     yield from self._disconnected(text or "The broker asks to join again.", now)
             case messages.Notice(what=what) if self._is_relay and what in FOR_THOSE_BEHIND:
                 yield effects.Told(message)
+            case messages.Notice(stamp=int()):
+                yield from self.votes.asked(message, self.connection.token or b"", now)
             case messages.Notice():
                 yield from self._noticed(message, now)
             case messages.Grant():
@@ -290,6 +293,10 @@ class Session:
 
     def _welcomed(self, welcome: messages.Welcome, now: float) -> Iterator[Effect]:
         assert self.join is not None and self.manifest is not None
+        if not self.votes.goes_along(welcome.term):
+            yield effects.Send(messages.Leave(welcome.session, REPLACED))
+            yield from self._disconnected(REPLACED, now)
+            return
         if self.terms is not None and self._is_resumed:
             misfit = changed(self.terms, welcome.config, welcome.plan)
             if misfit is not None:

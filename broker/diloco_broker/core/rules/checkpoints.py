@@ -39,6 +39,8 @@ def run_record(state: RunState, number: int) -> RunRecord:
         totals=asdict(state.totals),
         shards=tuple(state.shards.owners),
         data_sets=state.data.records(),
+        term=state.term,
+        standby="" if state.standby is None else state.standby.lease.standby,
     )
 
 

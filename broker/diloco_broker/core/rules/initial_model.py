@@ -18,6 +18,7 @@ from dataclasses import replace
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import checkpoints, donation, rounds
 from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state import progress
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake, Resumption
@@ -46,6 +47,9 @@ def resume(state: RunState, resumption: Resumption) -> None:
     state.shards.restore(record.shards)
     state.data.restore(record.data_sets)
     state.parents = resumption.parents
+    state.term = record.term
+    if state.standby is not None:
+        state.standby.lease.standby = record.standby
     state.is_resumed = True
 
 
@@ -53,6 +57,8 @@ def seek(state: RunState) -> effects.Effects:
     """Get parameters if there are none: of a run that exists, else the model file's, else a worker's."""
     model = state.model
     if model.is_done or model.donation.is_loading or model.manifest is None:
+        return
+    if not fence.may_release(state):  # another broker may have the run
         return
     donor = state.members.named(model.donation.donor or "")
     if donor is not None:
@@ -124,12 +130,12 @@ def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:
     model, config = state.model, state.config
     if model.checkpoint:
         away = sorted(model.known.keys() - {member.worker_id for member in state.members})
-        if not away or state.now >= state.started_at + config.recover_wait:
+        if not away or state.now >= state.recovers_from + config.recover_wait:
             model.waits_for = ""
             return False
         whom = f"workers of the run that may hold newer rounds: {summarise(away)}"
         if not model.waits_for:
-            left = state.started_at + config.recover_wait - state.now
+            left = state.recovers_from + config.recover_wait - state.now
             yield effects.info(f"Before the run goes on, waiting {left:.1f} s at most for {whom}.")
         model.waits_for = whom
         return True
@@ -153,7 +159,9 @@ def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
         whom = "the worker that holds the run and whose connection broke"
     elif not config.has_new_address:
         enough = here >= config.workers  # more may have been in an earlier run
-        until = state.started_at + min(config.recover_wait, RETURN_WITHIN_S if enough else math.inf)
+        until = state.recovers_from + min(
+            config.recover_wait, RETURN_WITHIN_S if enough else math.inf
+        )
         whom = "workers that may come back with an earlier run"
         whom += "" if enough else f", and for {config.workers} workers to be here"
     if state.now >= until:

@@ -6,6 +6,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.rules import initial_model, orders, pulls, rounds
 from diloco_broker.core.rules.joining import admission, compatibility, descriptions
 from diloco_broker.core.rules.sites import listing
+from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -115,6 +116,11 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
             # A dead connection shows only when something is sent on it.
             member.liveness.probed_at = now
             yield member.tell(messages.Notice("alive"))
+    yield from fence.tick(state)
+    for member in fence.sends_away(state):
+        text = "This broker has no lease, so another one may have the run; join again."
+        yield member.tell(messages.Rejoin(state.epoch, text))
+        yield from admission.remove(state, member, "the broker has no lease")
     yield from rounds.tick(state)
     yield from orders.tick(state)
     yield from pulls.give_up(state)

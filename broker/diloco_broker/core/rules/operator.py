@@ -228,6 +228,24 @@ def _shutdown(state: RunState, request: Request) -> effects.Effects:
     yield effects.End(f"{noted.by} asked for it", restarting)
 
 
+def _promote(state: RunState, request: Request) -> effects.Effects:
+    """To a hub: there is no standby any more, and it goes on without a lease."""
+    watch = state.standby
+    if watch is None:
+        text = f"This broker has the run, with term {state.term}; it is no hub with a standby."
+        yield request.yes(text, is_over=True)
+    elif watch.lease.superseded_by is not None:
+        yield request.no("This hub was replaced by its standby, which has the run now.")
+    else:
+        watch.lease.goes_on_alone()
+        text = "this hub goes on without a lease, until a standby comes"
+        yield request.noted("promote", text)
+        yield request.yes(
+            "This hub goes on alone, without a lease, until a standby comes. If its standby should have "
+            "taken over after all, stop this one: there would be two."
+        )
+
+
 def _order(state: RunState, request: Request) -> effects.Effects:
     """Give an order to all workers; with its number, ask only how things stand with it."""
     action = request.control.action
@@ -247,6 +265,7 @@ def _order(state: RunState, request: Request) -> effects.Effects:
 _SAVES_NOTHING = "This broker saves nothing; start it with --save-dir DIR."
 _REPLIES = ("saved", "left", "waiting")
 REQUESTS = {
+    "promote": _promote,
     "manifest": _manifest,
     "save": _save,
     "checkpoint": _checkpoint,

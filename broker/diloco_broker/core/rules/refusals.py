@@ -12,7 +12,7 @@ from diloco_protocol.errors import Code, ProtocolError
 NOISE_OF_A_STRANGER = 20
 CONNECTIONS_REMEMBERED = 1000
 # What a refusal may be worth trying again for.
-WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL, Code.UNDER_WAY})
+WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL, Code.UNDER_WAY, Code.STANDBY})
 
 
 def malformed(state: RunState, event: events.Malformed) -> effects.Effects:

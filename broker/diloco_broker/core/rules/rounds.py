@@ -8,11 +8,13 @@ application of one submission (or of those in one grace window), and its fragmen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import checkpoints, ending, norms, settings
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.reducers import rules_of
+from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state import progress
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import FragmentRecord
@@ -29,6 +31,7 @@ def open_round(state: RunState, number: int) -> effects.Effects:
 
 def close_if_due(state: RunState) -> effects.Effects:
     is_held = state.stopping is not None or state.paused_at is not None or state.ending.is_over
+    is_held = is_held or fence.holds_rounds(state)
     if state.round is not None and not is_held:
         yield from rules_of(state).close_if_due(state)
 
@@ -77,6 +80,8 @@ def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None:
         yield from rules_of(state).tick(state)
+    if state.unreleased is not None and state.unreleased.waits_for_lease:
+        yield from _release_with_lease(state, state.unreleased)
     yield from _go_on_with_fewer(state)
     yield from checkpoints.save_again(state)
     yield from ending.tick(state)
@@ -143,7 +148,7 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
         state.unreleased = unreleased
         yield checkpoints.save(state, ended.number + 1)
     else:
-        yield from _release(state, unreleased)
+        yield from _release_with_lease(state, unreleased)
 
 
 def saved(state: RunState, event: events.Saved) -> effects.Effects:
@@ -151,8 +156,16 @@ def saved(state: RunState, event: events.Saved) -> effects.Effects:
     yield from checkpoints.saved(state, event)
     unreleased = state.unreleased
     if unreleased is not None and event.number == unreleased.ended.number + 1:
+        yield from _release_with_lease(state, unreleased)
+
+
+def _release_with_lease(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
+    """A hub with a standby releases nothing without its lease: the version waits for that."""
+    if fence.may_release(state):
         state.unreleased = None
         yield from _release(state, unreleased)
+    else:
+        state.unreleased = replace(unreleased, waits_for_lease=True)
 
 
 def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:

@@ -162,6 +162,7 @@ class Member:
     listed: tuple[messages.Behind, ...] = ()
     listed_at: float = 0.0
     processes: int = 1
+    voter: int | None = None  # of this life of the worker
     # Of several processes: the other connections for chunks that are bound, by index from 1 on.
     lanes: dict[int, Binding] = field(default_factory=dict)
     sync_every: int | None = None  # H of its own; None where it takes the run's
@@ -309,6 +310,7 @@ class Membership:
             versions=join.versions,
             processes=join.processes,
             workers=join.workers,
+            voter=join.voter,
             figures=Figures(join.host[:MAX_HOST_LENGTH], join.pid, join.extra),
         )
         self._by_session[session] = member
@@ -325,6 +327,7 @@ class Membership:
         member.control = route
         member.bulk = None
         member.processes, member.workers = join.processes, join.workers
+        member.voter = join.voter
         member.lanes.clear()
         member.liveness.hear(now)
         member.liveness.probed_at = now

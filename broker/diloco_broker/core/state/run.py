@@ -15,6 +15,7 @@ from diloco_broker.core.state.orders import Order
 from diloco_broker.core.state.probes import ProbeAllowance
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.shards import Shards
+from diloco_broker.core.state.standby.watch import Watch
 from diloco_broker.core.state.submissions import Submissions
 from diloco_broker.core.state.update import Barrier, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
@@ -138,6 +139,7 @@ class UnreleasedVersion:
     ended: Update
     pushes: tuple[effects.CountedPush, ...]
     record: FragmentRecord
+    waits_for_lease: bool = False  # nothing else is missing
 
 
 @dataclass
@@ -237,6 +239,10 @@ class RunState:
     # A socket file for workers of this machine, and what is bound for those who come over TCP.
     own_address: str | None = None
     bound: str | None = None
+    # At a hub that has a standby: the lease without which nothing is released.
+    standby: Watch | None = None
+    term: int = 0  # how often the run's hub was replaced by a standby
+    recovers_from: float = 0.0  # from when on workers are waited for that may hold newer versions
     memory_bytes: int | None = None  # that the broker may use; None where nobody knows
     has_own_optimizer: bool = False  # the outer optimizer is one of torch's, made by a factory
     # The groups of it, over all fragments; empty before it is made.

@@ -51,3 +51,5 @@ class RunRecord:
     totals: Mapping[str, int]  # counters of the run
     shards: tuple[str, ...] = ()  # ids of workers, by their share of the data
     data_sets: Mapping[str, DataSetRecord] = field(default_factory=dict)  # by name
+    term: int = 0  # how often the run's hub was replaced
+    standby: str = ""  # the name of the hub's standby; empty where it has had none

@@ -9,6 +9,7 @@ from diloco_broker.core.rules import donation, ending, initial_model, orders, ro
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import compatibility, room
 from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.state.run import Departure, RunState
 from diloco_protocol import messages
@@ -76,6 +77,7 @@ def join(
         num_shards=num_shards,
         ipc=state.own_address,
         bound=state.bound if state.own_address is not None else None,
+        term=state.term,
     )
     yield effects.Send(route, welcome)
     yield from ending.tell(state, member)
@@ -132,6 +134,7 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
             f"`host` may have {MAX_HOST_LENGTH} characters and `extra`, which displays show, "
             f"{MAX_EXTRA_LENGTH}; send less.",
         )
+    fence.check_join(state)
     room.check_number(state, join)
     if not 1 <= join.processes <= messages.MOST_PROCESSES:
         text = f"A worker has 1 to {messages.MOST_PROCESSES} processes, this one {join.processes}."

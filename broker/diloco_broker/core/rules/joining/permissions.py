@@ -33,6 +33,8 @@ def check(peer: Peer | None, message: messages.Message) -> None:
                     f"{peer} may train under its own name only, not as {message.worker_id!r:.80}; leave "
                     "worker_id out, or take the key of that worker."
                 )
+        case messages.Promise() if peer.role is not Role.OPERATOR:
+            raise _not_allowed(f"{peer} may not be a standby; that takes the key of an operator.")
         case messages.Probe():
             if peer.role is Role.MONITOR:
                 raise _not_allowed(f"{peer} may not measure the way; that takes another key.")

@@ -1,0 +1,1 @@
+"""What a hub does about its standby: see `fence`."""

@@ -1,0 +1,1 @@
+"""What a hub knows of its standby: see `lease`."""

@@ -1,0 +1,338 @@
+"""A hub with a standby releases versions only while it has its lease."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from diloco_broker.core.effects import Send
+from diloco_broker.core.events import Received, Tick
+from diloco_broker.core.machine import Core
+from diloco_broker.core.rules.standby import fence
+from diloco_broker.core.state.standby.lease import Lease
+from diloco_broker.core.state.standby.voters import Voters
+from diloco_protocol import messages
+from diloco_protocol.errors import Code
+from diloco_protocol.messages import Error, Notice, Promise, Rejoin, Vote, Welcome
+from kit.core_harness import Puppet, Stage, a_config, a_stage, layered
+
+L = 3.0
+
+
+class Hub:
+    """A hub under a fake clock, and what its standby says."""
+
+    def __init__(self, **options: Any) -> None:
+        usual = {"workers": 1, "standby": True, "lease": L, "recover_wait": 0.0}
+        self.stage: Stage = a_stage(**(usual | options))
+        self.route = self.stage.route()
+
+    @property
+    def watch(self) -> Any:
+        return self.stage.state.standby
+
+    @property
+    def leases(self) -> list[messages.Lease]:
+        return [m for m in self.stage.inbox.get(self.route, []) if isinstance(m, messages.Lease)]
+
+    def says(self, **said: Any) -> None:
+        """The standby speaks; it has the newest list of voters."""
+        newest = self.leases[-1] if self.leases else None
+        usual: dict[str, Any] = {
+            "standby": "sb",
+            "life": 5,
+            "roster": newest.roster if newest else 0,
+        }
+        self.stage.happens(Received(self.route, Promise(**(usual | said))))
+
+    def promises(self) -> None:
+        """The standby greets, or answers the newest stamp."""
+        self.says(stamp=self.leases[-1].stamp if self.leases else None)
+
+    def is_promised_for(self, seconds: float) -> None:
+        """The standby answers each stamp for so long."""
+        for _ in range(int(seconds / 0.5)):
+            self.stage.passes(0.5)
+            self.promises()
+
+
+@pytest.fixture
+def hub() -> Hub:
+    hub = Hub()
+    hub.says()
+    hub.promises()
+    return hub
+
+
+def joined(hub: Hub, **voters: int) -> list[Puppet]:
+    """Workers with these numbers, which hold the current version."""
+    puppets = [hub.stage.worker(name).joins(voter=voter) for name, voter in voters.items()]
+    hub.stage.provide()
+    for puppet in puppets:
+        puppet.pulls()
+    return puppets
+
+
+def asked(puppet: Puppet) -> list[Notice]:
+    """The votes that a worker was asked for."""
+    return [notice for notice in puppet.all(Notice) if notice.what == "lease"]
+
+
+def votes(puppet: Puppet) -> None:
+    notice = asked(puppet)[-1]
+    assert puppet.session is not None and notice.stamp is not None
+    voter = puppet.stage.state.members.named(puppet.worker_id).voter
+    puppet.sends(Vote(puppet.session, voter, notice.stamp))
+
+
+def pushes_a_round(hub: Hub, *puppets: Puppet, push_id: int = 7) -> None:
+    for puppet in puppets:
+        puppet.pushes(push_id)
+
+
+def test_a_hub_without_a_word_of_its_standby_lets_nobody_in() -> None:
+    hub = Hub()
+    error = hub.stage.worker("a").joins().error()
+    assert (error.code, error.retry) == (Code.STANDBY, True)
+    assert "has not come yet" in error.text
+    hub.says()
+    hub.promises()
+    assert hub.stage.worker("b").joins().got(Welcome)
+
+
+def test_without_the_option_there_is_no_lease() -> None:
+    stage = a_stage(workers=1)
+    route = stage.route()
+    stage.happens(Received(route, Promise("sb", 5)))
+    assert stage.state.standby is None
+    assert [m.code for m in stage.inbox[route] if isinstance(m, Error)] == [Code.NOT_ALLOWED]
+    assert stage.worker("a").joins().got(Welcome)
+
+
+def test_a_version_is_released_only_with_the_lease(hub: Hub) -> None:
+    (a,) = joined(hub, a=1)
+    hub.stage.by_hand = True
+    a.pushes(7)
+    hub.stage.passes(L + 0.1)  # its chunks are folded after the lease has lapsed
+    hub.stage.work()
+    assert hub.stage.version().counter == 0
+    assert "for its lease" in hub.stage.shown()["waiting_for"]
+    hub.promises()
+    hub.stage.passes(0.1)
+    hub.stage.work()
+    assert hub.stage.version().counter == 1
+    assert hub.stage.counted() == [Counter({("a", 7): 1})] * 3
+
+
+def test_a_round_does_not_close_without_the_lease(hub: Hub) -> None:
+    (a,) = joined(hub, a=1)
+    hub.stage.passes(L + 0.1)
+    a.pushes(7)
+    assert hub.stage.version().counter == 0 and not hub.stage.state.closing
+    hub.promises()
+    hub.stage.passes(0.1)
+    assert hub.stage.version().counter == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "async"},
+        {"durable": True, "save_dir": "run"},
+        {"num_fragments": 2, "sync_every": 10},
+        {"quorum": 1},
+        {"deterministic": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_mode_passes_the_fence(options: dict[str, Any]) -> None:
+    hub = Hub(**options)
+    if "num_fragments" in options:
+        hub.stage.manifest = layered(4)
+    hub.says()
+    hub.promises()
+    (a,) = joined(hub, a=1)
+    hub.stage.passes(L + 0.1)
+    a.pushes(7)
+    if hub.stage.saves:
+        hub.stage.is_saved()
+    assert hub.stage.version().counter == 0
+    hub.promises()
+    hub.stage.passes(0.2)
+    hub.stage.work()
+    if hub.stage.config.durable:
+        hub.stage.is_saved()
+    assert hub.stage.version().counter == 1
+
+
+def test_time_in_which_the_broker_stood_still_counts() -> None:
+    now = [100.0]
+    config = a_config(1, standby=True, lease=L)
+    core = Core(config, iter(range(1000)).__next__, 0.0, machine_clock=lambda: now[0])
+    (sent,) = core.handle(Received(b"s", Promise("sb", 5)), 0.0)
+    assert isinstance(sent, Send) and isinstance(sent.message, messages.Lease)
+    core.handle(Received(b"s", Promise("sb", 5, sent.message.stamp)), 0.0)
+    assert fence.may_release(core.state)
+    now[0] += L + 0.01
+    core.handle(Tick(), 0.0)
+    assert not fence.may_release(core.state)
+
+
+def test_workers_keep_the_lease_of_a_hub_whose_standby_is_silent(hub: Hub) -> None:
+    a, b, c = joined(hub, a=1, b=2, c=3)
+    hub.is_promised_for(2.0)  # the standby has the list of the three
+    assert not asked(a)
+    for _ in range(40):
+        hub.stage.passes(0.25)
+        for puppet in (a, b):
+            votes(puppet) if asked(puppet) else None
+    assert hub.watch.lease.holds
+    for _ in range(20):
+        hub.stage.passes(0.25)
+        votes(c)  # one of three
+    assert not hub.watch.lease.holds
+
+
+def test_votes_do_not_bring_a_lapsed_lease_back(hub: Hub) -> None:
+    (a,) = joined(hub, a=1)
+    hub.is_promised_for(2.0)
+    hub.stage.passes(L)
+    assert asked(a) and not hub.watch.lease.holds
+    votes(a)
+    assert not hub.watch.lease.holds
+    hub.promises()
+    assert hub.watch.lease.holds
+
+
+def test_workers_are_sent_away_from_a_hub_without_a_lease(hub: Hub) -> None:
+    (a,) = joined(hub, a=1)
+    hub.stage.passes(2 * L)
+    assert not a.all(Rejoin)
+    hub.stage.passes(L + 0.2)
+    assert "another one may have the run" in a.got(Rejoin).text
+    assert not len(hub.stage.state.members)
+
+
+def test_a_hub_that_was_replaced_never_releases_again(hub: Hub) -> None:
+    (a,) = joined(hub, a=1)
+    stamp = hub.leases[-1].stamp
+    hub.says(wants="over", term=4)
+    assert hub.watch.lease.superseded_by == 4
+    hub.says(stamp=stamp)
+    hub.stage.passes(0.5)
+    assert a.got(Rejoin) and not hub.watch.lease.holds
+    assert "was replaced" in hub.stage.worker("b").joins().error().text
+    assert hub.stage.shown()["standby"]["is_replaced"]
+    assert not hub.stage.asks("promote").ok
+
+
+def test_a_hub_steps_down_when_its_standby_asks_and_says_so(hub: Hub) -> None:
+    joined(hub, a=1)
+    hub.says(wants="charge")
+    assert hub.leases[-1].is_over
+    assert not fence.may_release(hub.stage.state)
+
+
+def test_before_a_planned_takeover_the_round_ends_and_the_run_is_saved() -> None:
+    hub = Hub(save_dir="run", save_every=10)
+    hub.says()
+    hub.promises()
+    a, b = joined(hub, a=1, b=2)
+    hub.stage.is_saved()
+    for puppet in (a, b):
+        puppet.pushes(7)
+    asked_before = len(hub.stage.saves)
+    hub.says(wants="hold", stamp=hub.leases[-1].stamp)
+    assert {lease.settled for lease in hub.leases} == {None}
+    assert len(hub.stage.saves) == asked_before + 1
+    hub.stage.is_saved()
+    hub.says(wants="hold", stamp=hub.leases[-1].stamp)
+    hub.stage.passes(1.1)
+    assert hub.leases[-1].settled == hub.stage.round.number == 1
+    for puppet in (a, b):
+        puppet.pushes(8)
+    assert hub.stage.version().counter == 1  # no other round closes
+
+
+def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gone(hub: Hub) -> None:
+    other = hub.stage.route()
+    hub.stage.happens(Received(other, Promise("other", 6)))
+    (error,) = hub.stage.inbox[other]
+    assert isinstance(error, Error) and "has another standby (sb)" in error.text
+    assert hub.stage.asks("promote").ok
+    hub.stage.passes(3 * L)
+    assert hub.watch.lease.holds  # alone
+    hub.stage.happens(Received(other, Promise("other", 6)))
+    assert not hub.watch.lease.holds  # until its new standby promises something
+    lease = hub.stage.inbox[other][-1]
+    assert isinstance(lease, messages.Lease)
+    hub.stage.happens(Received(other, Promise("other", 6, lease.stamp)))
+    assert hub.watch.lease.holds
+
+
+def test_a_hub_that_was_started_again_knows_its_standby_and_its_term(hub: Hub) -> None:
+    hub = Hub(save_dir="run")
+    hub.says()
+    hub.promises()
+    joined(hub, a=1)
+    hub.stage.is_saved()
+    again = Hub()
+    again.stage = hub.stage.restarted()
+    again.route = again.stage.route()
+    assert again.watch.lease.standby == "sb" and not again.watch.lease.holds
+    again.says()
+    again.promises()
+    assert again.watch.lease.holds
+
+
+# The list of voters.
+
+
+def test_a_list_counts_once_the_standby_has_it() -> None:
+    voters = Voters()
+    voters.propose(1, frozenset({1, 2, 3}))
+    for voter in (1, 2, 3):
+        voters.voted(voter, 5.0)
+    assert voters.supported_at == -math.inf
+    voters.acknowledged(1)
+    assert voters.supported_at == 5.0
+
+
+def test_while_a_list_is_on_its_way_both_need_a_majority() -> None:
+    voters = Voters()
+    voters.propose(1, frozenset({1, 2, 3}))
+    voters.acknowledged(1)
+    voters.propose(2, frozenset({3, 4, 5}))
+    voters.propose(3, frozenset({1}))  # not before that one has come
+    for voter in (3, 4, 5):
+        voters.voted(voter, 5.0)
+    assert voters.supported_at == -math.inf  # of the first list 3 alone
+    voters.voted(1, 4.0)
+    assert voters.supported_at == 4.0
+    voters.acknowledged(3)
+    assert voters.agreed is not None and voters.agreed.number == 1
+    voters.acknowledged(2)
+    assert voters.supported_at == 5.0
+
+
+def test_strangers_have_no_vote() -> None:
+    voters = Voters()
+    voters.propose(1, frozenset({1}))
+    voters.acknowledged(1)
+    voters.voted(9, 5.0)
+    assert voters.supported_at == -math.inf
+
+
+def test_a_lease_runs_from_its_stamp() -> None:
+    now = [0.0]
+    lease = Lease(L, lambda: now[0], iter(range(100)).__next__)
+    stamp = lease.stamp()
+    now[0] = 2.0
+    lease.promised(stamp)
+    assert lease.ends_at == L
+    now[0] = L
+    lease.promised(stamp)
+    assert not lease.holds

@@ -10,7 +10,7 @@ begins at zero, and what the last push left out is lost, as with a worker that d
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -95,6 +95,19 @@ class Residuals:
         feedback = self._by_fragment.get(fragment)
         if feedback is None:
             return
-        flight = next((self._sent.pop(each) for each in counted if each in self._sent), None)
+        flight = None
+        for push_id in [each for each in counted if each in self._sent]:
+            sent = self._sent.pop(push_id)
+            if flight is None and _is_latest(sent, feedback.chunks):
+                flight = sent
+            else:  # what another one left out has come to the residual since it was sent
+                feedback.drop(push_id, sent)
         every = range(feedback.layout.chunks)
         feedback.settle(why, flight, {each: every for each in counted if each in feedback.dropped})
+
+
+def _is_latest(sent: InFewBits, residual: Mapping[int, Tensor]) -> bool:
+    """Was it sent with the residual as it is?"""
+    return sent.residual.keys() == residual.keys() and all(
+        sent.residual[index] is values for index, values in residual.items()
+    )

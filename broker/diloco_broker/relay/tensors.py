@@ -103,7 +103,6 @@ class RelayTensors:
                 assert found is not None, "a round of nothing"
                 self._mean.put(span, found.whole())
                 self.is_averaged = self._mean.is_whole
-
             case effects.StoreInitial(payload=payload):
                 yield from self._take_gift(work, span, decode_chunk(span, payload, "fp32"))
 

@@ -97,7 +97,7 @@ class Site:
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z", "top64"])
 def test_what_was_meant_is_what_was_counted_and_what_is_left(wire: str) -> None:
     site, dice = Site(wire), random.Random(wire)
-    fates = ["counts", "counts", "is refused", "is abandoned", "is abandoned and counts later"]
+    fates = ["counts", "counts", "is refused", "is abandoned", "counts later", "counts meanwhile"]
     for _ in range(60):
         push, mean, sent = site.sends()
         match dice.choice(fates):
@@ -109,7 +109,15 @@ def test_what_was_meant_is_what_was_counted_and_what_is_left(wire: str) -> None:
             case "is abandoned":
                 site.abandons(push)
                 site.hears()
-            case "is abandoned and counts later":
+            case "counts meanwhile":
+                site.abandons(push)
+                after, mean_after, sent_after = site.sends()
+                site.is_counted(mean, sent)
+                site.hears(push)
+                assert site.is_kept
+                site.is_counted(mean_after, sent_after)
+                site.hears(push, after)
+            case "counts later":
                 site.abandons(push)
                 after, mean_after, sent_after = site.sends()
                 site.is_counted(mean, sent)

@@ -19,7 +19,7 @@ STOREYS: dict[str, list[set[str]]] = {
         {"core.state", "core.events", "core.effects"},
         {"core.rules"},
         {"core"},
-        {"relay.first_model", "relay.report", "relay.unsettled"},
+        {"relay.first_model", "relay.report", "relay.terms", "relay.unsettled"},
         {"relay.core"},
         {"tensors"},
         {"storage"},

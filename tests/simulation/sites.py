@@ -6,7 +6,8 @@ worker the real session. Instead of numbers a chunk holds the pushes of workers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
+from diloco_broker.core.state.versions import WholeVersion
 from diloco_broker.relay import core as relay
 from diloco_broker.shell.effects import Executor
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.dtypes import span_bytes
-from diloco_protocol.messages import BUFFERS, Heartbeat, Join, Message, Push
+from diloco_protocol.messages import Heartbeat, Join, Message
 from diloco_protocol.version import VersionId
 from diloco_worker.core import effects as asked
 from diloco_worker.core import events as said
@@ -173,10 +175,10 @@ class Hub(Host):
         found = disk.get("newest")
         for fragment, wires in found.wires.items() if found is not None else ():
             self.chunks |= {(fragment, index): wire for index, wire in enumerate(wires)}
-        initial = InitialModel({"weight": tree.manifest.entries[0].shape})
+        initial = InitialModel({each.name: each.shape for each in tree.manifest.entries})
         draw = partial(tree.world.dice.getrandbits, 64)
         self.follow(Core(tree.config, draw, tree.world.now, initial, resumption=found))
-        self._seen: VersionId | None = None
+        self._seen: dict[int, VersionId] = {}
 
     def does(self, work: effects.TensorWork) -> None:
         match work:
@@ -188,13 +190,26 @@ class Hub(Host):
                 self.feed(events.InitialStored(work, made))
             case effects.AggregateAndStep(fragment, index, groups):
                 before = self.chunks[fragment, index].contents
-                added = [key for part in groups[0] for key in part.payloads[index].contents]
+                added = list(self._counted(groups, index))
                 demand(len(added) == len(set(added)), "twice in one round: {}", sorted(added))
                 demand(not before & set(added), "counted again: {}", sorted(before & set(added)))
                 made = self.chunks[fragment, index] = Down(before | set(added), 16)
                 self.feed(events.Stepped(fragment, index, made))
             case _:
                 raise AssertionError(f"a hub of relays keeps whole pushes: {work}")
+
+    def _counted(self, groups: Sequence[Sequence[effects.WholePush]], index: int) -> Iterator[Key]:
+        """What the gradients of an update are made of. Without rounds each push is as many of them as
+        workers are in it."""
+        if not self.tree.config.is_async:
+            (groups,) = [[[part] for part in groups[0]]]
+        times = Counter((part.worker_id, part.push_id) for (part,) in groups)
+        for part in {(part.worker_id, part.push_id): part for (part,) in groups}.values():
+            contents = part.payloads[index].contents
+            wanted = len(contents) if self.tree.config.is_async else 1
+            made = times[part.worker_id, part.push_id]
+            demand(made == wanted, "{} gradients of {} pushes: {}", made, wanted, contents)
+            yield from contents
 
     def save(self, save: effects.Save) -> None:
         wires = {f: tuple(self.core.state.versions[f].wires) for f in save.record.fragments}
@@ -210,11 +225,14 @@ class Hub(Host):
         self.world.after(self.world.dice.uniform(0, 0.3), written)
 
     def handled(self, event: events.Event) -> None:
-        versions = self.core.state.versions.fragments
-        current = versions[0].current if versions else None
-        if current is None or current.version == self._seen:
+        for each in self.core.state.versions.trained:
+            if each.current is not None:
+                self._check(each.layout.fragment, each.current)
+
+    def _check(self, fragment: int, current: WholeVersion) -> None:
+        if self._seen.get(fragment) == current.version:
             return
-        self._seen = current.version
+        self._seen[fragment] = current.version
         wires: Sequence[Down] = current.wires
         same = all(each.contents == wires[0].contents for each in wires)
         demand(same, "version {} has a push in part", current.version)
@@ -224,9 +242,10 @@ class Hub(Host):
                 is_in = worker_id in self.tree.relays or key in wires[0].contents
                 demand(is_in, "the ledger names {}, which is not in", key)
         named = current.record.ledger
-        for worker_id, push_id in wires[0].contents - self.tree.checked:
+        checked = self.tree.checked.get(fragment, frozenset())
+        for worker_id, push_id in wires[0].contents - checked:
             demand(named.names_whole(worker_id, push_id), "{} is not in the ledger", worker_id)
-        self.tree.checked |= wires[0].contents
+        self.tree.checked[fragment] = checked | wires[0].contents
 
 
 class Caller:
@@ -478,79 +497,3 @@ class Uplink(Caller):
 
     def learns(self, effect: asked.Effect, values: Any) -> None:
         self._host.do(self._host.relay.told(effect, values, self.world.now))
-
-
-class Trainer(Caller):
-    """A worker's process: trains a while, pushes, waits for the version that has it."""
-
-    def __init__(self, tree: Tree, worker_id: str, process: int) -> None:
-        super().__init__(tree, f"{worker_id}/{process}", lambda: tree.server_of[worker_id])
-        self.worker_id, self.step = worker_id, 0
-        self.counted = 0
-        self.flight: Push | None = None
-        self._version: VersionId | None = None
-        self._trains_for = 0  # number of the training that goes on; a later one takes its place
-
-    def begins(self) -> None:
-        self.world.tell(self.caller, "begins")
-        draw = partial(self.world.dice.getrandbits, 64)
-        self.speak(Session(Join(self.worker_id, self.tree.manifest), draw, 10.0))
-        self.tell(said.Start())
-        self._tick()
-
-    def _tick(self) -> None:
-        if not self.is_gone:
-            self.tell(said.Tick())
-            self.world.after(TICK_S, self._tick)
-
-    def dies(self) -> None:
-        self.world.tell(self.caller, "is killed")
-        self.breaks()
-        self.is_gone = True
-
-    @property
-    def progress(self) -> Heartbeat:
-        return Heartbeat(b"", self.step)
-
-    def learns(self, effect: asked.Effect, values: Any) -> None:
-        match effect:
-            case asked.Deliver(released, counted):
-                self._version = released.version
-                if counted is not None:
-                    key = (self.worker_id, counted)
-                    is_in = all(key in each.contents for each in values)
-                    demand(is_in, "{} is said to be in {}", key, released.version)
-                    self.world.tell(self.caller, f"{counted:#x} is in {released.version}")
-                    self.tree.told.add(key)
-                    self.counted += 1
-                    self.flight = None
-                if self.flight is None:
-                    self._train()
-            case asked.PushOver(push_id, str() as code, text):
-                self.world.tell(self.caller, f"{push_id:#x} is over: {code}: {text}")
-                self.tree.refused.append((self.worker_id, code))
-                self.flight = None
-                self.tell(said.RequestVersion(0))
-            case asked.JoinRefused(code, text, True):
-                demand(code == "id_taken", "{} is refused: {}", self.caller, text)
-                self.is_gone = True
-
-    def _train(self) -> None:
-        self._trains_for += 1
-        number = self._trains_for
-
-        def is_done() -> None:
-            if not self.is_gone and number == self._trains_for and self.flight is None:
-                self.step += 10
-                self._push()
-
-        self.world.after(self.world.dice.uniform(0.5, 3.0), is_done)
-
-    def _push(self) -> None:
-        push_id = self.world.dice.getrandbits(64)
-        self.flight = Push(
-            b"", push_id, 0, CHUNKS, "fp32", base=self._version, steps=10, buffers=BUFFERS
-        )
-        self.outgoing[push_id] = (Up(((self.worker_id, push_id),), 16),) * CHUNKS
-        self.world.tell(self.caller, f"pushes {push_id:#x}")
-        self.tell(said.Offer(self.flight))

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.state.model_source import Resumption
-from kit.core_harness import a_config, a_manifest
+from kit.core_harness import a_config, a_manifest, layered
 from simulation.network import Weather, World
-from simulation.sites import CHUNKS, Caller, Host, Hub, Key, RelayHost, Trainer
+from simulation.sites import CHUNKS, Caller, Host, Hub, Key, RelayHost
 from simulation.tensors import demand
+from simulation.trainers import Trainer
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,17 @@ class Faults:
 class Tree:
     """See the head of this module: relays `north`, `south` and `middle`, and `deep` behind that."""
 
-    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+    def __init__(self, seed: int, faults: Faults | None = None, **of_the_run: Any) -> None:
         self.seed, self.faults = seed, faults or Faults()
         self.world = World(seed)
         self.weather = Weather(stall=0.002)
-        self.manifest = a_manifest(CHUNKS)
+        pieces = of_the_run.get("num_fragments", 1)
+        self.manifest = a_manifest(CHUNKS) if pieces == 1 else layered(pieces, CHUNKS)
         usual = {"disconnect_grace": 1.0, "heartbeat_timeout": 60.0, "recover_wait": 5.0}
+        # With rounds that many relays and workers at the hub, else workers in all.
+        expected = 7 if of_the_run.get("mode") == "async" else 3
         self.config: BrokerConfig = a_config(
-            3, min_workers=1, relays=True, save_dir="run", stall_timeout=0.0, **usual
+            expected, relays=True, save_dir="run", stall_timeout=0.0, **usual, **of_the_run
         )
         of_site = a_config(1, relays=True, stall_timeout=0.0, **usual)
         self.relays = {name: replace(of_site) for name in ("north", "south", "middle", "deep")}
@@ -54,7 +59,8 @@ class Tree:
         self.workers: dict[str, Trainer] = {}
         self.told: set[Key] = set()  # pushes that their workers heard to be counted
         self.refused: list[tuple[str, str]] = []
-        self.checked: frozenset[Key] = frozenset()  # pushes that the ledger was seen to name
+        # By fragment, pushes that the ledger was seen to name.
+        self.checked: dict[int, frozenset[Key]] = {}
         self._disk: dict[str, Resumption] = {}
         self._numbers = iter(range(1 << 30))
         self._is_calm = False
@@ -99,7 +105,7 @@ class Tree:
 
     def _at_the_end(self) -> None:
         if not self.faults.hubs:
-            contents = self.hub.chunks[0, 0].contents
+            contents = {key for each in self.hub.chunks.values() for key in each.contents}
             demand(self.told <= contents, "counted, and lost: {}", self.told - contents)
 
     # What breaks.

@@ -93,7 +93,9 @@ def relay(  # noqa: PLR0917  each is an option of the command
 
     with failing_in_a_sentence():
         keys, name = _identity(parent_keys, name)
-        config = BrokerConfig(**options, relays=True)
+        # A window without a quorum is one of asynchronous mode: its parent says whether the run has it.
+        is_async = bool(options["grace"]) and options["quorum"] is None
+        config = BrokerConfig(**options, mode="async" if is_async else "sync", relays=True)
         if check:
             daemon.check(config, parent, name or daemon.default_name(), parent_wire_dtype)
             typer.echo("The options are good.")

@@ -31,7 +31,6 @@ _ONLY_ROUNDS = (
     "min_workers",
     "quorum",
     "deterministic",
-    "relays",
     "aggregate",
     "trim",
     "weight_by",

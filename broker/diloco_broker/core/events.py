@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.effects import Route
-from diloco_protocol.messages import Message, Notice, Released
+from diloco_protocol.messages import Message, Notice, Push, Released
 from diloco_protocol.roles import Peer
 
 # How long a closing round may take to be finished once the broker is to stop.
@@ -89,14 +89,49 @@ class Stepped:
 
 
 @dataclass(frozen=True)
+class SentUp:
+    """At a relay: what the closing update has averaged is on its way to the parent, as this push."""
+
+    push: Push
+
+
+@dataclass(frozen=True)
+class RoundNamed:
+    """At a relay: the parent says in which of its rounds a push of the site is."""
+
+    fragment: int
+    push_id: int
+    number: int
+
+
+@dataclass(frozen=True)
 class Passed:
-    """At a relay: what the closing round has averaged is in this version of the parent's.
+    """At a relay: a version of the parent's has come. `push_id` is what the site has in flight and that
+    it contains, if it does.
 
     `wires` are its chunks as they came, which go to the workers as they are.
     """
 
     released: Released
     wires: tuple[Any, ...]
+    push_id: int | None = None
+
+
+@dataclass(frozen=True)
+class TurnedDown:
+    """At a relay: the parent does not take a push of the site; `code` and `text` say why."""
+
+    fragment: int
+    push_id: int
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Paced:
+    """At a relay: the parent asks for so many steps of the site's fastest (Dynamic Local Updates)."""
+
+    sync_every: int
 
 
 @dataclass(frozen=True)
@@ -171,8 +206,12 @@ Event = (
     | WorkDone
     | WorkRefused
     | Stepped
+    | SentUp
+    | RoundNamed
     | Passed
     | Told
+    | TurnedDown
+    | Paced
     | InitialStored
     | InitialRefused
     | Saved

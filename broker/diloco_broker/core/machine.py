@@ -29,7 +29,7 @@ from diloco_broker.core.rules import (
 )
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import admission, descriptions, permissions, probes
-from diloco_broker.core.rules.sites import passing, told
+from diloco_broker.core.rules.sites import flights, passing, told
 from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
@@ -52,8 +52,12 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.WorkDone: pushes.done,
     events.WorkRefused: pushes.refused,
     events.Stepped: rounds.stepped,
+    events.SentUp: flights.sent,
+    events.RoundNamed: flights.round_named,
     events.Passed: passing.passed,
     events.Told: told.told,
+    events.TurnedDown: flights.turned_down,
+    events.Paced: flights.paced,
     events.InitialStored: initial_model.stored,
     events.InitialRefused: initial_model.refused,
     events.Saved: rounds.saved,
@@ -200,11 +204,17 @@ class Core:
                     "a round waits for a worker that is not in the run", worker_id
                 )
         in_progress = state.versions[state.round.fragment].in_progress
-        assert (in_progress is not None) == (state.round.phase is Phase.CLOSING)
+        is_made_here = state.round.phase is Phase.CLOSING and not state.is_site
+        assert (in_progress is not None) == is_made_here
         assert state.unreleased is None or (
             state.unreleased.ended is state.round and in_progress is not None
         )
         counters = [s.version.counter for s in state.versions.trained if s.version]
-        assert state.round.number == sum(counters), "round number and versions disagree"
+        if state.is_site:
+            for fragment, flight in state.flights.items():
+                assert flight.push.fragment == fragment
+                assert all(each.is_up for each in flight.update.chosen)
+        else:
+            assert state.round.number == sum(counters), "round number and versions disagree"
         for reader in state.versions.readers.values():
             assert not reader.joined or any(m.bulk == reader.route for m in state.members)

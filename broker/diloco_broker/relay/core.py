@@ -14,39 +14,33 @@ workers come back, and offer what that version does not name.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import events
 from diloco_broker.core.effects import Route
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules.joining import permissions
 from diloco_broker.core.rules.sites.told import PASSED_ON
-from diloco_broker.core.state.model_source import Resumption
-from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.core.state.submissions import Submission
 from diloco_broker.relay.first_model import FirstModel
 from diloco_broker.relay.report import Report
+from diloco_broker.relay.terms import config_of, push_of, resumption, why_not_here
 from diloco_broker.relay.unsettled import Unsettled
 from diloco_protocol import messages
 from diloco_protocol.chunks import ModelLayout
-from diloco_protocol.dtypes import in_few_bits, whole_dtype
+from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
-from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Released, RunConfig
+from diloco_protocol.version import VersionId
 from diloco_worker.core import effects as to_parent
 from diloco_worker.core import events as of_parent
 from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.session import Session
 
-# Pushes that the parent would not have; their workers are told when they offer them again.
-REFUSED_KEPT = 10_000
 # After the parent has refused a push: when no newer version has come, the site tries again.
 AGAIN_S = 5.0
 _MISFIT = "The run of the parent does not fit the options of this relay: {}"
@@ -203,13 +197,18 @@ class Relay:
         self.site = Core(config, draw, now)  # until then nobody joins it
         self._join, self._draw = replace(join, workers=0), draw
         self._report = Report(parent, join.worker_id, now)
-        self._flight: messages.Push | None = None  # the push that is on its way, or in no version
-        # By fragment, the last version that came whole: what was said of it, and its chunks.
-        self._versions: dict[int, tuple[Released, tuple[Any, ...]]] = {}
-        self._refused: dict[tuple[str, int], tuple[str, str]] = {}  # code and sentence, by push
-        self._again_at: float | None = None  # when the site begins anew, newer version or not
         self._first = FirstModel(parent)
         self.site.state.admit = self._first.admit
+        self._flights: dict[int, messages.Push] = {}  # on their way, or in no version, by fragment
+        # By fragment, a flight that the parent has refused: code, sentence, and when the site does
+        # without it, newer version or not.
+        self._over: dict[int, tuple[messages.Push, str, str, float]] = {}
+        # Fragments of which a version has to come before the site begins anew, and why it does.
+        self._missing: set[int] = set()
+        self._why = ""
+        # By fragment, the last version that came whole: what was said of it, and its chunks.
+        self._versions: dict[int, tuple[Released, tuple[Any, ...]]] = {}
+        self._first_round = 0  # that the parent expects of the site, as of its last welcome
 
     # The site.
 
@@ -250,9 +249,6 @@ class Relay:
         known = range(len(state.versions.fragments))
         if not self.is_open or member is None or push.fragment not in known:
             return None
-        found = self._refused.get((member.worker_id, push.push_id))
-        if found is not None:
-            return found
         if push.chunks == state.versions[push.fragment].layout.chunks:
             standing = state.standing(member, push)
             if standing and not standing.is_full:
@@ -267,9 +263,11 @@ class Relay:
         round_, session = self.site.state.closing, self.session
         assert round_ is not None and session is not None and session.config is not None
         chosen = [each for each in round_.pushes if isinstance(each, Submission)]
-        self._flight = _push_of(chosen, session.config, self._wire_dtype, self._draw())
-        self._unsettled.sent(self._flight)
-        yield Offer(self._flight)
+        push = push_of(chosen, session.config, self._wire_dtype, self._draw())
+        self._flights[push.fragment] = push
+        self._unsettled.sent(push)
+        yield Offer(push)
+        yield Feed(events.SentUp(push))
 
     # The parent.
 
@@ -277,10 +275,17 @@ class Relay:
         """The session has something to tell; `wires` are the chunks of a version that is delivered."""
         match effect:
             case to_parent.Joined(welcome):
-                problem = _why_not_here(welcome.config) or self._why_not_any_more(welcome.config)
+                problem = why_not_here(welcome.config) or self._why_not_any_more(welcome.config)
                 if problem is not None:
                     yield End(f"{problem} The parent is {self.parent}.")
                 yield Tell(of_parent.BeatNow())
+                if self.is_open and self._has_gone_back(welcome.versions):
+                    yield from self._catch_up("the parent has gone back to an older version")
+                self._first_round = welcome.first_round
+            case to_parent.Told(messages.Grant() as grant):
+                yield from self._hears_round(grant)
+            case to_parent.Told(messages.Notice() as notice):
+                yield from self._hears_notice(notice)
             case to_parent.Deliver():
                 yield from self._delivered(effect, wires, now)
             case to_parent.PushOver(push_id, code, text):
@@ -291,13 +296,18 @@ class Relay:
                 yield from self._is_asked(push_id, fragment, now)
             case to_parent.JoinRefused(code, text, final=True):
                 yield from self._is_turned_away(code, text)
-            case to_parent.Told(messages.Notice("shutdown", text)):
+
+    def _hears_notice(self, notice: messages.Notice) -> Commands:
+        match notice:
+            case messages.Notice("carried"):
+                yield from self._hears_round(notice)
+            case messages.Notice("alive", sync_every=int() as steps):
+                yield Feed(events.Paced(steps))
+            case messages.Notice("shutdown", text):
                 yield End(text or "the run is over", is_over=True)
-            case to_parent.Told(messages.Notice("kicked", text)):
+            case messages.Notice("kicked", text):
                 yield End(text)
-            case to_parent.Told(messages.Notice(what) as notice) if (
-                what in PASSED_ON and self.is_open
-            ):
+            case messages.Notice(what) if what in PASSED_ON and self.is_open:
                 yield Feed(events.Told(notice))
 
     def _why_not_any_more(self, config: RunConfig) -> str | None:
@@ -330,7 +340,7 @@ class Relay:
         if self._first.is_asking or self.is_open:
             return
         try:
-            config = _config_of(self.config, session.terms.config)
+            config = config_of(self.config, session.terms.config)
         except UsageError as error:
             yield End(_MISFIT.format(error))
             return
@@ -386,56 +396,112 @@ class Relay:
             if wanted <= self._versions.keys():
                 yield from self._begin(terms, now, "")
             return
-        if effect.unchanged or fragment == terms.layout.frozen.fragment:
+        if self._missing:
+            self._missing.discard(fragment)
+            if not self._missing:
+                yield from self._begin(terms, now, self._why)
             return
-        flight = self._flight
-        is_ours = flight is not None and effect.counted == flight.push_id
-        if flight is not None and not is_ours:
-            yield from self._abandon(flight)
+        if fragment == terms.layout.frozen.fragment:
+            return
         yield Settle(released, tuple(self._unsettled.found(released)))
         yield from map(Forget, self._unsettled.missed(released))
-        if is_ours and self.site.state.closing is not None:
-            self._flight = None
-            yield Feed(events.Passed(released, self._versions[fragment][1]))
+        if not effect.unchanged:
+            if self._has_gone_back((None,) * fragment + (released.version,)):
+                yield from self._catch_up("the parent has gone back to an older version")
+                return
+            if self.site.state.round is None:  # nobody is here yet
+                yield from self._begin(terms, now, "")
+                return
+            flight = self._flights.get(fragment)
+            is_ours = flight is not None and effect.counted == flight.push_id
+            if is_ours:
+                del self._flights[fragment]
+            wires = self._versions[fragment][1]
+            yield Feed(events.Passed(released, wires, effect.counted if is_ours else None))
+        if fragment in self._over:
+            yield from self._do_without(fragment)
+
+    def _has_gone_back(self, versions: Sequence[VersionId | None]) -> bool:
+        """Are these, by fragment, not newer than what the site has, but other ones?"""
+        for theirs, ours in zip(versions, self.site.state.versions.trained, strict=False):
+            if theirs is not None and ours.version is not None and theirs != ours.version:
+                is_newer = theirs.counter > ours.version.counter
+                if not is_newer or ours.is_of_another_branch(theirs):
+                    return True
+        return False
+
+    def _catch_up(self, why: str) -> Commands:
+        """Get the parent's version of each fragment, then begin anew."""
+        session = self.session
+        assert session is not None and session.layout is not None
+        self._why = why
+        wanted = [part.fragment for part in session.layout.fragments if part.chunks]
+        self._missing = set(wanted)
+        for fragment in wanted:
+            yield Tell(of_parent.RequestVersion(fragment))
+
+    def _hears_round(self, told: messages.Grant | messages.Notice) -> Commands:
+        """The parent says which round a push is in."""
+        fragment, number = told.fragment, told.round
+        flight = self._flights.get(fragment)
+        is_put_off = isinstance(told, messages.Grant) and told.standing is messages.Standing.WAIT
+        if flight is None or number is None or is_put_off:
+            return
+        if isinstance(told, messages.Grant) and told.push_id != flight.push_id:
+            return
+        up, pieces = self.site.state.flights.get(fragment), self.site.state.config.num_fragments
+        # With one fragment who has just joined may be taken into a round earlier than it was told.
+        is_earlier = up is not None and number < up.number and pieces > 1
+        if is_earlier and not self._missing:
+            yield from self._catch_up("the parent has gone back to an earlier round")
         else:
-            yield from self._begin(terms, now, f"the run has gone on to version {released.version}")
+            yield Feed(events.RoundNamed(fragment, flight.push_id, number))
 
     def _abandon(self, flight: messages.Push) -> Commands:
         yield Abandon(flight.push_id)
         yield from map(Forget, self._unsettled.abandoned(flight))
 
     def _is_refused(self, push_id: int, code: str, text: str, now: float) -> Commands:
-        """The parent does not take the site's push. The site begins anew with the next version."""
-        flight = self._flight
-        if flight is None or flight.push_id != push_id:
+        """The parent refuses a push of the site, which does without it once a newer version is here."""
+        flight = next((each for each in self._flights.values() if each.push_id == push_id), None)
+        if flight is None:
             return
-        self._flight, self._again_at = None, now + AGAIN_S
+        fragment = flight.fragment
+        del self._flights[fragment]
+        self._over[fragment] = flight, code, text, now + AGAIN_S
         self._unsettled.refused(flight)
         yield Forget(push_id)
         if code == Code.CONTAINED:
             text = f"A part of the site's push is counted, or under way, already: {text}"
         else:
-            for name, each in (flight.contents or {}).items():
-                self._refused[name, each] = code, text
-            while len(self._refused) > REFUSED_KEPT:
-                del self._refused[next(iter(self._refused))]
-        yield Say(f"The site waits for the next version. {text}", True)
+            text = f"The parent refuses what the site has sent: {text}"
+        yield Say(text, True)
         assert self.session is not None
-        held = self.session.downloads.of(flight.fragment).held
+        held = self.session.downloads.of(fragment).held
         after = -1 if held is None else held.version.counter
-        yield Tell(of_parent.RequestVersion(flight.fragment, after))
+        yield Tell(of_parent.RequestVersion(fragment, after))
+
+    def _do_without(self, fragment: int) -> Commands:
+        """A flight was refused, and what there is to know by now is known."""
+        flight, code, text, _ = self._over.pop(fragment)
+        yield Feed(events.TurnedDown(fragment, flight.push_id, code, text))
 
     def _begin(self, terms: Terms, now: float, why: str) -> Commands:
         """A life of the site, with the parent's versions."""
         session = self.session
         assert session is not None and session.manifest is not None
         try:
-            config = _config_of(self.config, terms.config)
+            config = config_of(self.config, terms.config)
         except UsageError as error:
             yield End(_MISFIT.format(error))
             return
-        found = _resumption(session.manifest, terms, self._versions, self.parent)
-        self.is_open, self._flight, self._again_at = True, None, None
+        found = resumption(session.manifest, terms, self._versions, self.parent, self._first_round)
+        for flight in self._flights.values():
+            yield from self._abandon(flight)
+        self.is_open = True
+        self._flights.clear()
+        self._over.clear()
+        self._missing.clear()
         self._first = FirstModel(self.parent, session.manifest)
         text = f"The relay begins anew: {why}." if why else "The relay has the run's parameters."
         core = Core(config, self._draw, now, resumption=found)
@@ -463,12 +529,11 @@ class Relay:
         if self._first.is_asking:
             yield from self._takes_gift(now)
         session, state = self.session, self.site.state
-        self._report.look(state, session, now, is_under_way=self._flight is not None)
+        self._report.look(state, session, now, is_under_way=bool(self._flights))
         if session is None or session.join is None or not self.is_open:
             return
-        if self._again_at is not None and now >= self._again_at and session.terms is not None:
-            yield from self._begin(session.terms, now, "its push was refused")
-            return
+        for fragment in [each for each, (*_, at) in self._over.items() if now >= at]:
+            yield from self._do_without(fragment)
         here = state.members.workers
         if session.join.workers != here:
             session.join = replace(session.join, workers=here)
@@ -485,95 +550,3 @@ class Relay:
     def progress(self) -> messages.Heartbeat:
         """How the site does, for the parent; the session is filled in when it is sent."""
         return self._report.beat(self.site.state)
-
-
-def _push_of(
-    chosen: list[Submission], config: RunConfig, wire_dtype: str, push_id: int
-) -> messages.Push:
-    """The push of a site: the mean of these, with the sum of their weights, and each of them by name."""
-    pushes = [each.push for each in chosen]
-    contents: dict[str, int] = {}
-    for each in chosen:
-        contents |= each.push.contents or {}
-    contents |= {each.worker_id: each.push.push_id for each in chosen}
-    tokens, samples = sum(p.tokens for p in pushes), sum(p.samples for p in pushes)
-    by = {"equal": 1, "tokens": tokens, "samples": samples}[config.weight_by]
-    losses = [p.loss for p in pushes if p.loss is not None and math.isfinite(p.loss)]
-    bases = [p.base for p in pushes if p.base is not None]
-    return messages.Push(
-        session=b"",
-        push_id=push_id,
-        fragment=pushes[0].fragment,
-        chunks=pushes[0].chunks,
-        wire_dtype=wire_dtype,
-        base=min(bases, key=lambda base: base.counter),
-        weight=sum(each.weight for each in chosen) / by,
-        steps=median_low(p.steps for p in pushes),
-        tokens=tokens,
-        samples=samples,
-        loss=sum(losses) / len(losses) if losses else None,
-        buffers=messages.BUFFERS,
-        contents=contents,
-        workers=sum(p.workers for p in pushes),
-    )
-
-
-def _why_not_here(config: RunConfig) -> str | None:
-    """Why a relay cannot be in a run, as a sentence; None where it can."""
-    if not config.relays:
-        return "This broker takes no relays; start it with --relays (an older release has none)."
-    if config.mode != "sync":
-        return "Relays take part in runs with rounds only, and this one is asynchronous."
-    if config.num_fragments != 1:
-        return f"Relays take part in runs of one fragment only, and this one has {config.num_fragments}."
-    return None
-
-
-def _config_of(config: BrokerConfig, told: RunConfig) -> BrokerConfig:
-    """The options of the site, with what its parent says of the run; raises UsageError."""
-    return replace(
-        config,
-        sync_every=told.sync_every,
-        fragment_sync_delay=AUTO if told.fragment_delay_auto else told.fragment_sync_delay,
-        fragment_update_alpha=told.fragment_update_alpha,
-        fragment_merge=told.fragment_merge,
-        fragment_max_delay=told.fragment_max_delay,
-        weight_by=told.weight_by,
-        reply_dtype=whole_dtype(told.reply_dtype)
-        if in_few_bits(told.reply_dtype)
-        else told.reply_dtype,
-        chunk_elements=told.chunk_elements,
-        relays=True,
-        recover="rewind",
-    )
-
-
-def _resumption(
-    manifest: Manifest,
-    terms: Terms,
-    versions: dict[int, tuple[Released, tuple[Any, ...]]],
-    parent: str,
-) -> Resumption:
-    """What the site begins with: the parent's versions in the place of a checkpoint's."""
-    last = terms.layout.frozen.fragment
-    records, wires, newest = {}, {}, None
-    for fragment, (released, chunks) in versions.items():
-        version = released.version
-        records[fragment] = FragmentRecord(
-            version, released.ledger, version.counter, released.round, released.averaged
-        )
-        wires[fragment] = chunks
-        newest = released if fragment != last else newest
-    assert newest is not None, "no fragment is trained"
-    record = RunRecord(
-        run=newest.version.run,
-        number=sum(r.version.counter for f, r in records.items() if f != last),
-        epoch="",
-        manifest=manifest,
-        plan=terms.plan,
-        fragments=records,
-        workers={},
-        totals={},
-    )
-    source = f"version {newest.version} of {parent}"
-    return Resumption(source, record, terms.layout, wires, newest)

@@ -61,7 +61,10 @@ class Report:
         figures = [member.figures for member in state.members]
         losses = [f.loss for f in figures if f.loss is not None and math.isfinite(f.loss)]
         speeds = [f.steps_per_s for f in figures if f.steps_per_s is not None]
-        is_training = bool(figures) and state.closing is None
+        is_training = bool(figures) and not state.flights and state.closing is None
+        # Where workers wait for each other, the site is as fast as the slowest. Where they do not, the
+        # parent's H is that of the fastest, and the site divides it among the others (`dylu`).
+        pace = max if state.config.is_async else min
         behind, replies = listing.listed(state), orders.replies(state)
         self._told, self._looked_at = (_lasting(behind), replies), state.now
         return Heartbeat(
@@ -69,7 +72,7 @@ class Report:
             step=sum(f.step for f in figures),
             inner_step=min((f.inner_step for f in figures), default=0),
             state="training" if is_training else "waiting",
-            steps_per_s=min(speeds, default=None),
+            steps_per_s=pace(speeds, default=None),
             loss=sum(losses) / len(losses) if losses else None,
             tokens=sum(f.tokens for f in figures),
             workers=state.members.workers,

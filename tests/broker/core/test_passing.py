@@ -1,50 +1,11 @@
-"""A relay's site: the version of its parent's is what its closing round makes."""
+"""A relay's site: what it sends up, and the versions of its parent's that come down."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from diloco_broker.core import effects, events
-from diloco_protocol.messages import Chunk, Grant, Progress, Released, Standing
-from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import Puppet, Stage, a_stage
+from diloco_protocol.messages import Chunk, Grant, Released, Standing
+from kit.core_harness import a_stage
 from kit.noted_tensors import Wire
-
-
-def a_site(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
-    """Workers at a site that have joined; what their rounds have averaged is kept back."""
-    stage = a_stage(workers=len(worker_ids), relays=True, chunks=2, **fields)
-    puppets = stage.joined(*worker_ids)
-    stage.by_hand = True
-    return stage, puppets
-
-
-def closes(stage: Stage) -> None:
-    """Look at what has come, and step nothing."""
-    queue = stage.tensors.queue
-    while queue and isinstance(queue[0], effects.Inspect):
-        stage.work(1)
-    assert all(isinstance(each, effects.AggregateAndStep) for each in queue)
-    assert stage.state.closing is not None
-    queue.clear()
-
-
-def passes(stage: Stage, counter: int, **named: int) -> Released:
-    """The parent's version of this counter comes, in which these pushes are."""
-    before = stage.state.versions[0].ledger
-    pushes = {name: (Counted(push_id),) for name, push_id in named.items()}
-    released = Released(
-        fragment=0,
-        version=VersionId(stage.version().run, counter, 77),
-        ledger=Ledger({**before.pushes, **pushes}),
-        round=counter - 1,
-        averaged=9,
-        progress=Progress(rounds=counter, steps=500),
-        loss=1.5,
-    )
-    wires = tuple(Wire((("parent", index),)) for index in range(2))
-    stage.happens_by_hand(events.Passed(released, wires))
-    return released
+from kit.site_stage import a_site, as_site, closes, passes
 
 
 def test_version_of_the_parent_goes_to_the_workers_as_it_is() -> None:
@@ -92,7 +53,7 @@ def test_push_of_a_relay_of_which_a_part_was_counted_on_another_way_is_over() ->
     a, deep = stage.worker("a").joins(), stage.worker("deep").joins(workers=2)
     stage.provide()
     stage.state.first_round_pending = False
-    stage.by_hand = True
+    as_site(stage)
     a.pushes(1)
     closes(stage)
     deep.pushes(2, contents={"x": 10, "y": 11}, workers=2)

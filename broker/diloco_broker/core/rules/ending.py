@@ -165,7 +165,7 @@ def told(state: RunState, text: str) -> effects.Effects:
     ending.why = text.removeprefix(OVER).rstrip(".") or "the parent says so"
     ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
     yield from tell_all(state)
-    if state.closing is None:
+    if state.closing is None and not state.flights:
         yield from refuse_the_rest(state)
 
 

@@ -296,6 +296,8 @@ def _go_on(state: RunState) -> effects.Effects:
     for member in state.members:
         yield from tell_of_branches(state, member.worker_id, member.versions)
     number = sum(s.version.counter for s in state.versions.trained if s.version)
+    if state.is_site:  # its versions may be of different moments; rounds are the parent's
+        number = model.resumed_number or 0
     is_newer = number != model.resumed_number
     source = f"from {model.checkpoint}" if model.checkpoint else "with what its workers hold"
     more = " and what its workers had newer" if model.checkpoint and is_newer else ""

@@ -131,11 +131,8 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
             ledger = ledger.with_contents(each.push.contents)
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
     ledger = ledger.without_the_long_gone(state.members.known)
-    averaged = ended.averaged
-    if state.parents is not None:
-        ledger, averaged = state.parents.ledger, state.parents.averaged
     record = FragmentRecord(
-        in_progress.version, ledger, in_progress.gradients, ended.number, averaged
+        in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
     )
     units.counted(state, ended.fragment, ledger)
     unreleased = UnreleasedVersion(ended, counted, record)
@@ -170,6 +167,19 @@ def _release_with_lease(state: RunState, unreleased: UnreleasedVersion) -> effec
 
 def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     """Everybody gets the version, and the next round opens."""
+    ended = unreleased.ended
+    yield from hand_out(state, unreleased)
+    if ended.barrier is not None:
+        ended.barrier.end()
+    yield from checkpoints.save_if_due(state, ended.number + 1)
+    yield from open_round(state, ended.number + 1)
+    yield from rules_of(state).released(state)
+    units.released(state)
+    yield from ending.refuse_the_rest(state)
+
+
+def hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
+    """Everybody gets the version, and what has come of the round is written down."""
     ended, fragment = unreleased.ended, unreleased.ended.fragment
     for each in unreleased.pushes:
         member = state.members.named(each.worker_id)
@@ -185,19 +195,11 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     state.first_round_pending = False
     progress.show(state, ended.number + 1)
     yield state.last_report
-    rules = rules_of(state)
-    yield from rules.tell(state, ended, unreleased.pushes)
+    yield from rules_of(state).tell(state, ended, unreleased.pushes)
     yield from norms.counted(state, unreleased.pushes)
     yield from ending.look(state, ended.number)
     yield from ending.tell_all(state)  # first: whoever has the last version makes no step more
     yield from state.versions.release(fragment, unreleased.record)
-    if ended.barrier is not None:
-        ended.barrier.end()
-    yield from checkpoints.save_if_due(state, ended.number + 1)
-    yield from open_round(state, ended.number + 1)
-    yield from rules.released(state)
-    units.released(state)
-    yield from ending.refuse_the_rest(state)
 
 
 def _report(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
 from diloco_broker.core.state.data_sets import DataSets
+from diloco_broker.core.state.flights import Flight
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import RunModel
 from diloco_broker.core.state.orders import Order
@@ -193,10 +194,14 @@ class RunState:
     members: Membership = field(default_factory=Membership)
     shards: Shards = field(default_factory=Shards)  # who samples which part of the data
     data: DataSets = field(default_factory=DataSets)  # of which units are handed out
-    # At a relay: what the parent said of its last version, which is the one that is made here or the
-    # current one. None: this broker makes versions of its own.
+    # At a relay: what the parent said of its last version. None: this broker makes versions of its own.
     parents: Released | None = None
     parent: Parent | None = None  # at a relay, how it stands with its parent
+    # By fragment, what has gone up and is in no version that has come down.
+    flights: dict[int, Flight] = field(default_factory=dict)
+    first_open: int = 0  # the first of the parent's rounds that is not known to be over
+    # H that the parent asks of the site's fastest worker; None where it is the run's.
+    asked_steps: int | None = None
     # By connection, those who are about to join and have to describe their models.
     descriptions: dict[effects.Route, Described] = field(default_factory=dict)
     probes: ProbeAllowance = field(default_factory=ProbeAllowance)
@@ -276,6 +281,11 @@ class RunState:
         self.totals.rejected += 1
         self.refused[code] += 1
         self.rejections.append(Rejection(self.now, worker_id, code, text))
+
+    @property
+    def is_site(self) -> bool:
+        """Whether what is averaged here goes up, and versions come from a parent."""
+        return self.parents is not None
 
     @property
     def closing(self) -> Update | None:

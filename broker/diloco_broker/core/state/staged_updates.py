@@ -50,7 +50,7 @@ class AsyncUpdate(StagedUpdate):
         return {s.worker_id for s in self.submissions}
 
     def has_all_of(self, worker_id: str) -> bool:
-        return any(s.is_whole for s in self.submissions if s.worker_id == worker_id)
+        return any(s.is_whole for s in self.submissions if s.worker_id == worker_id and not s.is_up)
 
     def apply(self, chosen: tuple[Submission, ...], size: int) -> None:
         self.phase = Phase.CLOSING
@@ -81,20 +81,25 @@ class StagedRound(StagedUpdate):
 
     @property
     def _workers_of(self) -> dict[str, int]:
-        members = self.chosen if self.phase is Phase.CLOSING else self.pool.values()
+        members = self.chosen if self.phase is Phase.CLOSING else self._here
         return {s.worker_id: s.push.workers for s in members}
 
+    @property
+    def _here(self) -> list[Submission]:
+        """Those that are still to be merged: what has gone up is in an earlier round."""
+        return [s for s in self.pool.values() if not s.is_up]
+
     def has_all_of(self, worker_id: str) -> bool:
-        return any(s.is_whole for s in self.pool.values() if s.worker_id == worker_id)
+        return any(s.is_whole for s in self._here if s.worker_id == worker_id)
 
     @property
     def has_work_to_look_at(self) -> bool:
-        return any(s.is_sent and not s.is_whole for s in self.pool.values())
+        return any(s.is_sent and not s.is_whole for s in self._here)
 
     def whole(self) -> list[Submission]:
         """The first whole submission of each worker, in the order of worker ids."""
         first: dict[str, Submission] = {}
-        for submission in self.pool.values():
+        for submission in self._here:
             other = first.get(submission.worker_id)
             if submission.whole_at is not None and (
                 other is None or submission.whole_at < (other.whole_at or 0.0)
@@ -115,6 +120,8 @@ class StagedRound(StagedUpdate):
         """Begin to close, with these."""
         self.phase = Phase.CLOSING
         self.chosen = tuple(chosen)
+        for each in self.chosen:
+            each.number = self.number
 
     def _is_time(self, whole: list[Submission], now: float, floor: int, grace: float) -> bool:
         here = {s.worker_id for s in whole}

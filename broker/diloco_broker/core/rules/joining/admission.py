@@ -108,7 +108,9 @@ def _first_round(state: RunState, member: Member) -> int:
         return state.model.resumed_number or 0
     if round_.barrier is None:
         return round_.number  # it says only which fragment to begin with
-    if state.below_floor:
+    # At a site a round opens before the version of the last one is here: it is as good as a closing one.
+    is_new = bool(state.flights) and not state.closing and not round_.begun
+    if state.below_floor or is_new:
         round_.barrier.expect(member.worker_id)
     return round_.number + (member.worker_id not in round_.barrier.expected)
 

@@ -94,4 +94,5 @@ def sync_every_of(state: RunState, member: Member) -> int:
     if not config.dylu:
         return config.sync_every
     speeds = {m.worker_id: m.figures.speed for m in state.members if m.figures.speed is not None}
-    return dylu.sync_every(speeds, member.worker_id, config.sync_every, config.least_steps)
+    fastest = state.asked_steps or config.sync_every
+    return dylu.sync_every(speeds, member.worker_id, fastest, min(fastest, config.least_steps))

@@ -88,7 +88,7 @@ REDUCERS: dict[str, Reducer] = {
         asked_for_by=lambda config: "--mode async" if config.is_async else "",
         room_needed=asynchronous.room_needed,
         has_rounds=False,
-        takes_any_number=lambda config: config.grace > 0,
+        takes_any_number=lambda config: config.grace > 0 or config.relays,
     ),
     "staged": Reducer(staged, asked_for_by=staged.asked_for_by, room_needed=staged.room_needed),
     "streaming": Reducer(streaming),

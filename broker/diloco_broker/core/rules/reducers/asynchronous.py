@@ -16,6 +16,7 @@ from diloco_broker.core.effects import Effects, warning
 from diloco_broker.core.events import WorkRefused
 from diloco_broker.core.rules import grants, norms, round_lines
 from diloco_broker.core.rules.reducers import collect, staged
+from diloco_broker.core.rules.sites import contents
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_updates import AsyncUpdate
@@ -98,7 +99,7 @@ def _may_send(state: RunState, member: Member, push: Push) -> bool:
     """Is there a slot, and nothing whole of this worker and fragment waiting to be applied?"""
     # With a grace window whole submissions wait for each other, so they must not fill the slots.
     windowed = state.config.grace > 0
-    taken = sum(not (windowed and s.is_whole) for s in state.submissions)
+    taken = sum(not (s.is_up or (windowed and s.is_whole)) for s in state.submissions)
     free = taken < state.config.staging_slots
     return free and not collect.has_whole(state, member, push)
 
@@ -151,6 +152,8 @@ def close_if_due(state: RunState) -> Effects:
         return
     whole = []
     for each in state.submissions.whole():
+        if each.push.fragment in state.flights:
+            continue  # it waits until the one that has gone up is in a version
         # While it was on its way others were applied: it may have grown too old.
         text = _too_old(state, each.worker_id, each.push)
         if text is None:
@@ -162,7 +165,7 @@ def close_if_due(state: RunState) -> Effects:
     if not whole or state.now - (whole[0].whole_at or 0.0) < state.config.grace:
         return
     fragment = whole[0].push.fragment
-    together = [s for s in whole if s.push.fragment == fragment]
+    together = contents.together(state, [s for s in whole if s.push.fragment == fragment])
     chosen = tuple(together if state.config.grace > 0 else together[:1])
     kept = yield from norms.refuse_too_large(state, chosen)
     if len(kept) < len(chosen):
@@ -170,8 +173,14 @@ def close_if_due(state: RunState) -> Effects:
         yield from close_if_due(state)  # with those that are left, or with the next in line
         return
     update.apply(chosen, state.versions[fragment].layout.chunks)
+    if state.is_site:
+        for each in chosen:  # the mean of so many gradients, whatever else is said of them
+            each.weight = float(each.push.workers)
+        yield from collect.merge(state, fragment, [chosen])
+        return
     power = -0.5 if state.config.staleness_weight == "poly" else 0.0
-    groups = [[each] for each in chosen]
+    # That of a relay is the mean of those of so many workers, and counts as all of theirs.
+    groups = [[each] for each in chosen for _ in range(each.push.workers)]
     yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** power)
 
 

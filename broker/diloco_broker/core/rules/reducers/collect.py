@@ -32,8 +32,8 @@ def comes_again(
     """Answer a push that is here already, or in the current version. Returns False for any other."""
     known = find(state, member.worker_id, push)
     if known is not None:
-        if known.is_chosen and number is not None and state.round is not None:
-            number = state.round.number
+        if known.is_chosen and number is not None:
+            number = known.number
         yield from grants.grant(member, known, sharing=sharing, number=number)
     elif state.standing(member, push).is_full:
         abandon_others(state, member, push)
@@ -120,18 +120,19 @@ def merge(
     factor: Callable[[int], float] = lambda _: 1.0,
 ) -> Effects:
     """Make a version of the fragment; each group makes one gradient. `factor` is that of a submission's
-    values, by its staleness."""
+    values, by its staleness. At a relay their mean goes up instead: no version is begun."""
     versions = state.versions[fragment]
     for submission in (each for group in groups for each in group):
         submission.is_chosen = True
         submission.staleness = versions.staleness(submission.push)
-    count = state.begin_version(fragment, len(groups))
+    count = 0 if state.is_site else state.begin_version(fragment, len(groups))
     wholes = tuple(tuple(s.merged(factor(s.staleness)) for s in group) for group in groups)
     for index in range(versions.layout.chunks):
         yield AggregateAndStep(fragment, index, wholes, count)
 
 
 def forget(state: RunState, merged: Sequence[Submission]) -> None:
-    """These are in a version that is out: they need no room any more."""
+    """These are in a version that is out: they need no room any more. What has gone up waits for one."""
     for submission in merged:
-        state.submissions.drop(submission)
+        if not submission.is_up:
+            state.submissions.drop(submission)

@@ -15,6 +15,7 @@ from diloco_broker.core.effects import Effects, info, nothing
 from diloco_broker.core.events import WorkRefused
 from diloco_broker.core.rules import grants, norms, round_lines
 from diloco_broker.core.rules.reducers import collect
+from diloco_broker.core.rules.sites import contents
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_updates import StagedRound
@@ -108,14 +109,16 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
 def close_if_due(state: RunState) -> Effects:
     """Merge what is whole if it is time to; what is not is carried or dropped."""
     config, round_ = state.config, _round(state)
+    if round_.fragment in state.flights:
+        return  # one push of each fragment is on its way at a time, as with any worker
     while whole := round_.due(
         state.now, floor=state.floor, quorum=config.quorum, grace=config.grace
     ):
         # Without those that are refused it may not be time any more.
         kept = yield from norms.refuse_too_large(state, whole)
         if len(kept) == len(whole):
-            round_.close(kept)
-            yield from collect.merge(state, round_.fragment, [kept])
+            round_.close(contents.together(state, kept))
+            yield from collect.merge(state, round_.fragment, [round_.chosen])
             yield from _tell_the_late(state, round_)
             return
 

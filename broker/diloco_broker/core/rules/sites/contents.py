@@ -13,13 +13,30 @@ came here directly is put off (`under_way`): it loses nothing, and is counted or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.submissions import Submission
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import summarise
 from diloco_protocol.messages import Push, is_worker_id
+
+
+def together(state: RunState, whole: Sequence[Submission]) -> list[Submission]:
+    """Those of these that can be merged at once; at a relay the others go up with the next.
+
+    What goes up names one push of each worker. One that has moved, or was started again elsewhere,
+    may have two on different ways here.
+    """
+    found: list[Submission] = []
+    named: set[str] = set()
+    for each in whole:
+        names = {each.worker_id, *(each.push.contents or {})}
+        if not (state.is_site and names & named):
+            named |= names
+            found.append(each)
+    return found
 
 
 def check(state: RunState, member: Member, push: Push) -> None:

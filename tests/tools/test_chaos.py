@@ -26,7 +26,18 @@ from diloco_tools.chaos.audit import (
     read_lines,
     version_of,
 )
-from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Injected, Kind, Scale, plan
+from diloco_tools.chaos.crew import MODES
+from diloco_tools.chaos.faults import (
+    FRAGILE,
+    RELAYS,
+    SHORT,
+    STURDY,
+    WHOLE,
+    Injected,
+    Kind,
+    Scale,
+    plan,
+)
 from diloco_tools.chaos.job import Life
 from diloco_tools.chaos.report import averaged, rows, verdict, work_of
 from kit.audit_records import (
@@ -37,6 +48,7 @@ from kit.audit_records import (
     dropped,
     frozen,
     key,
+    of_relay,
     push,
     release,
     version,
@@ -148,6 +160,49 @@ AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[st
         [log(frozen("p1"))],
         {},
     ),
+    "push in that of a relay is its worker's": (
+        [release(1, of_relay("r1", a="p1", b="q1")), release(2, push("p2"))],
+        [
+            log(frozen("p1"), counted("p1", 1), frozen("p2"), counted("p2", 2), LEFT),
+            log(frozen("q1"), counted("q1", 1), LEFT, worker="b"),
+        ],
+        {},
+    ),
+    "relay behind a relay is no worker": (
+        [release(1, of_relay("r1", workers=1, a="p1", deep="d1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {},
+    ),
+    "push that came through a relay and by itself is counted twice": (
+        [release(1, of_relay("r1", a="p1")), release(2, push("p1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {"doubled": ["p1 of a", "1#t1"]},
+    ),
+    "push that came through two relays is counted twice": (
+        [release(1, of_relay("r1", a="p1"), of_relay("s1", "south", a="p1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {"doubled": ["p1 of a"]},
+    ),
+    "push of a relay that counts twice": (
+        [release(n, of_relay("r1", a=f"p{n}")) for n in (1, 2)],
+        [log(*[e for n in (1, 2) for e in (frozen(f"p{n}"), counted(f"p{n}", n))], LEFT)],
+        {"doubled": ["r1 of north"]},
+    ),
+    "push behind a relay that nobody froze": (
+        [release(1, of_relay("r1", a="p9"))],
+        [log(LEFT)],
+        {"strangers": ["p9"]},
+    ),
+    "worker behind a relay that nobody knows": (
+        [release(1, of_relay("r1", a="p1", x="x1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {"strangers": ["x1"]},
+    ),
+    "push of a relay that counts in part": (
+        [release(1, of_relay("r1", b="q1") | {"chunks": "01"})],
+        [log(frozen("q1"), worker="b")],
+        {"broken": ["r1 of relay north", "in part"]},
+    ),
     **{
         f"chunk of one version in another: {chunks}": (
             [release(1, push("p1", chunks="05")), release(2, push("p1", chunks=chunks))],
@@ -176,6 +231,18 @@ def test_audit_finds_what_is_wrong_and_nothing_else(case: str) -> None:
         (sentence,) = getattr(findings, kind)
         assert all(word in sentence for word in words), sentence
     assert len(findings.problems) == len(found.keys() & set(BROKEN))
+
+
+def test_relays_have_to_say_what_the_broker_says() -> None:
+    releases = [release(0), release(1, of_relay("r1", workers=1, a="p1", deep="d1"))]
+    logs = [log(frozen("p1"), counted("p1", 1), LEFT)]
+    north = [release(1, of_relay("d1", "deep", a="p1")), release(7, push("p7"))]
+    deep = [release(1, push("p1"))]
+    heads = [key(1)]
+    assert not audit(releases, heads, logs, {"north": north, "deep": deep}).problems
+    odd = [release(1, push("p1"), push("p2", "b"))]
+    (sentence,) = audit(releases, heads, logs, {"north": north, "deep": odd}).problems
+    assert "Relay deep says that version 1#t1 has push p2 of b" in sentence
 
 
 def test_lineage_is_walked_back_from_the_head_and_a_circle_ends() -> None:
@@ -253,7 +320,7 @@ def test_plan_has_its_number_of_each_kind_kills_only_the_fragile_and_spares_the_
     scale: Scale,
 ) -> None:
     for seed in range(50):
-        faults = plan(seed, "sync", scale)
+        faults = plan(seed, "relays", scale.of(RELAYS))
         kinds = [fault.kind for fault in faults]
         assert {kind: kinds.count(kind) for kind in Kind} == scale.counts
         targets = {kind: {f.target for f in faults if f.kind is kind} for kind in Kind}
@@ -261,6 +328,12 @@ def test_plan_has_its_number_of_each_kind_kills_only_the_fragile_and_spares_the_
         assert targets[Kind.STOP_WORKER] <= set(STURDY)
         places = [i for i, kind in enumerate(kinds) if kind is Kind.KILL_BROKER]
         assert all(b - a > 2 for a, b in itertools.pairwise(places)), kinds
+
+
+def test_nothing_is_done_to_relays_where_there_are_none() -> None:
+    kinds = {fault.kind for fault in plan(1, "sync", WHOLE.of(()))}
+    assert kinds == {kind for kind in Kind if not kind.is_of_relays} != set(Kind)
+    assert all(mode.relays in ((), RELAYS) for mode in MODES.values())
 
 
 def test_whole_drill_has_what_was_promised() -> None:

@@ -255,7 +255,9 @@ def test_limit_on_file_sizes_is_an_error_in_the_process_and_can_be_lifted(tmp_pa
 def a_watch(folder: Path, *lives: Life) -> RunWatch:
     """Of a run in sync mode whose broker is well."""
     broker = SimpleNamespace(running=True)
-    crew: Any = SimpleNamespace(folder=folder, mode=MODES["sync"], lives=lives, broker=broker)
+    crew: Any = SimpleNamespace(
+        folder=folder, mode=MODES["sync"], lives=lives, broker=broker, relays={}
+    )
     return RunWatch(crew, time.monotonic() + WITHIN_S)
 
 
@@ -404,8 +406,9 @@ def test_drill_removes_nothing_but_what_a_drill_has_left(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # half a minute on two idle cores
-def test_short_drill_keeps_every_promise(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "diloco_tools.chaos", "--short", "--modes", "streaming"]
+@pytest.mark.parametrize("mode", ["streaming", "relays"])
+def test_short_drill_keeps_every_promise(tmp_path: Path, mode: str) -> None:
+    command = [sys.executable, "-m", "diloco_tools.chaos", "--short", "--modes", mode]
     done = subprocess.run(
         [*command, "--out", str(tmp_path), "--minutes", "4"],
         check=False,
@@ -414,7 +417,7 @@ def test_short_drill_keeps_every_promise(tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "streaming.json").read_text())
+    report = json.loads((tmp_path / f"{mode}.json").read_text())
     assert report["problems"] == []
     assert report["useful_work"]["not_killed"]["share"] == 1.0
     assert {each["kind"] for each in report["faults"]} >= {"kill_worker", "kill_broker", "cut"}

@@ -33,6 +33,7 @@ OF_THE_SITE = (
     "keys",
     "ipc",
     "insecure",
+    "audit",
 )
 
 

@@ -94,6 +94,11 @@ class RelayLoop(Loop):
             self._do(self._relay.told(effect, wires, self.now()))
         self._do(self._relay.tick(self.now()))
 
+    def _stop(self, reason: str) -> events.Stop:
+        """Once the run is over, no version comes for a round that is closing."""
+        within_s = events.FINISH_WITHIN_S if self.is_restarting else 0.0
+        return events.Stop(reason, self.is_restarting, within_s)
+
     def _export(self) -> None:
         """The parent keeps the final model."""
 

@@ -184,7 +184,7 @@ class Loop:
         try:
             while not self._is_finished:
                 if self.stop_reason and self.core.state.stopping is None:
-                    self._executor.feed(events.Stop(self.stop_reason, self.is_restarting))
+                    self._executor.feed(self._stop(self.stop_reason))
                 self._turn()
             self._await_the_last_save()
             if self.is_complete:
@@ -195,6 +195,9 @@ class Loop:
             if self._writer is not None:  # checkpoints never change, so what broke is not in them
                 self._writer.finish(SAVE_WITHIN_S)
             raise
+
+    def _stop(self, reason: str) -> events.Stop:
+        return events.Stop(reason, self.is_restarting)
 
     def request_stop(self, reason: str, *, restarting: bool) -> None:
         """Let `run` end; from any thread or a signal handler. The first call counts."""

@@ -69,6 +69,8 @@ class Onlookers:
     def follow(self, state: RunState) -> None:
         """Show another core from now on, which took the place of the one before."""
         self._state = state
+        if self._audit is not None:
+            self._audit.begin(state.epoch)
 
     def write(self, record: Record) -> None:
         """Write down what the core says."""

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from diloco_broker.core.effects import RecordVersion
 from diloco_protocol.errors import UsageError
@@ -18,11 +19,12 @@ from diloco_protocol.messages import Push
 from diloco_protocol.version import as_hex
 
 
-def _behind(push: Push) -> dict[str, dict[str, str]]:
-    """What is in the push of a relay, by worker; nothing for another's."""
+def _behind(push: Push) -> dict[str, Any]:
+    """What is in the push of a relay, by worker, and of how many workers; nothing for another's."""
     if push.contents is None:
         return {}
-    return {"contents": {name: as_hex(push_id) for name, push_id in push.contents.items()}}
+    contents = {name: as_hex(push_id) for name, push_id in push.contents.items()}
+    return {"contents": contents, "workers": push.workers}
 
 
 class AuditLog:
@@ -38,6 +40,10 @@ class AuditLog:
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(size - 1, 0))
         self._is_cut = self._file.read(1) not in (b"", b"\n")
+
+    def begin(self, epoch: str) -> None:
+        """Another life: of a relay, whose process goes on."""
+        self._epoch = epoch
 
     def add(self, audit: RecordVersion) -> None:
         """One version. Raises OSError when the disk is full."""

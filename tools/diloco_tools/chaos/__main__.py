@@ -41,9 +41,11 @@ def main(
     durable: Annotated[
         bool, typer.Option("--durable", help="The broker saves each version before it tells of it.")
     ] = False,
-    minutes: Annotated[float, typer.Option(help="The drill ends after so long, done or not.")] = 5,
+    minutes: Annotated[float, typer.Option(help="The drill ends after so long, done or not.")] = 7,
 ) -> None:
     """Kill, stop, cut off and fill up a run of one broker and four workers, then audit it.
+
+    One of the modes has two relays between them, which are killed and cut off, too.
 
     Everything runs on this machine. Prints what was survived and how much of
     the work is in the final parameters; ends with exit code 1 and a sentence

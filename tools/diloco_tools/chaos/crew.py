@@ -1,4 +1,4 @@
-"""The processes of one run of the drill: a broker on a port of its own, and workers behind proxies."""
+"""The processes of one run of the drill: broker, relays and workers, and the proxies between them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_tools.chaos.audit import BROKER_LOG
+from diloco_tools.chaos.audit import BROKER_LOG, RELAY_LOGS
 from diloco_tools.chaos.disk import Disk
-from diloco_tools.chaos.faults import DISCONNECT_GRACE_S, HEARTBEAT_TIMEOUT_S, WORKERS
+from diloco_tools.chaos.faults import (
+    DISCONNECT_GRACE_S,
+    HEARTBEAT_TIMEOUT_S,
+    NEWCOMERS,
+    RELAYS,
+    WORKERS,
+)
 from diloco_tools.chaos.job import Job, Life
 from diloco_tools.processes import Child, Children
 from diloco_tools.tcp_proxy import HOST, Gate, TcpProxy
@@ -29,6 +35,7 @@ class Mode:
     versions_a_round: int  # that make what we call a round: once every worker and every fragment
     fragments: int = 1  # P
     delay: int = 0  # tau
+    relays: tuple[str, ...] = ()  # between the broker and the workers
 
     @property
     def allowed_loss(self) -> int:
@@ -51,6 +58,7 @@ MODES = {
         fragments=2,
         delay=2,
     ),
+    "relays": Mode(("--mode", "sync", "--relays"), 0.05, 1, relays=RELAYS),
 }
 
 
@@ -121,7 +129,10 @@ class Crew(Children):
         self.lives: list[Life] = []  # of all workers, in the order of their start
         self.broker: Child  # the process at hand
         self.address = f"tcp://{HOST}:{free_port()}"  # the broker's own
-        self.proxies: dict[str, DrillProxy] = {}  # of each worker by name
+        # Of each worker and relay by name: in front of whom it is connected to.
+        self.proxies: dict[str, DrillProxy] = {}
+        self.relays: dict[str, Child] = {}  # the processes at hand
+        self.addresses = {name: f"tcp://{HOST}:{free_port()}" for name in mode.relays}
         self._texts = texts
         self._seed = seed
         self._pause = pause
@@ -143,7 +154,7 @@ class Crew(Children):
         command = [
             *(self.disk.prefix if self.disk is not None else ()),
             *(sys.executable, "-m", "diloco_broker", "serve"),
-            *("--workers", str(len(WORKERS))),
+            *("--workers", str(len(self.mode.relays or WORKERS))),
             *("--sync-every", str(SYNC_EVERY)),
             *("--outer-lr", "0.8", "--outer-momentum", "0.5"),
             *("--bind", self.address),
@@ -159,15 +170,47 @@ class Crew(Children):
         ]
         self.broker = self.start(f"broker.{self._brokers}", command)
 
+    def start_relay(self, relay: str) -> None:
+        """Start a relay, for the first time or again. Returns at once."""
+        number = 1 + sum(each.name.startswith(f"{relay}.") for each in self.all)
+        command = [
+            *(sys.executable, "-m", "diloco_broker", "relay"),
+            *("--parent", self.proxy_of(relay, self.address).address, "--name", relay),
+            *("--workers", str(sum(self.relay_of(worker) == relay for worker in WORKERS))),
+            *("--bind", self.addresses[relay], "--feed", f"tcp://{HOST}:*"),
+            *("--audit", str(self.folder / f"{relay}{RELAY_LOGS.removeprefix('*')}")),
+            *("--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)),
+            *("--disconnect-grace", str(DISCONNECT_GRACE_S)),
+        ]
+        self.relays[relay] = self.start(f"{relay}.{number}", command)
+
+    def relay_of(self, worker: str) -> str | None:
+        """The relay that a worker is behind; None where there are none."""
+        place = (*WORKERS, *NEWCOMERS).index(worker)
+        relays = self.mode.relays
+        return relays[place % len(relays)] if relays else None
+
+    def behind(self, relay: str) -> list[Life]:
+        """The latest lives of the workers behind a relay."""
+        names = {life.job.worker for life in self.lives}
+        return [self.life(name) for name in sorted(names) if self.relay_of(name) == relay]
+
+    def proxy_of(self, name: str, target: str) -> DrillProxy:
+        """The proxy of a worker or relay, which stays; `target` is what is behind it."""
+        if name not in self.proxies:
+            self.proxies[name] = DrillProxy(target)
+        return self.proxies[name]
+
     def start_worker(self, worker: str, *, pulls: bool = True) -> Life:
         """Start a worker, for the first time or again."""
         number = 1 + sum(life.job.worker == worker for life in self.lives)
-        if worker not in self.proxies:
-            self.proxies[worker] = DrillProxy(self.address)
+        relay = self.relay_of(worker)
+        target = self.address if relay is None else self.addresses[relay]
         job = Job(
             worker,
             number,
-            server=self.proxies[worker].address,
+            server=self.proxy_of(worker, target).address,
+            broker=self.address,
             folder=str(self.folder),
             shard=str(self._texts / f"{worker}.bin"),
             # Other batches in each life of each worker.

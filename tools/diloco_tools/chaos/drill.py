@@ -77,7 +77,7 @@ def drill(mode: str, held_out: Windows, asked: Options, say: Callable[[str], Non
         watch = RunWatch(crew, asked.deadline)
         try:
             open_run(watch)
-            inject_all(watch, plan(seed, mode, asked.scale), injected)
+            inject_all(watch, plan(seed, mode, asked.scale.of(how.relays)), injected)
             close_in(watch, asked.scale.rounds)
             until = time.monotonic()
             report["ending"] = bring_to_an_end(watch, held_out)
@@ -115,6 +115,8 @@ def empty(folder: Path) -> None:
 def open_run(watch: RunWatch) -> None:
     """Start everybody at once (who is early waits for the broker), and wait for the first round."""
     watch.crew.start_broker()
+    for relay in watch.crew.mode.relays:
+        watch.crew.start_relay(relay)
     for worker in WORKERS:
         watch.crew.start_worker(worker)
     sentence = f"No round closed within {START_WITHIN_S:g} s."
@@ -165,6 +167,9 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
     if hung:
         raise Broken(f"{', '.join(hung)} did not end within {EXIT_WITHIN_S:g} s of leaving.")
     pulled = [life.job for life in staying if life.job.pulls and life.job.file(RESULT).exists()]
+    for name, relay in crew.relays.items():
+        relay.process.terminate()
+        exits[name] = relay.wait(BROKER_EXIT_WITHIN_S)
     began = time.monotonic()
     crew.broker.process.terminate()
     broker_exit = crew.broker.wait(BROKER_EXIT_WITHIN_S)
@@ -200,13 +205,14 @@ def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Re
     crew, fragments = watch.crew, watch.crew.mode.fragments
     final = {"versions": report["ending"]["versions"]}
     (crew.folder / audits.FINAL).write_text(json.dumps(final))
-    releases, heads, logs = audits.read_folder(crew.folder)
-    findings = audits.audit(releases, heads, logs)
+    releases, heads, logs, relays = audits.read_folder(crew.folder)
+    findings = audits.audit(releases, heads, logs, relays)
     report["audit"] = reports.audited(findings)
     seen = [each for each in watch.seen if each[1] in findings.lineage]
     report["rounds"] = len(seen) / crew.mode.versions_a_round
     entered = audits.contributions(findings.lineage)
-    report["contributions"] = len(entered)
+    brought, _ = audits.of_relays(findings.lineage, {log.worker for log in logs})
+    report["contributions"] = len(entered.keys() - brought)
     by_name = {log.name: log for log in logs}
     trained, applied = Counter[str](), Counter[str]()
     for life in crew.lives:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 FRAGILE = ("w0", "w1")  # killed, and started again under the same id
@@ -19,6 +19,10 @@ STURDY = ("w2", "w3")  # stopped and cut off, never killed
 WORKERS = (*FRAGILE, *STURDY)
 NEWCOMERS = ("guest", "passer")  # join in the middle of the run; the second one is killed
 BROKER = ("broker",)
+RELAYS = (
+    "north",
+    "south",
+)  # in the mode that has them: w0 and w2 are behind one, w1 and w3 the other
 
 HEARTBEAT_TIMEOUT_S = 4.0  # of the drill's broker: a worker silent for so long counts as dead
 DISCONNECT_GRACE_S = 1.0
@@ -39,6 +43,9 @@ class Kind(Enum):
     FILL_DISK = ("checkpoint disk full", 1, 1, BROKER)
     GUEST = ("newcomer joins and leaves", 1, 1, NEWCOMERS[:1])
     PASSER = ("newcomer joins and is killed -9", 1, 0, NEWCOMERS[1:])
+    KILL_RELAY = ("relay killed -9, started again", 3, 1, RELAYS)
+    CUT_WAN = ("relay's line cut within a message", 2, 1, RELAYS)
+    PARTITION_WAN = ("relay cut off for a while", 2, 1, RELAYS, (DISCONNECT_GRACE_S + 3.0, 0.5))
 
     def __init__(
         self,
@@ -55,13 +62,22 @@ class Kind(Enum):
 
     @property
     def is_kill(self) -> bool:
-        return self in (Kind.KILL_WORKER, Kind.KILL_BROKER, Kind.PASSER)
+        return self in (Kind.KILL_WORKER, Kind.KILL_BROKER, Kind.PASSER, Kind.KILL_RELAY)
+
+    @property
+    def is_of_relays(self) -> bool:
+        return self.targets == RELAYS
+
+    @property
+    def is_within(self) -> bool:
+        """Does it come behind a byte that is still to come?"""
+        return self in (Kind.CUT_WITHIN, Kind.CUT_WAN)
 
 
 @dataclass(frozen=True)
 class Fault:
     kind: Kind
-    target: str  # a worker's name, or "broker"
+    target: str  # a worker's or relay's name, or "broker"
     gap: int  # rounds that close before it, counted from the last one
     delay: float  # seconds after that, so that it may come anywhere in a round
     seconds: float = 0.0  # how long it lasts, where it lasts
@@ -82,6 +98,12 @@ class Scale:
     rounds: int
     gap: tuple[int, int]
     counts: Mapping[Kind, int]
+
+    def of(self, relays: Sequence[str]) -> Scale:
+        """The same for a mode with these relays: without any nothing is done to them."""
+        return replace(
+            self, counts={k: n for k, n in self.counts.items() if relays or not k.is_of_relays}
+        )
 
 
 WHOLE = Scale(40, (1, 2), {kind: kind.whole for kind in Kind})
@@ -105,7 +127,7 @@ def plan(seed: int, mode: str, scale: Scale) -> list[Fault]:
                 draw.randint(*scale.gap),
                 round(draw.uniform(0.0, 0.6), 3),
                 kind.seconds[number % len(kind.seconds)],
-                draw.randrange(2_000, 1_500_000) if kind is Kind.CUT_WITHIN else 0,
+                draw.randrange(2_000, 1_500_000) if kind.is_within else 0,
             )
         )
     return faults

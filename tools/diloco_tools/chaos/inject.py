@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from diloco_protocol.errors import DilocoError
 from diloco_tools.chaos.faults import WORKERS, Fault, Injected, Kind
 from diloco_tools.chaos.job import Life
+from diloco_tools.chaos.report import workers_in
 from diloco_tools.chaos.run_watch import RunWatch
 from diloco_worker import DiLoCoClient
 
@@ -27,7 +28,8 @@ def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected
         watch.wait_rounds(fault.gap, last)
         watch.pause(fault.delay)
         injected.append(Injected(fault))
-        inject(watch, injected[-1])
+        carry_out = break_a_site if fault.kind.is_of_relays else inject
+        carry_out(watch, injected[-1])
         last = f"{fault.target}: {fault.kind.words}"
     watch.wait_until(lambda: watch.is_quiet, REPORT_WITHIN_S * 2, f"{last} did not end.")
 
@@ -69,6 +71,42 @@ def inject(watch: RunWatch, entry: Injected) -> None:
             return  # it takes effect when the newcomer goes
     if entry.at is None:
         entry.at = time.monotonic()
+
+
+def break_a_site(watch: RunWatch, entry: Injected) -> None:
+    """What befalls a relay befalls all behind it, until a version has their work again."""
+    fault, crew, relay = entry.fault, watch.crew, entry.fault.target
+    proxy = crew.proxies[relay]
+    if fault.kind is Kind.CUT_WAN:
+        proxy.cut_within(fault.within)
+        sentence = f"{relay} sent nothing."
+        watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
+    entry.at = at = time.monotonic()
+    for life in crew.behind(relay):
+        _is_away(watch, life, at)
+    match fault.kind:
+        case Kind.KILL_RELAY:
+            crew.relays[relay].kill()
+            watch.later(RESTART_AFTER_S, lambda: crew.start_relay(relay))
+        case Kind.PARTITION_WAN:
+            proxy.shut()
+            watch.later(fault.seconds, proxy.open)
+
+
+def _is_away(watch: RunWatch, life: Life, at: float) -> None:
+    """It counts as stopped until a version has it again, or it is gone."""
+    life.stops.append((at, float("inf")))
+
+    def is_back() -> bool:
+        newest = watch.seen[-1] if watch.seen else None
+        has_it = newest is not None and newest[0] > at and life.job.worker in workers_in(newest[1])
+        return has_it or life.ended_at is not None
+
+    def goes_on() -> None:
+        life.stops.remove((at, float("inf")))
+        life.stops.append((at, time.monotonic()))
+
+    watch.when(is_back, goes_on)
 
 
 def _go_on(life: Life) -> None:

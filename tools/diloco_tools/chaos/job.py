@@ -21,7 +21,8 @@ class Job:
 
     worker: str
     number: int  # of the worker's processes: 1, 2, ...
-    server: str
+    server: str  # where it trains
+    broker: str  # where it pulls the final version
     folder: str  # for its files; absolute, like the path of the text
     shard: str  # the text to train on
     seed: int  # of the batches

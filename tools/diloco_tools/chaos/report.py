@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_tools.chaos.audit import Contribution, Findings, Push, Record, WorkerLog
-from diloco_tools.chaos.faults import WORKERS, Injected, Kind
+from diloco_tools.chaos.faults import RELAYS, WORKERS, Injected, Kind
 from diloco_tools.chaos.job import Life
 
 LEAST_SHARE_AVERAGED = 0.95
@@ -87,7 +87,8 @@ def averaged(
 
 
 def workers_in(release: Record) -> set[str]:
-    return {push["worker"] for push in release["pushes"]}
+    """Whose work is in a version; relays that brought it are named as well."""
+    return {n for push in release["pushes"] for n in (push["worker"], *push.get("contents", ()))}
 
 
 def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float)
     at = float("inf") if entry.at is None else entry.at
     later = [each for each in seen if each[0] > at]
     back = later
-    if entry.fault.target in WORKERS:  # it has to take part again
+    if entry.fault.target in (*WORKERS, *RELAYS):  # it has to take part again
         back = [each for each in later if entry.fault.target in workers_in(each[1])]
     return {
         "kind": entry.fault.kind.name.lower(),

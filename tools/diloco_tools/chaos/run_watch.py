@@ -42,7 +42,7 @@ class RunWatch:
     @property
     def contributions(self) -> int:
         """Pushes that the versions so far contain; of lost versions, too."""
-        return sum(len(release["pushes"]) for _, release in self.seen)
+        return sum(push.get("workers", 1) for _, e in self.seen for push in e["pushes"])
 
     @property
     def is_quiet(self) -> bool:
@@ -94,8 +94,9 @@ class RunWatch:
                 raise Broken(f"The drill ran out of time (--minutes gives it more): {sentence}")
             if now > until:
                 raise Broken(sentence)
-            if not self.crew.broker.running and self.is_quiet:
-                raise Broken(str(self.crew.broker.failure()))
+            for each in (self.crew.broker, *self.crew.relays.values()):
+                if not each.running and self.is_quiet:
+                    raise Broken(str(each.failure()))
             self.pause(every)
 
     def wait_rounds(self, rounds: float, after: str) -> None:

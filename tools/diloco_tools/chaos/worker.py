@@ -126,7 +126,7 @@ def main(job: Job) -> None:
             if time.monotonic() > deadline:
                 sys.exit(f"nobody asked for the final pull within {PULL_WITHIN_S:g} s")
             time.sleep(LOOK_EVERY_S)
-        with DiLoCoClient(job.server, timeout=PATIENCE_S) as client:
+        with DiLoCoClient(job.broker, timeout=PATIENCE_S) as client:
             final = client.pull()
         result |= {"versions": named(final), "checksum": checksum(final)}
     unfinished = job.file("result.tmp")

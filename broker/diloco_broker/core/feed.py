@@ -481,6 +481,7 @@ def round_line(
                 "staleness": member.figures.staleness,
                 "bytes_up": member.account.bytes_up,
                 "bytes_down": member.account.bytes_down,
+                **({"workers": member.workers} if member.is_relay else {}),
             }
             for name in report.workers
             if (member := state.members.named(name)) is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core import events
-from diloco_broker.core.feed import MOST_LISTED
+from diloco_broker.core.feed import MOST_LISTED, round_line
 from diloco_broker.core.rules import orders
 from diloco_broker.core.rules.sites import listing
 from diloco_broker.core.state.run import Parent
@@ -24,7 +24,8 @@ from diloco_protocol.messages import (
     decode,
     encode,
 )
-from kit.core_harness import Puppet, Stage, a_run, a_stage
+from diloco_tools.report.history.sentences import Closed, closed_of
+from kit.core_harness import FIGURES, Puppet, Stage, a_run, a_stage
 
 
 def a_tree(**workers: int) -> tuple[Stage, list[Puppet]]:
@@ -180,14 +181,25 @@ def test_kick_of_a_worker_behind_a_relay_goes_to_the_relay() -> None:
 
 def test_kick_of_a_relay_says_what_becomes_of_its_workers() -> None:
     stage, _ = a_tree(north=3)
-    assert "the 3 workers behind it" in stage.kicks("north").text
+    assert "workers behind it, 3 now, wait" in stage.kicks("north").text
 
 
 def test_death_of_a_relay_says_how_many_workers_are_behind_it() -> None:
     stage, (north,) = a_tree(north=3)
     north.dies()
     stage.passes(20.0)
-    assert stage.said("Relay north, with 3 workers behind it, counts as dead")
+    assert stage.said("north counts as dead: ", "workers behind this relay: 3")
+
+
+def test_history_counts_workers_and_says_whose_a_push_is() -> None:
+    stage, (north,) = a_tree(north=3)
+    north.pulls()
+    north.pushes(5, contents={"a": 1, "b": 2, "c": 3}, workers=3)
+    line = round_line(stage.state, stage.reports[-1], FIGURES)
+    assert (line["alive"], line["averaged"]) == (3, 3)
+    assert [(each["id"], each["workers"]) for each in line["workers"]] == [("north", 3)]
+    text = next(each for each in stage.said("Round 0 closed"))
+    assert closed_of(text) == Closed(0, 1, "")
 
 
 # At the relay: what its parent tells it.

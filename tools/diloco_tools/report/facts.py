@@ -60,6 +60,7 @@ class Worker:
 
     id: str
     hosts: tuple[str, ...] = ()
+    behind: int | None = None  # of a relay: how many workers, in its last round
     first_seen: float = 0.0
     last_seen: float = 0.0
     here_s: float = 0.0

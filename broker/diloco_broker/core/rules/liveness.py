@@ -146,10 +146,8 @@ def _may_be_on_its_way(state: RunState) -> bool:
 
 def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     state.totals.deaths += 1
-    who = member.worker_id
-    if member.is_relay:
-        who = f"Relay {who}, with {member.workers} workers behind it,"
-    yield effects.warning(f"{who} counts as dead: {why}.")
+    site = f"; workers behind this relay: {member.workers}" if member.is_relay else ""
+    yield effects.warning(f"{member.worker_id} counts as dead: {why}{site}.")
     if any(member.versions) and not state.model.is_done:
         state.model.holder_lost_at = state.now
     yield from admission.remove(state, member, why)

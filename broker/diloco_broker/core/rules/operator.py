@@ -136,7 +136,7 @@ def _kick(state: RunState, request: Request) -> effects.Effects:
     left = state.members.workers
     then = "It trains on alone, or stops, and may join again when it is started again."
     if member.is_relay:
-        then = f"The relay ends; the {member.workers} workers behind it wait for one to be started."
+        then = f"The relay ends; workers behind it, {member.workers} now, wait for another."
     yield request.yes(
         f"{member.worker_id} was removed; {left} {'worker is' if left == 1 else 'workers are'} left. "
         f"{then}"

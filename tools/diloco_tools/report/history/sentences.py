@@ -31,7 +31,9 @@ _REVOKED = re.compile(r"The key of the worker (.*) was revoked\.$")
 _REMOVED = " removed from the run."
 _ROUND = re.compile(
     r"Round (\d{1,18})(?: \(fragment \d+\))? closed in [\d.]+ s: "
-    r"\d+ of (\d{1,9}) expected workers averaged(?:, without (.*))?\.$"
+    r"(?:\d+ of (\d{1,9}) expected workers averaged|"
+    r"\d+ workers averaged, of (\d{1,9}) relays and (\d{1,9}) others expected)"
+    r"(?:, without (.*))?\.$"
 )
 
 
@@ -44,7 +46,7 @@ class Sign(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """How a round closed: whom it waited for."""
+    """How a round closed: how many it waited for, of which a relay is one."""
 
     number: int
     expected: int
@@ -85,4 +87,7 @@ def _going_on(name: str, rest: str) -> Sign | None:
 def closed_of(sentence: str) -> Closed | None:
     """What the line of a round says besides the round's own figures."""
     match = _ROUND.match(sentence)
-    return Closed(int(match[1]), int(match[2]), match[3] or "") if match else None
+    if match is None:
+        return None
+    expected = sum(int(match[place] or 0) for place in (2, 3, 4))
+    return Closed(int(match[1]), expected, match[5] or "")

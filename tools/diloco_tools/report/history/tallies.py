@@ -45,6 +45,7 @@ class WorkerTally:
         self.contributions = self.rounds_here = 0
         self.curves = {key: Thinned(BUCKETS_OF_WORKER) for key in ("loss", "norm", "speed")}
         self._hosts: list[str] = []
+        self._behind: int | None = None  # of a relay: how many workers, last
         self._step: int | None = None
         self._loss: float | None = None
         self._norm: float | None = None
@@ -63,6 +64,7 @@ class WorkerTally:
         """A round that it is in; returns the staleness of its work, if that is told."""
         self.contributions += 1
         self.last_seen = at
+        self._behind = count(line.get("workers"))
         self.came_from(text(line.get("host")))
         self._step = count(line.get("step")) if line.get("step") is not None else self._step
         loss, norm = number(line.get("loss")), number(line.get("delta_norm"))
@@ -94,6 +96,7 @@ class WorkerTally:
         return Worker(
             id=self.name,
             hosts=tuple(self._hosts),
+            behind=self._behind,
             first_seen=self.first_seen,
             last_seen=self.last_seen,
             here_s=track.here_s,

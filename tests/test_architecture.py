@@ -20,7 +20,7 @@ STOREYS: dict[str, list[set[str]]] = {
         {"core.rules"},
         {"core"},
         {"relay.first_model", "relay.report", "relay.terms", "relay.unsettled"},
-        {"relay.core"},
+        {"relay.core", "standby.core"},
         {"tensors"},
         {"storage"},
         {"shell"},
@@ -78,6 +78,7 @@ PURE = {
     "diloco_protocol": NO_SHELL,
     "diloco_broker.core": NO_SHELL,
     "diloco_broker.relay.core": NO_SHELL,
+    "diloco_broker.standby.core": NO_SHELL,
     "diloco_broker.relay.report": NO_SHELL,
     "diloco_worker.core": NO_SHELL,
     **dict.fromkeys(CORES_FOR_OTHERS, NO_SHELL - {"time", "threading"}),  # what is read has a lock
@@ -92,6 +93,7 @@ CORES = (
     "diloco_broker.core",
     "diloco_worker.core",
     "diloco_broker.relay.core",
+    "diloco_broker.standby.core",
     "diloco_broker.relay.report",
 )
 # What is not pure within those, and must not be reached from the rest of them.

@@ -417,6 +417,7 @@ class Welcome(Message):
     ipc: str | None = None  # where workers of the same machine and user may connect for chunks,
     bound: str | None = None  # if it was at this address that they came
     term: int = 0  # how often the run's hub was replaced by a standby
+    lease: float | None = None  # of a hub that has a standby, seconds
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from diloco_broker.cli.keygen import keygen
 from diloco_broker.cli.plan import plan
 from diloco_broker.cli.relay import relay
 from diloco_broker.cli.serve import WithPort, serve
+from diloco_broker.cli.standby import standby
 
 app = typer.Typer(
     help="Average the pseudo-gradients of DiLoCo workers and hand global parameters back.",
@@ -23,6 +24,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     checkpoints.export,
     checkpoints.inspect,
     relay,
+    standby,
     plan,
     keygen,
 )

@@ -92,6 +92,8 @@ def status(
         _finish(result, as_json)
     elif as_json:
         typer.echo(json.dumps(result.data))
+    elif "hears_hub" in result.data:  # a standby, which has nothing to show but how it stands
+        typer.echo(result.text)
     else:
         is_seen = sys.stdout.isatty()
         typer.echo(as_text(result.data, get_terminal_size().lines - 2 if is_seen else None))
@@ -197,6 +199,39 @@ def _order(
         raise typer.Exit(REFUSED)
 
 
+def promote(
+    address: Address = DEFAULT_CONTROL_ADDRESS,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    keys: KeyFile = None,
+    *,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="At once: you know that the hub is gone, and stays so."),
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for the takeover.")
+    ] = 90.0,
+    yes: Yes = False,
+) -> None:
+    """Let a standby take over from its hub; or let a hub go on alone, whose standby is gone for good.
+
+    A hub that is there finishes its round, saves, and steps down. Without a hub
+    most of its workers have to be at the standby; --force takes your word instead.
+    """
+    if force:
+        _sure(yes, "Take over at once? If the hub is there after all, two brokers have the run.")
+    until, arguments = time.monotonic() + wait, {"force": True} if force else {}
+    result = _ask(address, timeout, "promote", as_json, keys, **arguments)
+    while result.ok and result.data.get("is_over") is False and time.monotonic() < until:
+        time.sleep(ASK_AGAIN_S)
+        # While the standby becomes a broker nobody answers for a moment.
+        result = _ask(address, max(timeout, 30.0), "promote", as_json, keys)
+    _finish(result, as_json)
+    if result.data.get("is_over") is False:
+        raise typer.Exit(REFUSED)
+
+
 COMMANDS: tuple[Callable[..., None], ...] = (
     status,
     save,
@@ -207,6 +242,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     shutdown,
     save_all,
     stop_all,
+    promote,
 )
 
 

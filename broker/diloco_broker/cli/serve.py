@@ -25,6 +25,7 @@ from diloco_protocol.errors import UsageError
 if TYPE_CHECKING:
     from diloco_broker.config import BrokerConfig
     from diloco_broker.shell.broker import Broker
+    from diloco_broker.standby.daemon import StandbyBroker
 
 # Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
 
@@ -115,7 +116,7 @@ def serve(  # noqa: PLR0917  each is an option
             _save_nothing(options)
         keys: Path | None = options["keys"]
         key = key_of_page(keys) if keys is not None and dashboard is not None else None
-        config = _config(options)
+        config = config_of(options)
         if check:
             typer.echo("The options are good.")
             raise typer.Exit
@@ -157,7 +158,8 @@ def _save_nothing(options: dict[str, Any]) -> None:
     options["save_dir"] = None
 
 
-def _config(options: dict[str, Any]) -> BrokerConfig:
+def config_of(options: dict[str, Any]) -> BrokerConfig:
+    """The options of the command line, checked; raises UsageError."""
     from diloco_broker.config import BrokerConfig
 
     delay = options["fragment_sync_delay"]
@@ -171,8 +173,16 @@ def _config(options: dict[str, Any]) -> BrokerConfig:
 def _broker(config: BrokerConfig, model: Path | None) -> Broker:
     from diloco_broker.shell.broker import Broker
     from diloco_broker.storage.model_file import load_model
+    from diloco_broker.storage.standby_file import read_standby
 
-    return Broker(config, load_model(model) if model else None)
+    found = None if config.save_dir is None else read_standby(Path(config.save_dir))
+    if found is not None and found.term is None:
+        raise UsageError(
+            f"{config.save_dir} is the folder of a standby, which has not taken over: start it with "
+            "diloco-broker standby, or give this broker another --save-dir."
+        )
+    term = 0 if found is None else found.term or 0
+    return Broker(config, load_model(model) if model else None, term=term)
 
 
 def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
@@ -195,7 +205,7 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
     sys.stdout.flush()
 
 
-def end_on_signals(broker: Broker) -> None:
+def end_on_signals(broker: Broker | StandbyBroker) -> None:
     """Let the first SIGTERM or SIGINT stop the broker in good order, and the second end it at once."""
     seen: list[int] = []
 

@@ -32,6 +32,7 @@ class Broker:
         fragment_plan: splits the model instead of a pattern: returns the fragment, 0 to
             `num_fragments` - 1, of each trainable parameter by its name and shape. It is called when
             the model is known. For a split from a file see `BrokerConfig.fragment_plan`.
+        term: of a standby that has taken over: how often the run's hub was replaced.
 
     Raises:
         UsageError: when an address cannot be bound, `initial` is no state dict, the options leave no
@@ -45,10 +46,11 @@ class Broker:
         *,
         outer_optimizer_factory: OuterOptimizerFactory | None = None,
         fragment_plan: Choose | None = None,
+        term: int = 0,
     ) -> None:
         self.config = config
         checked = None if initial is None else check_state_dict(initial, "initial")
-        self._loop = Loop(config, checked, outer_optimizer_factory, fragment_plan)
+        self._loop = Loop(config, checked, outer_optimizer_factory, fragment_plan, term=term)
         self.address = self._loop.sockets.address
         self.feed_address = self._loop.sockets.feed_address
         self._failure: Exception | None = None

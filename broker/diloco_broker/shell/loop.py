@@ -82,7 +82,7 @@ _INSECURE = (
 )
 
 
-def _machine_clock() -> Callable[[], float]:
+def machine_clock() -> Callable[[], float]:
     """A monotonic clock that goes on while the machine sleeps, where the system has one."""
     boot_time = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic if boot_time is None else partial(time.clock_gettime, boot_time)
@@ -92,7 +92,8 @@ class Loop:
     """See the head of this module. It is the ports of the core's effects (see `effects`).
 
     `initial` has the tensors of the model to begin with, by name; `factory` and `choose` are the user's
-    functions that make the outer optimizer and the split of the model. Raises UsageError, with nothing
+    functions that make the outer optimizer and the split of the model. `term` is that of a standby which
+    has taken over. Raises UsageError, with nothing
     left open, for an option that cannot be followed.
     """
 
@@ -102,6 +103,8 @@ class Loop:
         initial: Mapping[str, Tensor] | None,
         factory: OuterOptimizerFactory | None,
         choose: Choose | None,
+        *,
+        term: int = 0,
     ) -> None:
         self._config = config
         self.stop_reason: str | None = None  # why it was asked to stop, None while it was not
@@ -117,10 +120,17 @@ class Loop:
             self._life = resume.next_life(config)
             self.tensors = self._make_tensors(config, factory, initial, found)
             opened.callback(self.tensors.close)
-            self.now = ServedTime(_machine_clock())
+            clock = machine_clock()
+            self.now = ServedTime(clock)
             draw = partial(secrets.randbits, 64)
             self.core = Core(
-                config, draw, self.now(), model_file.describe(initial), self.tensors.resumption
+                config,
+                draw,
+                self.now(),
+                model_file.describe(initial),
+                self.tensors.resumption,
+                machine_clock=clock,
+                term=term,
             )
             keys = KeyFolder(Path(config.keys)) if config.keys else None
             self.sockets = Sockets(

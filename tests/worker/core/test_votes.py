@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from diloco_protocol.messages import Join, Leave, Notice, Vote
+from diloco_protocol.messages import Join, Leave, Notice, Vote, Welcome
 from diloco_worker.core.effects import Send
+from diloco_worker.core.events import Received
 from diloco_worker.core.votes import SAFETY, Votes
-from kit.session_harness import desk
+from kit.session_harness import CONFIG, desk
 
 L = 3.0
 
@@ -73,3 +74,14 @@ def test_who_has_been_at_a_later_hub_does_not_go_back_to_an_earlier_one() -> Non
 def test_nonsense_gets_no_vote() -> None:
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         assert not list(Votes(99).asked(Notice("lease", stamp=5, seconds=seconds), b"s", 0.0))
+
+
+def test_who_knows_a_standby_notices_a_silent_hub_within_two_leases() -> None:
+    one, two = (desk(places=count).connects() for count in (1, 2))
+    for worker in (one, two):
+        worker.happens(Received(Welcome(b"\1" * 16, "epoch", CONFIG, 0, lease=L)))
+        worker.hears(Notice("alive"))
+        for _ in range(11):
+            worker.passes(2 * L / 10)
+    assert one.session.connection.is_joined
+    assert not two.session.connection.is_joined

@@ -37,6 +37,10 @@ JOIN_PATIENCE_S = 20.0
 # seconds, the connection counts as broken although nobody has said so.
 SILENT_BEATS = 3
 SILENT_S = 10.0
+# The same where the hub has a standby, which this worker can go to: so many heartbeats in a lease of the
+# hub's, and so many leases of silence.
+BEATS_A_LEASE = 3
+SILENT_LEASES = 2
 # Seconds in which a chunk that is under way arrives, or its acknowledgement. Doubled each time that none
 # has, so that a link that needs longer for 2 MiB gets there at last.
 BULK_PATIENCE_S = 30.0
@@ -105,7 +109,7 @@ class Connection:
         self._is_served = False  # the broker at hand is the right one
         # between heartbeats; None = what fits the broker; 0 = none
         self._asked_interval = asked_interval
-        self._interval = 0.0
+        self._interval = self._silent_s = 0.0
         self._backoff = FIRST_BACKOFF_S
         self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
         self._beat_at: float | None = None
@@ -157,13 +161,19 @@ class Connection:
         self._backoff = FIRST_BACKOFF_S
         self.places.welcomed()
 
-    def is_welcomed(self, token: bytes, config: RunConfig, now: float) -> None:
+    def is_welcomed(
+        self, token: bytes, config: RunConfig, now: float, lease: float | None = None
+    ) -> None:
         self.reconnections += self.token is not None
         self.phase = Phase.JOINED
         self.token = token
         self.serves()
         self._wake_at = None
         self._interval = heartbeat_interval(config, self._asked_interval)
+        self._silent_s = max(SILENT_BEATS * self._interval, SILENT_S)
+        if lease is not None and lease > 0 and self.places.are_several:
+            self._interval = min(self._interval or lease, lease / BEATS_A_LEASE)
+            self._silent_s = min(self._silent_s, SILENT_LEASES * lease)
         self._beat_at = now + self._interval if self._interval else None
 
     def puts_off(self, now: float) -> None:
@@ -252,7 +262,7 @@ class Connection:
         """When the silence of a joined broker counts as a broken connection."""
         if not self.is_joined or not self._interval or self.last_heard is None:
             return None
-        return self.last_heard + max(SILENT_BEATS * self._interval, SILENT_S)
+        return self.last_heard + self._silent_s
 
     def must_beat(self, now: float) -> bool:
         return self._beat_at is not None and now >= self._beat_at

@@ -325,7 +325,7 @@ class Session:
             yield effects.DropParts()
         self._set_terms(terms)
         again = self.connection.token is not None
-        self.connection.is_welcomed(welcome.session, terms.config, now)
+        self.connection.is_welcomed(welcome.session, terms.config, now, welcome.lease)
         self.run = welcome.run or self.run
         if (text := gives_way(terms.config, own)) is not None:
             yield effects.Say(text, trouble=True)

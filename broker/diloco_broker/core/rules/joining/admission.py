@@ -78,6 +78,7 @@ def join(
         ipc=state.own_address,
         bound=state.bound if state.own_address is not None else None,
         term=state.term,
+        lease=None if state.standby is None else state.standby.lease.seconds,
     )
     yield effects.Send(route, welcome)
     yield from ending.tell(state, member)

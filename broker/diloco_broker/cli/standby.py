@@ -1,0 +1,96 @@
+"""`diloco-broker standby`: follows a hub, and takes over where that is gone."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco_broker.cli.config_options import DECLARED, DEFAULTS, as_declared, with_options
+from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.cli.serve import RUN_IS_OVER, config_of, end_on_signals
+from diloco_protocol.clients.keys import find_keys
+from diloco_protocol.errors import UsageError
+from diloco_protocol.roles import Role
+
+if TYPE_CHECKING:
+    from diloco_broker.standby.daemon import StandbyBroker
+
+# What a standby does not choose: it goes on with the hub's checkpoints, and has no standby itself.
+NOT_ITS_OWN = ("resume", "standby", "lease")
+_DEFAULTS = DEFAULTS | {"save_dir": Path("diloco-standby")}
+
+
+@with_options(as_declared(name, _DEFAULTS[name]) for name in DECLARED if name not in NOT_ITS_OWN)
+def standby(
+    of: Annotated[
+        str,
+        typer.Option(
+            help="Address of the hub: tcp://HOST:8512. It has to be started with --standby.",
+        ),
+    ],
+    hub_keys: Annotated[
+        Path | None,
+        typer.Option(help="Key of an operator for the hub, where that asks for keys."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Say whether the options are good, and follow nobody."),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    **options: Any,
+) -> None:
+    """Follow a hub, keep its checkpoints, and become the run's broker where it is gone.
+
+    Give it the options of the hub, and workers both addresses:
+    DILOCO_SERVER=tcp://hub:8512,tcp://standby:8512. It takes over when the hub
+    is heard neither by it nor by most workers, or when it is told to
+    (diloco-broker promote). Started again after that, it has the run.
+
+    Exit codes as of serve.
+    """
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    from diloco_broker.shell.open_files import allow_connections
+    from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
+
+    with failing_in_a_sentence():
+        config = config_of(options)
+        keys = None if hub_keys is None else find_keys(hub_keys, Role.OPERATOR)
+        if keys is not None and keys.peer.role is not Role.OPERATOR:
+            raise UsageError(
+                f"--hub-keys is the key of {keys.peer}; a standby takes an operator's."
+            )
+        if check:
+            typer.echo("The options are good.")
+            raise typer.Exit
+        from diloco_broker.standby.daemon import StandbyBroker
+
+        broker = StandbyBroker(config, of, keys=keys)
+    allow_connections(broker.config.max_workers)
+    keep_freed_memory()
+    keep_what_is_there()
+    end_on_signals(broker)
+    _greet(broker)
+    broker.run()
+    if broker.run_is_over and not broker.is_complete:
+        raise typer.Exit(RUN_IS_OVER)
+
+
+def _greet(broker: StandbyBroker) -> None:
+    typer.echo(f"control {broker.address}")
+    typer.echo(f"feed {broker.feed_address}")
+    what = f"Standby of {broker.hub}."
+    if broker.is_hub:
+        what = f"This standby has taken over from {broker.hub}, and has the run."
+    keys = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
+    typer.echo(f"{what} Ask it with: diloco-broker status --address {broker.address}{keys}")
+    sys.stdout.flush()

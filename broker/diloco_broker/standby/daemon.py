@@ -1,0 +1,215 @@
+"""The public face of a standby: it follows its hub, and becomes a `Broker` when it takes over."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.shell.broker import Broker
+from diloco_broker.standby.core import TakeOver
+from diloco_broker.standby.following import Following
+from diloco_broker.standby.link import HubLink
+from diloco_broker.standby.mirror import Mirror
+from diloco_broker.storage import checkpoint
+from diloco_broker.storage.checkpoint import Damaged
+from diloco_broker.storage.standby_file import (
+    StandbyRecord,
+    new_standby,
+    read_standby,
+    write_standby,
+)
+from diloco_protocol.addresses import with_scheme
+from diloco_protocol.clients.keys import Keys
+from diloco_protocol.errors import UsageError
+from diloco_protocol.messages import Promise
+
+logger = logging.getLogger("diloco.standby")
+
+# Between two words to the hub that was replaced, which may be started again at any time.
+TELL_S = 1.0
+STOP_WITHIN_S = 90.0
+
+
+class StandbyBroker:
+    """A standby: `run()` it in this thread, or `start()` and `stop()` it in one of its own.
+
+    The sockets are bound when it is made, so `address` and `feed_address` are known at once. They stay
+    the same when it takes over. One that has taken over before is the hub from the start on.
+
+    Args:
+        config: the options of the broker that it may become: those of the hub, but for addresses, keys
+            and `save_dir`, which it needs: there it keeps the hub's checkpoints.
+        hub: the hub's control address.
+        keys: those that the hub asks for, of an operator.
+
+    Raises:
+        UsageError: an address cannot be bound, there is no `save_dir`, or something else saves there.
+    """
+
+    def __init__(self, config: BrokerConfig, hub: str, *, keys: Keys | None = None) -> None:
+        if config.save_dir is None:
+            raise UsageError(
+                "A standby keeps the hub's checkpoints; give it a folder: --save-dir DIR."
+            )
+        self.hub = with_scheme(hub)
+        self._keys, self._folder = keys, Path(config.save_dir)
+        self._record = read_standby(self._folder) or new_standby()
+        self._following: Following | None = None
+        self._broker: Broker | None = None
+        self._mirror: Mirror | None = None
+        self._stop: tuple[str, bool] | None = (
+            None  # why it was asked to stop, and whether to come back
+        )
+        self._has_changed = threading.Lock()
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        # It has no standby of its own before it is started again with --standby.
+        self.config = replace(config, standby=False)
+        if self._record.term is not None:
+            self._broker = Broker(self.config, term=self._record.term)
+            self.address, self.feed_address = self._broker.address, self._broker.feed_address
+            return
+        self._mirror = Mirror(self.hub, self._folder, keys=keys, keep=config.keep)
+        try:
+            write_standby(self._folder, self._record)
+            self._following = Following(self.config, self.hub, self._record.name, self._saved, keys)
+        except OSError as error:
+            self._mirror.close()
+            raise UsageError(f"{self._folder} cannot be written: {error.strerror}.") from None
+        except UsageError:
+            self._mirror.close()
+            raise
+        sockets = self._following.sockets
+        self.address, self.feed_address = sockets.address, sockets.feed_address
+        self.config = replace(self.config, bind=self.address, feed=self.feed_address)
+
+    def _saved(self) -> int | None:
+        """The number of the newest checkpoint that is here."""
+        newest = self._mirror.newest if self._mirror is not None else None
+        return None if newest is None else int(newest.name.rpartition("-")[2])
+
+    @property
+    def is_hub(self) -> bool:
+        """Has it taken over?"""
+        return self._broker is not None
+
+    @property
+    def run_is_over(self) -> bool:
+        return self._broker is not None and self._broker.run_is_over
+
+    @property
+    def is_complete(self) -> bool:
+        return self._broker is not None and self._broker.is_complete
+
+    def run(self) -> None:
+        """Follow, and serve after a takeover, until `request_stop()` is called."""
+        try:
+            broker = self._broker or self._follow()
+            if broker is not None:
+                self._serve(broker)
+        finally:
+            self.close()
+
+    def _follow(self) -> Broker | None:
+        following, mirror = self._following, self._mirror
+        assert following is not None and mirror is not None
+        mirror.start()
+        takes_over = following.run()
+        following.close()
+        mirror.close()
+        if takes_over is None:
+            return None
+        return self._taken_over(takes_over)
+
+    def _taken_over(self, command: TakeOver) -> Broker | None:
+        term = max(command.term, self._term_of_copy() + 1)
+        logger.warning("This standby takes over, with term %d. %s", term, command.why)
+        # Before anybody is let in: started again, it must know.
+        self._record = StandbyRecord(self._record.name, term)
+        write_standby(self._folder, self._record)
+        broker = Broker(self.config, term=term)
+        with self._has_changed:
+            self._broker = broker
+            if self._stop is not None:
+                broker.request_stop(self._stop[0], restarting=self._stop[1])
+        return broker
+
+    def _term_of_copy(self) -> int:
+        """The hub's term as its newest checkpoint here has it."""
+        for path in checkpoint.found(self._folder)[:1]:
+            with contextlib.suppress(Damaged, TypeError, ValueError):
+                return int(checkpoint.read_manifest(path).get("term", 0))
+        return 0
+
+    def _serve(self, broker: Broker) -> None:
+        is_over = threading.Event()
+        tells = threading.Thread(
+            target=self._tell_the_hub, args=(is_over,), name="diloco-standby", daemon=True
+        )
+        tells.start()
+        try:
+            broker.run()
+        finally:
+            is_over.set()
+            tells.join()
+
+    def _tell_the_hub(self, is_over: threading.Event) -> None:
+        """The hub that was replaced hears so whenever it can be reached."""
+        record = self._record
+        said = Promise(record.name, 1, wants="over", term=record.term or 0)
+        link = HubLink(self.hub, self._keys)
+        try:
+            while not is_over.wait(TELL_S):
+                link.send(said)
+                for _ in link.receive():
+                    pass
+                link.broke()
+        finally:
+            link.close()
+
+    def request_stop(
+        self, reason: str = "its program has ended it", *, restarting: bool = False
+    ) -> None:
+        """Ask `run()` to end in an orderly way; fit for a signal handler. As that of a `Broker`."""
+        self._stop = self._stop or (reason, restarting)
+        if self._following is not None:
+            self._following.request_stop()
+        if self._broker is not None:
+            self._broker.request_stop(reason, restarting=restarting)
+
+    def start(self) -> StandbyBroker:
+        """Follow in a background thread; returns the standby itself."""
+        self._thread = threading.Thread(target=self._run_there, name="diloco-standby", daemon=True)
+        self._thread.start()
+        return self
+
+    def _run_there(self) -> None:
+        try:
+            self.run()
+        except Exception as error:  # noqa: BLE001  `stop` raises it where somebody can catch it
+            self._failure = error
+
+    def stop(self, *, restarting: bool = False) -> None:
+        """End in an orderly way, and wait for the thread of `start()`; raises what that ended with."""
+        self.request_stop(restarting=restarting)
+        if self._thread is not None:
+            self._thread.join(STOP_WITHIN_S)
+        else:
+            self.close()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Close sockets and files. `run()` does it; needed only for one that never ran."""
+        following, self._following = self._following, None
+        if following is not None and self._broker is None:
+            following.close()
+        if self._mirror is not None:
+            self._mirror.close()
+        if self._broker is not None:
+            self._broker.close()

@@ -300,6 +300,27 @@ class TestToken:
 
 
 class TestLook:
+    def test_workers_stand_below_their_relays(self, page: Page, publisher: Publisher) -> None:
+        told = {"level": 0, "state": "training", "health": "ok", "round": 412, "loss": 2.5}
+        told |= {"beat_age_s": 3.0, "inner_step": 7, "sync_every": 500, "loss_is_finite": True}
+        behind = [
+            told | {"worker_id": "b", "steps_per_s": 2.0},
+            told | {"worker_id": "cellar", "workers": 1},
+            told | {"worker_id": "x", "level": 1, "health": "slow"},
+            told | {"worker_id": "a", "steps_per_s": 9.0, "host": "desk"},
+        ]
+        north = a_worker("north", workers=3, steps_per_s=2.0, behind=behind)
+        publisher.says(workers=[a_worker("zeta", steps_per_s=1.0), north])
+        names = page.locator("#workers th.id .main")
+        below = ["north (3)", "\u2003a", "\u2003b", "\u2003cellar (1)", "\u2003\u2003x", "zeta"]
+        playwright.expect(names).to_have_count(6, timeout=PATIENCE_MS)
+        assert names.all_text_contents() == below
+        page.get_by_role("button", name="Steps/s").click()
+        assert names.all_text_contents() == [
+            *("zeta", "north (3)", "\u2003cellar (1)", "\u2003\u2003x", "\u2003b", "\u2003a")
+        ]
+        assert is_no_wider_than_the_screen(page)
+
     def test_text_of_strangers_is_never_markup(self, page: Page, publisher: Publisher) -> None:
         publisher.says(
             workers=[a_worker(HOSTILE, host=HOSTILE, state=HOSTILE, health=HOSTILE)],

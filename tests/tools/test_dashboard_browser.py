@@ -310,7 +310,8 @@ class TestLook:
             told | {"worker_id": "a", "steps_per_s": 9.0, "host": "desk"},
         ]
         north = a_worker("north", workers=3, steps_per_s=2.0, behind=behind)
-        publisher.says(workers=[a_worker("zeta", steps_per_s=1.0), north])
+        parent = {"address": "tcp://hub:8512", "name": "top", "lost_s": 40.0, "offered_s": None}
+        publisher.says(workers=[a_worker("zeta", steps_per_s=1.0), north], parent=parent)
         names = page.locator("#workers th.id .main")
         below = ["north (3)", "\u2003a", "\u2003b", "\u2003cellar (1)", "\u2003\u2003x", "zeta"]
         playwright.expect(names).to_have_count(6, timeout=PATIENCE_MS)
@@ -320,6 +321,7 @@ class TestLook:
             *("zeta", "north (3)", "\u2003cellar (1)", "\u2003\u2003x", "\u2003b", "\u2003a")
         ]
         assert is_no_wider_than_the_screen(page)
+        sees(page, "#server", re.compile(r"tcp://hub:8512 as top, not there for \d+ s"))
 
     def test_text_of_strangers_is_never_markup(self, page: Page, publisher: Publisher) -> None:
         publisher.says(

@@ -155,6 +155,10 @@ export class Control {
 
   async kick(worker) {
     if (!this.isAllowed) return;
+    if (worker.workers != null) {
+      await this.kickRelay(worker);
+      return;
+    }
     const rounds = this.snapshot?.mode === "async" ? "the others go on" : "rounds go on without it";
     const agreed = await ask({
       title: `Kick ${worker.id}?`,
@@ -163,6 +167,16 @@ export class Control {
       isDangerous: true,
     });
     if (agreed) await this.send("kick", { worker: worker.id }, `Asking the broker to kick ${worker.id} …`);
+  }
+
+  async kickRelay({ id, workers }) {
+    const agreed = await ask({
+      title: `Kick relay ${id}?`,
+      text: `Relay ${id} is told to end, and no round waits for it. Workers behind it, ${workers} now, wait until a relay is started there again.`,
+      yes: "Kick",
+      isDangerous: true,
+    });
+    if (agreed) await this.send("kick", { worker: id }, `Asking the broker to kick ${id} …`);
   }
 
   async pause() {

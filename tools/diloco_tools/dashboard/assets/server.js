@@ -42,7 +42,7 @@ export function metrics(snapshot, elapsed, cpuShare) {
     ["Total submissions", `${totals.contributions ?? NONE} counted${totals.pushes ? `, ${plural(totals.pushes, "push", "pushes")}` : ""}`],
     ["Rejected", `${totals.rejected}${refused ? `: ${refused}` : ""}`, isOdd(totals.rejected)],
     ["Malformed messages", String(totals.malformed), isOdd(totals.malformed)],
-    ["Checkpoint", saved(checkpoint, elapsed), checkpoint?.error ? "bad" : ""],
+    ...(snapshot.parent ? parentOf(snapshot.parent, elapsed) : [["Checkpoint", saved(checkpoint, elapsed), checkpoint?.error ? "bad" : ""]]),
     ["Traffic", `${bytes(totals.bytes_up)} up, ${bytes(totals.bytes_down)} down`],
     ["CPU", cpu(loop.cpu_s, cpuShare)],
     ["Memory (RSS)", loop.rss_bytes === null ? NONE : bytes(loop.rss_bytes)],
@@ -63,6 +63,18 @@ function ends(end) {
     end.is_over ? "the run is over" : "",
   ];
   return [["Ends", parts.filter(Boolean).join(", ")]];
+}
+
+/** Of a relay: whose run its workers take part in, and how it stands with that. */
+function parentOf(parent, elapsed) {
+  if (!parent) return [];
+  const { address, name, lost_s: lost, offered_s: offered } = parent;
+  const parts = [
+    `${address} as ${name}`,
+    lost === null ? "there" : `not there for ${duration(lost + elapsed)}`,
+    offered === null ? "" : `the site's push waits for ${duration(offered + elapsed)}`,
+  ];
+  return [["Parent", parts.filter(Boolean).join(", "), lost === null ? "" : "bad"]];
 }
 
 /** What an operator has asked all workers to do, and who has not answered. */

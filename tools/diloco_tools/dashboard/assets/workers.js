@@ -62,7 +62,7 @@ const INDENT = "\u2003"; // of a worker below its relay: spaces that no page fol
 const titleOf = (w) => INDENT.repeat(w.level) + w.id + ofSeveral(w) + (w.workers == null ? "" : ` (${w.workers})`);
 
 const COLUMNS = [
-  { title: "Worker", key: "id", left: true, text: titleOf, more: (w) => w.host, sort: (w) => w.id },
+  { title: "Worker", key: "id", left: true, text: titleOf, more: (w) => (w.host ? INDENT.repeat(w.level) + w.host : ""), sort: (w) => w.id },
   { title: "Health", key: "health", left: true, text: (w) => w.health, more: (w) => (lost(w) ? "" : w.state), sort: (w) => ({ good: 2, uneasy: 1, bad: 0 })[healthTone(w.health)] ?? 3 },
   { title: "Round", key: "round", text: (w) => (w.round === null ? NONE : String(w.round)), sort: (w) => w.round ?? -1 },
   { title: "Inner step", key: "inner", moves: true, text: (w) => (lost(w) ? NONE : `${w.inner_step}/${w.sync_every}`), sort: (w) => w.inner_step / (w.sync_every || 1) },

@@ -7,7 +7,7 @@ worker the real session. Instead of numbers a chunk holds the pushes of workers 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
 from diloco_worker.shell.effects import Executor as WorkerExecutor
 from simulation.network import Connection
+from simulation.site_residuals import SiteResiduals
 from simulation.tensors import demand
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ class Hub(Host):
         found = disk.get("newest")
         for fragment, wires in found.wires.items() if found is not None else ():
             self.chunks |= {(fragment, index): wire for index, wire in enumerate(wires)}
-        initial = InitialModel({each.name: each.shape for each in tree.manifest.entries})
+        shapes = {each.name: each.shape for each in tree.manifest.entries}
+        initial = InitialModel(shapes) if tree.has_model else None
         draw = partial(tree.world.dice.getrandbits, 64)
         self.follow(Core(tree.config, draw, tree.world.now, initial, resumption=found))
         self._seen: dict[int, VersionId] = {}
@@ -423,6 +425,9 @@ class RelayHost(Host):
         self._means: dict[int, Up] = {}
         self._layout: ModelLayout | None = None
         self.lives = 0  # of the site
+        self.residuals = SiteResiduals(name, f"{tree.seed} {name} {tree.world.now}")
+        # What a worker gives for a parent that has no parameters, by fragment and chunk.
+        self.gifts: dict[tuple[int, int], Up] = {}
         self.follow(self.relay.site)
 
     def dies(self) -> None:
@@ -450,10 +455,25 @@ class RelayHost(Host):
                 self._means[index] = Up(contents, parts[0].nbytes)
                 if len(self._means) == CHUNKS:
                     self.do(self.relay.averaged())
+            case effects.StoreInitial(fragment, index, payload):
+                self.gifts[fragment, index] = payload
+                self.feed(events.InitialStored(work, Down(frozenset(payload.contents), 16)))
             case _:
                 raise AssertionError(f"a relay keeps whole pushes: {work}")
 
-    def do(self, commands: relay.Commands) -> None:
+    def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
+        super().add(work)
+        if isinstance(work, effects.DropInitial):
+            self.gifts = {
+                at: each for at, each in self.gifts.items() if at[0] not in work.fragments
+            }
+
+    def gift(self, fragment: int) -> tuple[Up, ...] | None:
+        """What a worker has given of a fragment, if all of it is there."""
+        found = [self.gifts[fragment, at] for at in range(CHUNKS) if (fragment, at) in self.gifts]
+        return tuple(found) if len(found) == CHUNKS else None
+
+    def do(self, commands: relay.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
         for command in commands:
             match command:
                 case relay.Connect(session):
@@ -463,6 +483,7 @@ class RelayHost(Host):
                 case relay.Offer(push):
                     means, self._means = self._means, {}
                     self.uplink.outgoing[push.push_id] = tuple(means[i] for i in sorted(means))
+                    self.residuals.sends(push)
                     self.uplink.tell(said.Offer(push))
                 case relay.Feed(event):
                     self.feed(event)
@@ -480,8 +501,14 @@ class RelayHost(Host):
                     self.world.tell(self.name, text)
                 case relay.End(reason):
                     raise AssertionError(f"{self.name} ends: {reason}")
-                case relay.Settle() | relay.Abandon() | relay.Forget() | relay.HandUp():
-                    pass  # nothing is left out of what travels here
+                case relay.Settle(released, counted):
+                    self.residuals.settles(released, counted)
+                case relay.Forget(push_id):
+                    self.residuals.forgets(push_id)
+                case relay.Abandon():
+                    pass  # until a version has it, or it is forgotten
+                case relay.HandUp(pushes, held):
+                    self.uplink.hands_up(pushes, held)
 
 
 class Uplink(Caller):
@@ -494,6 +521,22 @@ class Uplink(Caller):
     @property
     def progress(self) -> Heartbeat:
         return self._host.relay.progress
+
+    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
+        gift = self._host.gift(layout.fragment)
+        if self._held.get(layout.fragment) is None and gift is not None:
+            self.outgoing[push_id] = gift
+            return True
+        return super().prepare(push_id, layout)
+
+    def hands_up(self, pushes: Mapping[int, int], held: Sequence[int]) -> None:
+        for fragment in (*pushes, *held):
+            gift = self._host.gift(fragment)
+            assert gift is not None, "what was not given goes up"
+            if fragment in pushes:
+                self.outgoing[pushes[fragment]] = gift
+            else:
+                self._held[fragment] = tuple(Down(frozenset(up.contents), 16) for up in gift)
 
     def learns(self, effect: asked.Effect, values: Any) -> None:
         self._host.do(self._host.relay.told(effect, values, self.world.now))

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.rules.sites import contents
+from diloco_broker.relay.unsettled import Unsettled
+from simulation.sites import RelayHost
 from simulation.tree import Faults, Tree
 
 HEAVY = Faults(workers=100, relays=120, connections=150, moves=100)
@@ -19,9 +21,24 @@ def test_tree_keeps_its_promises_through_kills_breaks_and_moves(seed: int) -> No
     assert len(tree.told) > 200
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_tree_outlives_its_hub(seed: int) -> None:
-    tree = Tree(seed, Faults(hubs=40, lost_disks=0.3)).run(200.0)
+def test_tree_without_a_model_begins_with_one_workers_and_knows_what_counted() -> None:
+    """Each relay keeps what few bits left out of just those of its pushes that are in a version."""
+    tree = Tree(1, HEAVY, has_model=False).run(200.0)
+    assert not tree.refused, tree.refused
+    assert len(tree.told) > 200
+    hosts = [each for each in tree.hosts.values() if isinstance(each, RelayHost)]
+    assert sum(host.residuals.settled for host in hosts) > 50
+
+
+def test_push_whose_verdict_is_not_heard_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unsettled, "found", lambda *_: [])
+    with pytest.raises(AssertionError, match=r"(north|south|middle|deep) meant"):
+        run_trees(range(2))
+
+
+@pytest.mark.parametrize(("seed", "has_model"), [(0, True), (1, True), (1, False)])
+def test_tree_outlives_its_hub(seed: int, has_model: bool) -> None:
+    tree = Tree(seed, Faults(hubs=40, lost_disks=0.3), has_model=has_model).run(200.0)
     assert not tree.refused, tree.refused
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.messages import BUFFERS, Grant, Heartbeat, Join, Notice, Push
 from diloco_protocol.version import VersionId
 from diloco_worker.core import effects as asked
@@ -58,6 +60,13 @@ class Trainer(Caller):
         self.world.tell(self.caller, "is killed")
         self.breaks()
         self.is_gone = True
+
+    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
+        """What is held, or the model as the script has made it, which has no pushes in it."""
+        if not super().prepare(push_id, layout):
+            sizes = [span_bytes(span, "fp32") for span in layout.spans]
+            self.outgoing[push_id] = tuple(Up((), size) for size in sizes)
+        return True
 
     @property
     def progress(self) -> Heartbeat:

@@ -35,10 +35,20 @@ class Faults:
 
 
 class Tree:
-    """See the head of this module: relays `north`, `south` and `middle`, and `deep` behind that."""
+    """See the head of this module: relays `north`, `south` and `middle`, and `deep` behind that.
 
-    def __init__(self, seed: int, faults: Faults | None = None, **of_the_run: Any) -> None:
-        self.seed, self.faults = seed, faults or Faults()
+    Without `has_model` the hub begins with the parameters of a worker.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults | None = None,
+        *,
+        has_model: bool = True,
+        **of_the_run: Any,
+    ) -> None:
+        self.seed, self.faults, self.has_model = seed, faults or Faults(), has_model
         self.world = World(seed)
         self.weather = Weather(stall=0.002)
         pieces = of_the_run.get("num_fragments", 1)

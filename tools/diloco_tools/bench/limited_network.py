@@ -120,7 +120,7 @@ def limited_network(broker: float, workers: Sequence[float]) -> Iterator[Limited
         def add(namespace: str) -> None:
             run("ip", "netns", "add", namespace)
             # Interfaces go with the namespace, and a pair with either of its ends.
-            made.callback(_remove, namespace)
+            made.callback(remove, namespace)
 
         add(network.hub)
         hub = ("ip", "-n", network.hub)
@@ -145,10 +145,10 @@ def remove_abandoned() -> None:
     for path in NAMES.glob(f"{PREFIX}-*-*"):
         owner = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            _remove(path.name)
+            remove(path.name)
 
 
-def _remove(namespace: str) -> None:
+def remove(namespace: str) -> None:
     """What cannot be removed now is left to the next run; nothing that was measured is lost for it."""
     with contextlib.suppress(NoNetwork):
         run("ip", "netns", "delete", namespace)

@@ -20,7 +20,7 @@ SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos attack bench evidence lan fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check docs release clean
+.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check docs release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench     measure this machine's limits and the product against them: half an hour"
 	@echo "make evidence  what is claimed of training, measured again: some two hours; goes on where it was stopped"
 	@echo "make lan       syncs over lines of 1 Gb/s, 100 and 50 Mb/s in network namespaces: under 20 minutes, as root"
+	@echo "make sites     two sites behind a slow line, with and without relays: some minutes, as root"
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
 	@echo "make test-browser  the dashboard and reports in headless Chromium, which is installed where that may be"
@@ -74,6 +75,9 @@ evidence: $(STAMP)
 
 lan: $(STAMP)
 	@$(BIN)/python -m diloco_tools.lan --skip-is-success
+
+sites: $(STAMP)
+	@$(BIN)/python -m diloco_tools.sites --skip-is-success
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser and not integration and not engine"

@@ -65,6 +65,7 @@ NOT_RUN = (
         "tests/tools/evidence/test_claims.py::test_killed_command_leaves_no_process_behind",
     ),
     NotRun("python -m diloco_tools.lan", "minutes, as root", "tests/tools/test_lan.py"),
+    NotRun("python -m diloco_tools.sites", "minutes, as root", "tests/tools/test_sites.py"),
     NotRun("diloco-bench", "minutes to half an hour", "tests/tools/test_bench.py"),
     NotRun("diloco-top --json --follow", "it has no end", "tests/tools/test_top_follow.py"),
     NotRun("diloco-launch slurm status", "Slurm", "tests/engines/test_slurm.py"),

@@ -122,7 +122,7 @@ class BrokerProcess:
     """A `diloco-broker serve` and what its feed says, until `close`; may raise ChildFailed."""
 
     def __init__(self, child: Child, keys: Keys | None = None) -> None:
-        self._child = child
+        self.child = child
         self.address = wait_for_line(child, "control", START_WITHIN_S)
         feed = wait_for_line(child, "feed", START_WITHIN_S)
         self._idle = machine.resident(child.pid)  # before it had a model
@@ -134,11 +134,11 @@ class BrokerProcess:
 
     @property
     def cpu_seconds(self) -> float:
-        return machine.cpu_seconds(self._child.pid)
+        return machine.cpu_seconds(self.child.pid)
 
     def beyond_state(self, parameters: int) -> float:
         """MB at the peak that are neither its state nor what it had before it had a model."""
-        return (machine.peak(self._child.pid) - self._idle - STATE_BYTES * parameters) / 1e6
+        return (machine.peak(self.child.pid) - self._idle - STATE_BYTES * parameters) / 1e6
 
     def forget_turns(self) -> None:
         """Let what the loop did up to now not count."""
@@ -153,13 +153,13 @@ class BrokerProcess:
     def wait_for(self, what: Callable[[Snapshot], bool]) -> Snapshot:
         """The first snapshot from now on that is so; raises ChildFailed where none is in time."""
         deadline, seen = time.monotonic() + SAID_WITHIN_S, len(self._snapshots)
-        while time.monotonic() < deadline and self._child.running:
+        while time.monotonic() < deadline and self.child.running:
             for snapshot in self._snapshots[seen:]:
                 if what(snapshot):
                     return snapshot
                 seen += 1
             time.sleep(LOOK_EVERY_S)
-        raise self._child.failure()
+        raise self.child.failure()
 
 
 def key_file(options: Mapping[str, object], name: str) -> str | None:

@@ -3,8 +3,8 @@
     python -m diloco_tools.sites.delay END END SECONDS
 
 Makes two interfaces (tap) in the namespace where it runs, and carries each frame that goes into one of
-them out of the other, so many seconds later. Rates are not its business: a token bucket in front of each end
-has those, and with it a bound on what is under way. It ends when an interface is gone, or who
+them out of the other, so many seconds later. Rates are not its business: a token bucket in front of each
+end has those, and with it a bound on what is under way. It ends when an interface is gone, or who
 started it.
 """
 

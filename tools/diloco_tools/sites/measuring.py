@@ -1,7 +1,7 @@
 """Rounds of two sites: all workers at the hub, or a relay at each site; and what happens when parts die.
 
-Workers are processes with the real hook and a GPT-shaped model; nothing is trained, parameters change by
-normal values before a sync (see `bench.roles.trainer`). Bytes are read from the token buckets of the WAN.
+Workers are processes with the real hook and a GPT-shaped model; nothing is trained, parameters change
+by normal values before a sync (see `bench.roles.trainer`). Bytes are read from the WAN's token buckets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from statistics import median
 from typing import Any
 
 from diloco_tools.bench.parts.rounds import one_round
@@ -25,6 +24,7 @@ from diloco_tools.sites.records import Measurement
 SITES, WORKERS = 2, 3  # and so many workers at each
 WAN, DELAY_S = 5e7, 0.04  # bits a second, and seconds each way
 START_WITHIN_S = 60.0
+WAYS_OF_A_HUB = {"star": {}, "whole": {"deterministic": True}, "relays": {"relays": True}}
 LAN_DTYPE = "bf16"  # of what workers send to a relay
 
 
@@ -102,7 +102,12 @@ def rounds(place: Place, size: str, pair: tuple[str, str], way: str, repeats: in
 
 @contextlib.contextmanager
 def _run(
-    place: Place, trainers: Sequence[RoleProcess], size: str, pair: tuple[str, str], way: str
+    place: Place,
+    trainers: Sequence[RoleProcess],
+    size: str,
+    pair: tuple[str, str],
+    way: str,
+    **more: object,
 ) -> Iterator[BrokerProcess]:
     """A run that all have joined, with a boundary behind each step."""
     options: dict[str, Any] = {
@@ -112,10 +117,10 @@ def _run(
         "sync_every": 1,
         "wire_dtype": pair[0],
         "reply_dtype": pair[1],
-        "workers": len(trainers) if way == "star" else len(place.network.sites),
+        "workers": len(place.network.sites) if way == "relays" else len(trainers),
+        **WAYS_OF_A_HUB[way],
+        **more,
     }
-    if way == "relays":
-        options["relays"] = True
     with contextlib.ExitStack() as begun:
         broker = begun.enter_context(place.pool.broker(**options))
         servers = [broker.address] * len(place.network.sites)
@@ -127,8 +132,3 @@ def _run(
         for trainer in trainers:
             trainer.hear()
         yield broker
-
-
-def ratio(relays: Measurement, star: Measurement) -> float:
-    """Seconds of a round with relays over those without."""
-    return median(relays.seconds) / median(star.seconds)

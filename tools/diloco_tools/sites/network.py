@@ -1,10 +1,10 @@
-"""A network of this machine's kernel with sites: fast lines inside of each, one slow and long line to the rest.
+"""A network of this machine's kernel with sites: fast lines inside of each, a slow one to the rest.
 
-Each member has a network namespace of its own, and a line to the switch of where it is: the site's, or that of
-the hub. From the switch of each site one line leads to that of the hub; this is what is called the
-WAN here. Lines have a rate in each direction (`tc tbf`); those of the WAN have a delay, too, which a process between
-their two ends makes (`delay`), since not every kernel can. Nothing of it is seen from the machine's own network, and
-all of it is removed at the end. It takes root.
+Each member has a network namespace of its own, and a line to the switch of where it is: the site's, or
+that of the hub. From the switch of each site one line leads to that of the hub; this is what is called
+the WAN here. Lines have a rate in each direction (`tc tbf`); those of the WAN have a delay, too, which a
+process between their two ends makes (`delay`), since not every kernel can. Nothing of it is seen from
+the machine's own network, and all of it is removed at the end. It takes root.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class BadFile(Exception):
 class Measurement:
     """Rounds in one configuration. Bytes are those of all WAN lines in a round, headers included."""
 
-    # "star": all workers at the hub. "whole": the same, where the hub takes a push whole or not at all, as
-    # it takes those of relays. "relays": one at each site.
+    # "star": all workers at the hub. "whole": the same, where the hub takes a push whole or not at
+    # all, as it takes those of relays. "relays": one at each site.
     way: str
     parameters: int
     sites: int
@@ -52,7 +52,9 @@ class Loss:
 
     what: str
     away_s: float | None  # until it was started again, or its line mended; None: it was not
-    others_s: float | None  # from its end to the next round that the others made; None: nobody waited
+    others_s: (
+        float | None
+    )  # from its end to the next round that the others made; None: nobody waited
     all_s: float | None  # from its return to the next round with all workers in it
     rounds: int  # that the run made in the meantime
     at: str
@@ -100,8 +102,9 @@ T = TypeVar("T", Measurement, Loss)
 
 def _read(kind: type[T], plain: Mapping[str, Any]) -> T:
     known = {each.name for each in fields(kind)}
-    values = {name: value for name, value in plain.items() if name in known}
-    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    values: dict[str, Any] = {name: value for name, value in plain.items() if name in known}
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return kind(**values)
 
 
 def _rounded(value: Any) -> Any:

@@ -10,6 +10,7 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ def still_model(size: str) -> nn.Module:
 class Trainer:
     """One worker after the other, in one process."""
 
-    def __init__(self, _: object) -> None:
+    def __init__(self, is_asked: Callable[[], bool]) -> None:
         torch.set_num_threads(1)
+        self._is_asked = is_asked  # for something else, while an action goes on
         self._model: Any  # a GPT, or the parameters of one
         self._optimizer: Optimizer
         self._diloco: DiLoCoWorker
@@ -202,6 +204,17 @@ class Trainer:
         delay = self._diloco.sync_metrics.merge_delay
         found = {"began": began, "ended": time.monotonic(), "waited": waited, "delay": delay}
         return found | {"copy": self._copy_seconds()}
+
+    def go_on(self, step_s: float, drift_every: int) -> dict[str, Any]:
+        """Steps as in `simulate`, until something else is asked for. Returns how many."""
+        number = 0
+        while not self._is_asked():
+            if number % drift_every == 0:
+                self.drift(normal=True)
+            time.sleep(step_s)
+            self._optimizer.step()
+            number += 1
+        return {"steps": number}
 
     def train(self, steps: int) -> dict[str, Any]:
         """Train on random bytes; seconds of each step, and of the hook within it."""

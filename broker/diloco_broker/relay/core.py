@@ -24,6 +24,7 @@ from diloco_broker.core.effects import Route
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules.joining import permissions
 from diloco_broker.core.rules.sites.told import PASSED_ON
+from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.submissions import Submission
 from diloco_broker.relay.first_model import FirstModel
 from diloco_broker.relay.report import Report
@@ -33,6 +34,7 @@ from diloco_protocol import messages
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
+from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Released, RunConfig
 from diloco_protocol.version import VersionId
 from diloco_worker.core import effects as to_parent
@@ -107,6 +109,19 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class StepHere:
+    """The site goes on from where its own steps have led, with no version of the parent's."""
+
+
+@dataclass(frozen=True)
+class GoOnFrom:
+    """A site that steps by itself goes on from this version of the parent's."""
+
+    fragment: int
+    wires: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class HandUp:
     """What a worker of the site has given goes up: by fragment, the push that it goes in.
 
@@ -162,6 +177,8 @@ Command = (
     | Abandon
     | Forget
     | HandUp
+    | StepHere
+    | GoOnFrom
 )
 Commands = Iterator[Command]
 
@@ -260,14 +277,20 @@ class Relay:
 
     def averaged(self) -> Commands:
         """The means of all chunks of the site's closing round are there: they go up as one push."""
+        push = self._push_of_closing()
+        yield from self._sends(push)
+        yield Feed(events.SentUp(push))
+
+    def _push_of_closing(self) -> messages.Push:
         round_, session = self.site.state.closing, self.session
         assert round_ is not None and session is not None and session.config is not None
         chosen = [each for each in round_.pushes if isinstance(each, Submission)]
-        push = push_of(chosen, session.config, self._wire_dtype, self._draw())
+        return push_of(chosen, session.config, self._wire_dtype, self._draw())
+
+    def _sends(self, push: messages.Push) -> Commands:
         self._flights[push.fragment] = push
         self._unsettled.sent(push)
         yield Offer(push)
-        yield Feed(events.SentUp(push))
 
     # The parent.
 
@@ -275,7 +298,7 @@ class Relay:
         """The session has something to tell; `wires` are the chunks of a version that is delivered."""
         match effect:
             case to_parent.Joined(welcome):
-                problem = why_not_here(welcome.config) or self._why_not_any_more(welcome.config)
+                problem = self._why_not_here(welcome.config)
                 if problem is not None:
                     yield End(f"{problem} The parent is {self.parent}.")
                 yield Tell(of_parent.BeatNow())
@@ -310,11 +333,12 @@ class Relay:
             case messages.Notice(what) if what in PASSED_ON and self.is_open:
                 yield Feed(events.Told(notice))
 
-    def _why_not_any_more(self, config: RunConfig) -> str | None:
-        """The site is told of one dtype, and is sent what is held and what comes as it is."""
+    def _why_not_here(self, config: RunConfig) -> str | None:
+        """Why the relay cannot be in this run, or not any more, as a sentence."""
+        # The site is told of one dtype, and is sent what is held and what comes as it is.
         ours, theirs = self.site.state.config.reply_dtype, whole_dtype(config.reply_dtype)
         if not self.is_open or ours == theirs:
-            return None
+            return why_not_here(config)
         return (
             f"The parent came back with parameters in {theirs}, and this site has got them in {ours}; "
             "start the relay again."
@@ -403,8 +427,7 @@ class Relay:
             return
         if fragment == terms.layout.frozen.fragment:
             return
-        yield Settle(released, tuple(self._unsettled.found(released)))
-        yield from map(Forget, self._unsettled.missed(released))
+        yield from self._settles(released)
         if not effect.unchanged:
             if self._has_gone_back((None,) * fragment + (released.version,)):
                 yield from self._catch_up("the parent has gone back to an older version")
@@ -420,6 +443,10 @@ class Relay:
             yield Feed(events.Passed(released, wires, effect.counted if is_ours else None))
         if fragment in self._over:
             yield from self._do_without(fragment)
+
+    def _settles(self, released: Released) -> Commands:
+        yield Settle(released, tuple(self._unsettled.found(released)))
+        yield from map(Forget, self._unsettled.missed(released))
 
     def _has_gone_back(self, versions: Sequence[VersionId | None]) -> bool:
         """Are these, by fragment, not newer than what the site has, but other ones?"""
@@ -495,7 +522,7 @@ class Relay:
         except UsageError as error:
             yield End(_MISFIT.format(error))
             return
-        found = resumption(session.manifest, terms, self._versions, self.parent, self._first_round)
+        found = self._resumption(session.manifest, terms)
         for flight in self._flights.values():
             yield from self._abandon(flight)
         self.is_open = True
@@ -506,6 +533,9 @@ class Relay:
         text = f"The relay begins anew: {why}." if why else "The relay has the run's parameters."
         core = Core(config, self._draw, now, resumption=found)
         yield from self._lives_on_as(core, terms, text)
+
+    def _resumption(self, manifest: Manifest, terms: Terms) -> Resumption:
+        return resumption(manifest, terms, self._versions, self.parent, self._first_round)
 
     def _lives_on_as(self, core: Core, terms: Terms, text: str) -> Commands:
         """Another core takes the place of the site's; its workers come back to that."""

@@ -8,11 +8,12 @@ with a momentum of their own; theirs wait for nobody.)
 
 The site is a run of its own to its workers: versions in between are the site's, nobody else has them,
 and they must never be taken for the parent's. So what a site has not sent up dies with its relay, up to
-K - 1 rounds and the push of each worker.
+K - 1 rounds, and no worker of it can turn to another broker without beginning anew.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from diloco_broker.relay.means import room_for
 from diloco_broker.tensors.outer.chunked import Nesterov, State
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
+from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Push
 from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import VersionId
@@ -37,6 +39,17 @@ class LocalOuter:
     rounds: int
     lr: float = 1.0
     momentum: float = 0.0
+
+    def check(self) -> None:
+        """Raise UsageError for what cannot be."""
+        if self.rounds < 1:
+            raise UsageError(f"--local-rounds is {self.rounds}; it must be at least 1.")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise UsageError(f"--local-outer-lr is {self.lr:g}; it must be above 0.")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(
+                f"--local-outer-momentum is {self.momentum:g}; it must be from 0 to below 1."
+            )
 
 
 class Account:

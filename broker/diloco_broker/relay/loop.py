@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from os import getpid
 
@@ -15,6 +15,8 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.relay import core
+from diloco_broker.relay.local_relay import LocalRelay
+from diloco_broker.relay.local_rounds import LocalOuter
 from diloco_broker.relay.tensors import RelayTensors
 from diloco_broker.relay.uplink import Uplink
 from diloco_broker.shell.effects import Executor
@@ -34,7 +36,7 @@ class RelayLoop(Loop):
     """See the head of this module.
 
     `name` is the relay's own at its parent, `wire_dtype` what its pushes travel in (None: what the run's
-    do). `keys` are those that the parent asks for.
+    do). `keys` are those that the parent asks for, `local` is how the site steps by itself, if it does.
     """
 
     def __init__(
@@ -43,16 +45,22 @@ class RelayLoop(Loop):
         parent: Given,
         name: str,
         wire_dtype: str | None,
+        *,
         keys: Keys | None = None,
+        local: LocalOuter | None = None,
     ) -> None:
-        self._relay_tensors = RelayTensors()
+        self._relay_tensors = RelayTensors(local)
         super().__init__(config, None, None, None)
         self.failure: str | None = None  # why it could not go on
         draw = partial(secrets.randbits, 64)
         join = Join(name, host=socket.gethostname(), pid=getpid())
         where = parent if isinstance(parent, str) else "the address that is given"
-        self._relay = core.Relay(
-            join, config, draw, self.now(), parent=where, wire_dtype=wire_dtype
+        self._relay = (
+            core.Relay(join, config, draw, self.now(), parent=where, wire_dtype=wire_dtype)
+            if local is None
+            else LocalRelay(
+                local.rounds, join, config, draw, self.now(), parent=where, wire_dtype=wire_dtype
+            )
         )
         self._uplink = Uplink(
             parent,
@@ -110,6 +118,10 @@ class RelayLoop(Loop):
         if self._relay_tensors.is_averaged:
             self._do(self._relay.averaged())
 
+    def _feed_all(self, found: Iterable[events.Event]) -> None:
+        for event in found:
+            self._executor.feed(event)
+
     def _do(self, commands: core.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
         for command in commands:
             match command:
@@ -133,6 +145,10 @@ class RelayLoop(Loop):
                     self._relay_tensors.residuals.abandoned(push_id)
                 case core.Forget(push_id):
                     self._relay_tensors.residuals.forget(push_id)
+                case core.StepHere():
+                    self._feed_all(self._relay_tensors.steps_here())
+                case core.GoOnFrom(fragment, wires):
+                    self._feed_all(self._relay_tensors.goes_on_from(fragment, wires))
                 case core.Begin(site, layout, wire_dtype):
                     reply = site.state.config.reply_dtype
                     self._relay_tensors.begin_anew(layout, wire_dtype, reply)

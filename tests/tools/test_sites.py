@@ -21,7 +21,7 @@ from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.sites import cli, tables
 from diloco_tools.sites.measuring import Place, rounds
 from diloco_tools.sites.network import SitesNetwork, sites_network
-from diloco_tools.sites.records import BadFile, Loss, Measurement, SitesFile, read
+from diloco_tools.sites.records import BadFile, Loss, Measurement, SitesFile, Trained, read
 from kit.paths import ROOT
 
 COMMITTED, PAGE = ROOT / "tools" / "sites.json", ROOT / "tools" / "SITES.md"
@@ -177,7 +177,8 @@ def test_relays_carry_a_third_of_the_bytes(tmp_path: Path) -> None:
 
 
 def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    found = a_file(a_round(), RELAYS, losses=(A_LOSS,))
+    trained = Trained("each round goes up", 0, 480, 2.1, 24, "2026-01-01T00:02:00+00:00")
+    found = replace(a_file(a_round(), RELAYS, losses=(A_LOSS,)), trained=(trained,))
     path = tmp_path / "sites.json"
     path.write_text(found.text())
     assert read(path) == found

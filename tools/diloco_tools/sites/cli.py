@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,8 @@ from diloco_tools.sites import tables
 from diloco_tools.sites.losing import losses
 from diloco_tools.sites.measuring import DELAY_S, SITES, WAN, WORKERS, Place, rounds
 from diloco_tools.sites.network import sites_network
-from diloco_tools.sites.records import WAYS, BadFile, Measurement, SitesFile, read
+from diloco_tools.sites.records import WAYS, BadFile, Measurement, SitesFile, Trained, read
+from diloco_tools.sites.training import training
 
 COMMAND = "python -m diloco_tools.sites"
 SKIPPED = 3  # exit code where there can be no such network
@@ -134,6 +135,7 @@ def _measure(size: str, repeats: int, with_losses: bool, out: Path) -> SitesFile
             machine.describe(),
             tuple(_rounds(place, size, repeats, say)),
             tuple(losses(place, TINY, say)) if with_losses else (),
+            tuple(_trained(logs, say)) if with_losses else (),
         )
 
 
@@ -145,6 +147,12 @@ def _rounds(place: Place, size: str, repeats: int, say: Callable[[str], None]) -
             say(f"{size} {each.pair}, {tables.NAMES[way]}: {each.median_s:.3g} s")
             found.append(each)
     return found
+
+
+def _trained(logs: Path, say: Callable[[str], None]) -> Iterator[Trained]:
+    for each in training(logs):
+        say(f"{each.way}, seed {each.seed}: loss {each.loss:.3f}, {each.pushes} pushes of a site")
+        yield each
 
 
 def _write_page(into: Path) -> None:

@@ -61,6 +61,18 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """What a model has come to, trained over two sites in one way."""
+
+    way: str
+    seed: int
+    steps: int  # of each worker
+    loss: float  # on text that nobody trains on, of the global parameters
+    pushes: int  # of each site
+    at: str
+
+
+@dataclass(frozen=True)
 class SitesFile:
     """All of it, with the machine."""
 
@@ -68,6 +80,7 @@ class SitesFile:
     machine: Mapping[str, Any]
     rounds: tuple[Measurement, ...] = ()
     losses: tuple[Loss, ...] = ()
+    trained: tuple[Trained, ...] = ()
 
     def text(self) -> str:
         """As it stands in the file: a line for each measurement, so that changes can be read."""
@@ -76,7 +89,11 @@ class SitesFile:
             f'  "{name}": [\n    '
             + ",\n    ".join(json.dumps(_rounded(asdict(each))) for each in rows)
             + "\n  ]"
-            for name, rows in (("rounds", self.rounds), ("losses", self.losses))
+            for name, rows in (
+                ("rounds", self.rounds),
+                ("losses", self.losses),
+                ("trained", self.trained),
+            )
         ]
         return f"{head},\n" + ",\n".join(parts) + "\n}\n"
 
@@ -90,6 +107,7 @@ def read(path: Path) -> SitesFile:
             plain["machine"],
             tuple(_read(Measurement, each) for each in plain["rounds"]),
             tuple(_read(Loss, each) for each in plain["losses"]),
+            tuple(_read(Trained, each) for each in plain["trained"]),
         )
     except OSError as error:
         raise BadFile(f"{path} cannot be read ({error.strerror})") from None
@@ -97,7 +115,7 @@ def read(path: Path) -> SitesFile:
         raise BadFile(f"{path} holds no measurements of this program ({error!r})") from None
 
 
-T = TypeVar("T", Measurement, Loss)
+T = TypeVar("T", Measurement, Loss, Trained)
 
 
 def _read(kind: type[T], plain: Mapping[str, Any]) -> T:

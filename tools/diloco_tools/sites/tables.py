@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 
 from diloco_tools.lan.grid import rate_of
 from diloco_tools.lan.table import NOTHING, Table, seconds, size_of
-from diloco_tools.sites.records import BadFile, Measurement, SitesFile
+from diloco_tools.sites.records import BadFile, Measurement, SitesFile, Trained
 
 BLOCK = re.compile(r"<!-- table: (?P<key>[a-z-]+) -->\n.*?<!-- end -->", re.DOTALL)
 NAMES = {
@@ -20,7 +21,7 @@ NAMES = {
 
 def tables(found: SitesFile) -> list[Table]:
     """None of them is empty."""
-    made = (_of_rounds(found), _of_losses(found))
+    made = (_of_rounds(found), _of_losses(found), _of_training(found))
     return [each for each in made if each.rows]
 
 
@@ -90,6 +91,27 @@ def _of_losses(found: SitesFile) -> Table:
     return Table("losses", "What is lost, and comes back", head, rows)
 
 
+def _of_training(found: SitesFile) -> Table:
+    by_way: dict[str, list[Trained]] = {}
+    for each in found.trained:
+        by_way.setdefault(each.way, []).append(each)
+    first = {each.seed: each.loss for each in next(iter(by_way.values()), [])}
+
+    def against(rows: list[Trained]) -> str:
+        if rows[0].way == found.trained[0].way:
+            return NOTHING
+        ratios = [100 * (each.loss / first[each.seed] - 1) for each in rows]
+        spread = f" ± {stdev(ratios) / len(ratios) ** 0.5:.1f}" if len(ratios) > 1 else ""
+        return f"{fmean(ratios):+.1f}%{spread}"
+
+    rows = tuple(
+        (way, str(rows[0].pushes), f"{fmean(each.loss for each in rows):.3f}", against(rows))
+        for way, rows in by_way.items()
+    )
+    head = ("way", "pushes of a site", "loss", "against the first")
+    return Table("trained", "Several rounds to a push", head, rows)
+
+
 def filled(page: str, found: SitesFile) -> str:
     """The page with the tables of this file in its blocks; raises BadFile."""
     blocks = {each.key: "\n".join(each.lines()) for each in tables(found)}
@@ -116,7 +138,7 @@ def write(found: SitesFile, path: Path) -> None:
 def where(found: SitesFile) -> str:
     """What the numbers should be read with: machine, time, load."""
     about, loads = found.machine, [each.load for each in found.rounds]
-    times = sorted([each.at for each in found.rounds] + [each.at for each in found.losses])
+    times = sorted(each.at for rows in (found.rounds, found.losses, found.trained) for each in rows)
     versions = ", ".join(f"{name} {about.get(name)}" for name in ("kernel", "python", "torch"))
     load = f"{min(loads):.1f} to {max(loads):.1f}" if loads else "an unknown number of"
     return (

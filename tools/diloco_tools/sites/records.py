@@ -107,7 +107,7 @@ def read(path: Path) -> SitesFile:
             plain["machine"],
             tuple(_read(Measurement, each) for each in plain["rounds"]),
             tuple(_read(Loss, each) for each in plain["losses"]),
-            tuple(_read(Trained, each) for each in plain["trained"]),
+            tuple(_read(Trained, each) for each in plain.get("trained", [])),
         )
     except OSError as error:
         raise BadFile(f"{path} cannot be read ({error.strerror})") from None

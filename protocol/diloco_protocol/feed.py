@@ -222,6 +222,15 @@ def share_of_processes(processes: int, connections: int) -> str:
 
 
 @dataclass(frozen=True)
+class SiteAway:
+    """A relay that was given up with so many workers behind it, and has not come back."""
+
+    name: str
+    workers: int = 0
+    away_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Parent:
     """At a relay: the broker, or relay, whose run its workers take part in."""
 
@@ -395,6 +404,7 @@ class Snapshot:
     save_every: int | None = None
     fragments: tuple[Fragment, ...] = ()
     workers: tuple[Worker, ...] = ()
+    sites_away: tuple[SiteAway, ...] = ()
     parent: Parent | None = None  # None: it is no relay
     totals: Totals = Totals()
     rejections: tuple[Rejection, ...] = ()

@@ -137,6 +137,17 @@ def test_relay_shows_its_parent_and_how_long_that_is_away() -> None:
     assert "NOT THERE for 40.0 s" in as_text(away)
 
 
+def test_hub_says_which_site_is_missing() -> None:
+    document = tree_of(sites_away=[{"name": "west", "workers": 4, "away_s": 33.0}])
+    scene = scene_of(document, more=7.0)
+    assert "site west (4) for 40s" in screen(scene, 100, UTF8).plain
+    assert any(
+        "site west (4) for 40s" in line.plain for line in picture(scene, View(), 80, 24, UTF8).lines
+    )
+    assert "site west (4) for 33.0 s" in as_text(document)
+    assert "site west is missing, with 4 workers, for 40 s" in scene.model.verdict(107.0).reasons
+
+
 def test_questions_say_what_becomes_of_a_site_and_of_a_worker_behind_a_relay() -> None:
     shown = snapshot(tree_of())
     found = {each.id: each for each in tree.everyone(shown.workers)}

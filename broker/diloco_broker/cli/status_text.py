@@ -35,6 +35,7 @@ def as_text(data: Data, room: int | None = None) -> str:
         ("asked", _asked(data.get("orders", ()))),
         *(("data", _data_set(each)) for each in data.get("data_sets", ())),
         ("workers", _workers(data)),
+        ("missing", map(_away, data.get("sites_away", ()))),
         ("parent", _parent(data.get("parent"))),
         ("model", _model(data)),
         ("optimizer", _optimizer(data["outer"], data.get("fragments", ()), data["round"] or {})),
@@ -163,6 +164,10 @@ def _not_listed(relay: Data) -> int:
     """Workers behind a relay that it has not told of, since there are so many."""
     told = sum(each.get("workers") is None for each in relay.get("behind", ()))
     return max(0, (relay.get("workers") or 0) - told)
+
+
+def _away(site: Data) -> str:
+    return f"site {site['name']} ({site['workers']}) for {span(site['away_s'])}"
 
 
 def _parent(parent: Data | None) -> Iterable[str]:

@@ -168,6 +168,10 @@ def _snapshot(
             if each.version
         ),
         workers=_workers(state, usual, now),
+        sites_away=tuple(
+            feed.SiteAway(name, each.workers, _age(each.at, now))
+            for name, each in state.sites_away.items()
+        ),
         parent=_parent(state, now),
         totals=_totals(state),
         rejections=tuple(

@@ -202,6 +202,17 @@ def test_history_counts_workers_and_says_whose_a_push_is() -> None:
     assert closed_of(text) == Closed(0, 1, "")
 
 
+def test_site_that_was_given_up_is_missing_until_it_is_back() -> None:
+    stage, (north, south) = a_tree(north=3, south=0)
+    north.dies()
+    south.dies()
+    stage.passes(20.0)
+    (away,) = stage.shown()["sites_away"]
+    assert (away["name"], away["workers"], away["away_s"] > 10.0) == ("north", 3, True)
+    stage.worker("north").joins(workers=3)
+    assert stage.shown()["sites_away"] == []
+
+
 # At the relay: what its parent tells it.
 
 

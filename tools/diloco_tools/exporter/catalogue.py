@@ -102,6 +102,8 @@ TABLES: dict[str, dict[str, tuple[str | Value, str]]] = {
         "broker_longest_turn_seconds": (
             lambda of: None if of.loop.longest_turn_ms is None else of.loop.longest_turn_ms / 1000,
             "CPU time of the longest turn of the broker's loop between its last two snapshots."),
+        "sites_away": (lambda of: len(of.sites_away),
+            "Relays that were given up with workers behind them, and have not come back."),
         "parent_lost_seconds": (lambda of: None if of.parent is None else of.parent.lost_s or 0.0,
             "Of a relay: time since its parent is not there; 0 while it is."),
         "workers_alive": ("counts.alive", "Workers that are alive."),

@@ -21,6 +21,7 @@ from diloco_protocol.feed import (
     Parent,
     Rejection,
     Round,
+    SiteAway,
     Snapshot,
     Worker,
 )
@@ -111,6 +112,7 @@ class FeedModel:
             round=snapshot.round and _older(snapshot.round, more),
             checkpoint=snapshot.checkpoint and _older(snapshot.checkpoint, more),
             workers=tuple(_older_worker(worker, more) for worker in snapshot.workers),
+            sites_away=tuple(_older(away, more) for away in snapshot.sites_away),
             parent=snapshot.parent and _older(snapshot.parent, more),
             rejections=tuple(_older(rejection, more) for rejection in snapshot.rejections),
             events=tuple(_older(event, more) for event in snapshot.events),
@@ -126,6 +128,11 @@ class FeedModel:
         if self.freshness(now) is Freshness.STALE:
             reasons.append(f"the broker has sent nothing for {self.age_s(now):.0f} s")
         reasons += _broker_reasons(snapshot)
+        reasons += [
+            f"site {away.name} is missing, with {away.workers} "
+            f"worker{'s'[: away.workers != 1]}, for {_seconds(away.away_s)}"
+            for away in snapshot.sites_away
+        ]
         for worker in tree.arranged(snapshot.workers, lambda w: w.id):
             if worker.health not in ("ok", tree.UNKNOWN):
                 heard = f"last heard {_seconds(worker.beat_age_s)} ago"
@@ -138,8 +145,19 @@ class FeedModel:
         return Verdict(tuple(reasons), "waiting" if waits else "degraded")
 
 
-Aging = TypeVar("Aging", Snapshot, Round, Checkpoint, Worker, Behind, Parent, Rejection, Event)
-AGES = ("age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s", "lost_s", "offered_s")
+Aging = TypeVar(
+    "Aging", Snapshot, Round, Checkpoint, Worker, Behind, Parent, SiteAway, Rejection, Event
+)
+AGES = (
+    "age_s",
+    "beat_age_s",
+    "sync_age_s",
+    "inner_age_s",
+    "paused_for_s",
+    "lost_s",
+    "offered_s",
+    "away_s",
+)
 
 
 def _older(record: Aging, more: float) -> Aging:

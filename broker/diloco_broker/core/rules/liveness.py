@@ -148,6 +148,8 @@ def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     state.totals.deaths += 1
     site = f"; workers behind this relay: {member.workers}" if member.is_relay else ""
     yield effects.warning(f"{member.worker_id} counts as dead: {why}{site}.")
+    if member.workers:
+        listing.is_away(state, member)
     if any(member.versions) and not state.model.is_done:
         state.model.holder_lost_at = state.now
     yield from admission.remove(state, member, why)

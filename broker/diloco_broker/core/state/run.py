@@ -121,6 +121,14 @@ class Ending:
     rest_s: float = 0.0  # of time, less than a second, that is not counted yet
 
 
+@dataclass(frozen=True)
+class SiteAway:
+    """A relay that was given up, with workers behind it, at this time of the core's clock."""
+
+    at: float
+    workers: int
+
+
 @dataclass
 class Parent:
     """How a relay stands with its parent. Times are the core's clock."""
@@ -196,6 +204,7 @@ class RunState:
     data: DataSets = field(default_factory=DataSets)  # of which units are handed out
     # At a relay: what the parent said of its last version. None: this broker makes versions of its own.
     parents: Released | None = None
+    sites_away: dict[str, SiteAway] = field(default_factory=dict)  # by relay, for people
     parent: Parent | None = None  # at a relay, how it stands with its parent
     # By fragment, what has gone up and is in no version that has come down.
     flights: dict[int, Flight] = field(default_factory=dict)

@@ -42,6 +42,7 @@ export function metrics(snapshot, elapsed, cpuShare) {
     ["Total submissions", `${totals.contributions ?? NONE} counted${totals.pushes ? `, ${plural(totals.pushes, "push", "pushes")}` : ""}`],
     ["Rejected", `${totals.rejected}${refused ? `: ${refused}` : ""}`, isOdd(totals.rejected)],
     ["Malformed messages", String(totals.malformed), isOdd(totals.malformed)],
+    ...(snapshot.sites_away ?? []).map(({ name, workers, away_s: away }) => ["Site missing", `${name} (${workers}), for ${duration(away + elapsed)}`, "bad"]),
     ...(snapshot.parent ? parentOf(snapshot.parent, elapsed) : [["Checkpoint", saved(checkpoint, elapsed), checkpoint?.error ? "bad" : ""]]),
     ["Traffic", `${bytes(totals.bytes_up)} up, ${bytes(totals.bytes_down)} down`],
     ["CPU", cpu(loop.cpu_s, cpuShare)],

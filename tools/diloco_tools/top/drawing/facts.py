@@ -99,6 +99,16 @@ def not_listed(snapshot: Snapshot) -> str:
     return f"{left} behind relays not listed" if left else ""
 
 
+def sites_away(snapshot: Snapshot, glyphs: Glyphs) -> Parts:
+    """Relays that were given up and have not come back, with how many workers."""
+    return [
+        Text(
+            f"site {glyphs.printable(each.name)} ({each.workers}) for {duration(each.away_s)}", BAD
+        )
+        for each in snapshot.sites_away
+    ]
+
+
 def parent(snapshot: Snapshot, glyphs: Glyphs) -> Parts:
     """Of a relay: whose run its workers take part in, and how it stands with that."""
     told = snapshot.parent

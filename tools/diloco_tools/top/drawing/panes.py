@@ -109,6 +109,7 @@ def run_rows(snapshot: Snapshot, sheet: Sheet, most: int, *, limits: bool) -> li
     told = (*facts.asynchronous(snapshot), *facts.liveness(snapshot))
     lines = [sheet.apart(now, state), sheet.row("workers", counts)]
     for label, more in (
+        ("missing", facts.sites_away(snapshot, sheet.glyphs)),
         ("parent", facts.parent(snapshot, sheet.glyphs)),
         ("ends", facts.end(snapshot)),
         ("asked", facts.asked(snapshot)),

@@ -69,6 +69,7 @@ def _facts(snapshot: Snapshot, sheet: Sheet) -> list[Text]:
     rows = (
         facts.now(snapshot, glyphs),
         ("workers", facts.counts(snapshot)),
+        ("missing", facts.sites_away(snapshot, glyphs)),
         ("parent", facts.parent(snapshot, glyphs)),
         ("last", facts.last(snapshot)),
         ("ends", facts.end(snapshot)),

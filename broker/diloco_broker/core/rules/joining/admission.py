@@ -38,6 +38,7 @@ def join(
     session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     if member is None:
         member = state.members.admit(join, session, route, state.now)
+        state.sites_away.pop(join.worker_id, None)
         if join.worker_id in state.model.known:
             member.goes_on_from(state.model.known[join.worker_id])
         yield effects.info(f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")

@@ -13,10 +13,11 @@ from dataclasses import replace
 from diloco_broker.core.rules import orders
 from diloco_broker.core.rules.joining.compatibility import sync_every_of
 from diloco_broker.core.state.members import MAX_STATE_LENGTH, Member
-from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.run import RunState, SiteAway
 from diloco_protocol.messages import MOST_BEHIND, MOST_LEVELS, Behind, Heartbeat, is_worker_id
 
 LONGEST_HOST = 64  # characters
+MOST_AWAY = 100  # relays that are shown as missing
 # A worker that missed two heartbeats of the default interval is called slow before it is called dead.
 SLOW_AFTER_S = 75.0
 
@@ -82,6 +83,14 @@ def heard(state: RunState, member: Member, beat: Heartbeat) -> None:
         member.listed = _sound(beat.behind)
         member.listed_at = state.now
     orders.replied(state, member, beat.replies or ())
+
+
+def is_away(state: RunState, relay: Member) -> None:
+    """A relay is given up, with workers behind it: it is shown as missing until it is back."""
+    state.sites_away.pop(relay.worker_id, None)
+    state.sites_away[relay.worker_id] = SiteAway(state.now, relay.workers or 0)
+    while len(state.sites_away) > MOST_AWAY:
+        del state.sites_away[next(iter(state.sites_away))]
 
 
 def _sound(told: Sequence[Behind]) -> tuple[Behind, ...]:

@@ -51,7 +51,7 @@ FOLDERS = {
 # Files of ours that a command copies.
 SOURCES = "tools/services/"
 # Of diloco-broker: these go on, and can look at their options alone.
-SERVING = {"serve", "relay"}
+SERVING = {"serve", "relay", "standby"}
 # These ask before they do it, where there is a terminal.
 ASKING = {"kick", "stop-all", "shutdown"}
 # A submission needs an engine: without it the files are written, and can be looked at.
@@ -176,18 +176,19 @@ class Place:
         if _serves(command.words) and (keys := _after("--keys", command.words)) is not None:
             folder = self.folder / keys
             KeyFolder.make(folder) if not folder.exists() else None
-        if (key := _after("--parent-keys", command.words)) is not None:
-            # The folder is at the parent; the key was brought here.
-            self._brought(key)
+        for option in ("--parent-keys", "--hub-keys"):
+            if (key := _after(option, command.words)) is not None:
+                # The folder is at the other broker; the key was brought here.
+                self._brought(key)
         if "train.py" in words:
             (self.folder / "train.py").write_text("import sys; print('trained', *sys.argv[1:])\n")
 
     def _brought(self, key: str) -> None:
-        """A worker's key, made where its broker is and carried here."""
-        there = KeyFolder.make(self.folder / "keys-of-the-parent")
-        name = Path(key).stem.removeprefix("worker-")
-        there.add_all([Peer(Role.WORKER, name)])
-        shutil.copy(there.path / "clients" / f"worker-{name}.key", self.folder / key)
+        """A key like worker-north.key, made where its broker is and carried here."""
+        there = KeyFolder.make(self.folder / "keys-of-the-other-broker")
+        role, _, name = Path(key).stem.partition("-")
+        there.add_all([Peer(Role(role), name)])
+        shutil.copy(there.path / "clients" / key, self.folder / key)
 
     # Running them.
 

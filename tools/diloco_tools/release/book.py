@@ -51,6 +51,8 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Operating": (
         "broker/README.md",
         "broker/STEERING.md",
+        "broker/RELAYS.md",
+        "broker/STANDBY.md",
         "tools/README.md",
         "tools/TOP.md",
         "tools/DASHBOARD.md",
@@ -74,6 +76,8 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
         "protocol/RELAYS.md",
         "protocol/STANDBY.md",
         "protocol/DATA.md",
+        "protocol/RELAYS.md",
+        "protocol/STANDBY.md",
     ),
     "What was measured": (
         "tools/EVIDENCE.md",

@@ -1,0 +1,264 @@
+"""When a standby vouches for its hub, whom it keeps, and when it takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from diloco_broker.core.state.standby.lease import SAFETY
+from diloco_broker.standby.core import (
+    STAYS_FOR,
+    Answer,
+    Command,
+    Commands,
+    Say,
+    Standby,
+    TakeOver,
+    ToHub,
+)
+from diloco_protocol.errors import Code
+from diloco_protocol.messages import (
+    Control,
+    Error,
+    Join,
+    Lease,
+    Message,
+    Notice,
+    Promise,
+    Result,
+    Vote,
+)
+
+L = 3.0
+VOTERS = (11, 12, 13)
+
+M = TypeVar("M", bound=Message)
+
+
+class Desk:
+    """A standby, a clock, and what it did last."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.saved: int | None = None
+        draws: Iterator[int] = iter(range(1, 100_000))
+        self.standby = Standby("sb", "tcp://hub:1", draws.__next__, self.now, lambda: self.saved)
+        self.commands: list[Command] = []
+        self.life = self.greeting().life
+
+    def does(self, commands: Commands) -> None:
+        self.commands = list(commands)
+
+    def greeting(self) -> Promise:
+        self.does(self.standby.tick(self.now))
+        (greeting,) = self.promises()
+        return greeting
+
+    def promises(self) -> list[Promise]:
+        found = [each.message for each in self.commands if isinstance(each, ToHub)]
+        return [each for each in found if isinstance(each, Promise)]
+
+    def answers(self, kind: type[M]) -> list[M]:
+        found = [each.message for each in self.commands if isinstance(each, Answer)]
+        return [each for each in found if isinstance(each, kind)]
+
+    def hears_hub(self, **said: Any) -> None:
+        usual: dict[str, Any] = {
+            "life": self.life,
+            "term": 0,
+            "stamp": 7,
+            "seconds": L,
+            "roster": 5,
+        }
+        usual["voters"] = VOTERS
+        self.does(self.standby.hears_hub(Lease(**(usual | said)), self.now))
+
+    def passes(self, seconds: float) -> None:
+        """Time goes on in steps; what was done in all of them is kept."""
+        done: list[Command] = []
+        for _ in range(round(seconds / 0.05)):
+            self.now += 0.05
+            done += self.standby.tick(self.now)
+        self.commands = done
+
+    def comes(self, voter: int) -> list[Notice]:
+        """A worker asks to be let in."""
+        join = Join(f"w{voter}", voter=voter)
+        self.does(self.standby.hears_guest(b"%d" % voter, join, self.now))
+        return self.answers(Notice)
+
+    def votes(self, voter: int) -> None:
+        """It comes, and votes at once."""
+        (asked,) = self.comes(voter)
+        vote = Vote(b"", voter, asked.stamp or 0)
+        self.does(self.standby.hears_guest(b"%d" % voter, vote, self.now))
+
+    def asks(self, action: str, **arguments: Any) -> Result:
+        control = Control(action, 1, arguments)
+        self.does(self.standby.hears_guest(b"operator", control, self.now))
+        (result,) = self.answers(Result)
+        return result
+
+    @property
+    def taken_over(self) -> list[int]:
+        return [each.term for each in self.commands if isinstance(each, TakeOver)]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk()
+    desk.hears_hub()
+    return desk
+
+
+@pytest.fixture
+def alone(desk: Desk) -> Desk:
+    """The hub has been silent for so long that the last promise is over."""
+    desk.passes(SAFETY * L + 0.1)
+    assert not desk.taken_over
+    return desk
+
+
+def test_a_stamp_comes_back_with_the_list_of_voters(desk: Desk) -> None:
+    assert desk.promises() == [Promise("sb", desk.life, 7, 5)]
+
+
+def test_what_was_meant_for_an_earlier_life_gets_no_promise(desk: Desk) -> None:
+    desk.hears_hub(life=desk.life + 1)
+    assert not desk.promises()
+
+
+def test_a_standby_greets_its_hub_while_it_does_not_hear_it(desk: Desk) -> None:
+    desk.passes(1.0)
+    assert not desk.promises()
+    desk.passes(L)
+    assert {promise.stamp for promise in desk.promises()} == {None}
+
+
+def test_workers_are_sent_back_to_a_hub_that_is_heard(desk: Desk) -> None:
+    assert not desk.comes(11)
+    (error,) = desk.answers(Error)
+    assert (error.code, error.retry) == (Code.STANDBY, True)
+
+
+def test_with_a_majority_it_takes_over(alone: Desk) -> None:
+    alone.votes(11)
+    alone.passes(0.1)
+    assert not alone.taken_over
+    alone.votes(12)
+    alone.passes(0.1)
+    assert alone.taken_over == [1]
+    alone.passes(10.0)
+    alone.hears_hub()
+    assert not alone.commands  # it says nothing any more
+
+
+def test_not_before_its_last_promise_is_over(desk: Desk) -> None:
+    desk.passes(L)
+    for voter in VOTERS:
+        desk.votes(voter)
+    desk.passes(0.1)
+    assert not desk.taken_over
+    desk.passes(0.1)
+    assert desk.taken_over == [1]
+
+
+def test_a_vote_counts_for_as_long_as_a_lease(alone: Desk) -> None:
+    alone.votes(11)
+    alone.passes(L + 0.1)
+    alone.votes(12)
+    alone.passes(0.1)
+    assert not alone.taken_over
+
+
+def test_who_is_no_voter_does_not_count(alone: Desk) -> None:
+    for voter in (11, 98, 99):
+        alone.votes(voter)
+    alone.passes(0.1)
+    assert not alone.taken_over
+
+
+def test_a_stamp_of_somebody_else_is_no_vote(alone: Desk) -> None:
+    (asked,) = alone.comes(11)
+    alone.comes(12)
+    alone.votes(13)
+    vote = Vote(b"", 12, asked.stamp or 0)
+    alone.does(alone.standby.hears_guest(b"12", vote, alone.now))
+    alone.passes(0.1)
+    assert not alone.taken_over
+
+
+def test_who_stays_for_long_is_sent_to_look_for_the_hub(alone: Desk) -> None:
+    assert alone.comes(11)
+    for _ in range(int(STAYS_FOR * L)):
+        alone.passes(1.0)
+        assert alone.comes(11)
+    alone.passes(1.0)
+    assert not alone.comes(11)
+    assert alone.comes(11)  # and may come again
+
+
+def test_a_hub_without_workers_is_not_replaced_by_itself() -> None:
+    desk = Desk()
+    desk.hears_hub(voters=())
+    desk.passes(60.0)
+    assert not desk.taken_over
+    assert "had no workers" in desk.standby.situation(desk.now)
+
+
+def test_a_standby_that_was_started_again_waits_for_what_it_may_have_promised() -> None:
+    desk = Desk()
+    desk.asks("promote")
+    desk.hears_hub(settled=0)
+    assert desk.promises()[0].stamp is None
+    desk.standby.hub_lost()
+    for voter in VOTERS:
+        desk.votes(voter)
+    desk.passes(0.1)
+    assert not desk.taken_over
+
+
+def test_a_planned_takeover_waits_for_the_copy(desk: Desk) -> None:
+    assert desk.asks("promote").data == {"is_over": False}
+    desk.hears_hub(stamp=8)
+    assert desk.promises() == [Promise("sb", desk.life, 8, 5, "hold")]
+    desk.saved = 11
+    desk.hears_hub(stamp=9, settled=12)
+    assert desk.promises()[0].wants == "hold"
+    desk.saved = 12
+    desk.hears_hub(stamp=10, settled=12)
+    assert desk.promises() == [Promise("sb", desk.life, None, 5, "charge")]
+    assert not desk.taken_over
+    desk.hears_hub(is_over=True)
+    assert desk.taken_over == [1]
+
+
+def test_who_forces_it_needs_nobody(desk: Desk) -> None:
+    assert desk.asks("promote", force=True).data == {"is_over": True}
+    assert desk.taken_over == [1]
+
+
+def test_without_a_hub_it_says_what_is_missing(alone: Desk) -> None:
+    text = alone.asks("promote").text
+    assert "once 2 of its 3 workers are here; 0 of them are" in text and "--force" in text
+
+
+def test_other_actions_are_the_hubs(desk: Desk) -> None:
+    result = desk.asks("kick", worker="a")
+    assert not result.ok and "ask the hub at tcp://hub:1" in result.text
+    assert desk.asks("status").data["hears_hub"] is True
+
+
+def test_a_hub_that_refuses_it_is_said_once(desk: Desk) -> None:
+    for count in (1, 0):
+        desk.does(desk.standby.hears_hub(Error(Code.NOT_ALLOWED, "There is another."), desk.now))
+        assert len([each for each in desk.commands if isinstance(each, Say)]) == count
+
+
+def test_an_earlier_hub_is_not_listened_to(desk: Desk) -> None:
+    desk.hears_hub(term=3)
+    assert desk.promises()
+    desk.hears_hub(term=2)
+    assert not desk.promises()

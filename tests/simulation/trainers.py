@@ -29,6 +29,8 @@ class Trainer(Caller):
     the fragment has its turn again; which of the two is drawn for each process.
     """
 
+    places = 1  # addresses that it knows
+
     def __init__(self, tree: Tree, worker_id: str, process: int) -> None:
         super().__init__(tree, f"{worker_id}/{process}", lambda: tree.server_of[worker_id])
         self.worker_id, self.step = worker_id, 0
@@ -48,7 +50,7 @@ class Trainer(Caller):
         self.world.tell(self.caller, "begins")
         draw = partial(self.world.dice.getrandbits, 64)
         self.speak(Session(Join(self.worker_id, self.tree.manifest), draw, 10.0))
-        self.tell(said.Start())
+        self.tell(said.Start(self.places))
         self._tick()
 
     def _tick(self) -> None:

@@ -26,16 +26,23 @@ def zeros() -> nn.Module:
     return model
 
 
-def residual_of(relay: RelayBroker) -> Tensor:
-    """Of the parameters of the first fragment, as one vector."""
+def two_layers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(350, 1, bias=False), nn.Linear(350, 1, bias=False))
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def residual_of(relay: RelayBroker, fragment: int = 0) -> Tensor:
+    """Of the parameters of a fragment, as one vector."""
     tensors = relay._relay_loop._relay_tensors
-    chunks = tensors.residuals.of(0)
+    chunks = tensors.residuals.of(fragment)
     return torch.cat([chunks[at] for at in sorted(chunks)])
 
 
-def dyadic(name: str, number: int) -> dict[str, Tensor]:
+def dyadic(name: str, number: int, size: int = 700) -> Tensor:
     dice = torch.Generator().manual_seed(100 * number + sum(map(ord, name)))
-    return {"weight": torch.randint(-64, 65, (1, 700), generator=dice) / 16}
+    return torch.randint(-64, 65, (1, size), generator=dice) / 16
 
 
 @pytest.mark.parametrize("wire", ["int4z", "top64"])
@@ -50,12 +57,31 @@ def test_what_sites_learnt_is_in_the_parameters_and_in_their_residuals(wire: str
         for number in range(4):
             for name in "abcd":
                 delta = dyadic(name, number)
-                learnt += delta["weight"] / 4
-                sites.clients[name].push(delta)
+                learnt += delta / 4
+                sites.clients[name].push({"weight": delta})
             final = sites.pull(*"abcd")
             left = torch.stack([residual_of(relay) for relay in relays]).mean(0)
             assert torch.equal(learnt.flatten(), left - final["weight"].flatten())
         assert left.any()
+
+
+def test_each_fragment_has_a_residual_of_its_own() -> None:
+    with Sites(two_layers) as sites:
+        hub = sites.hub(1, chunk_elements=CHUNK, num_fragments=2, fragment_sync_delay=0, **SGD)
+        relay = sites.relay(hub, 2, "north", dtype="int4")
+        sites.workers(relay, "a", "b")
+        layouts = [hub._loop.core.state.versions[each].layout for each in range(2)]
+        names = [layout.places[0].entry.name for layout in layouts]
+        learnt = torch.zeros(2, 350)
+        for number in range(6):
+            fragment = number % 2
+            for name in "ab":
+                delta = dyadic(name, number, 350)
+                learnt[fragment] += delta[0] / 2
+                sites.clients[name].push({names[fragment]: delta}, fragment=fragment)
+            final = sites.pull("a", "b")
+            left = residual_of(relay, fragment)
+            assert torch.equal(learnt[fragment], left - final[names[fragment]][0])
 
 
 def test_site_sends_in_the_dtype_of_its_parents_run_where_it_is_told_of_none() -> None:

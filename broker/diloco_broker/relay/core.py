@@ -309,7 +309,8 @@ class Relay:
                 yield from self._hears_round(grant)
             case to_parent.Told(messages.Notice() as notice):
                 yield from self._hears_notice(notice)
-            case to_parent.Deliver():
+            case to_parent.Deliver(released):
+                yield from self._settles(released)
                 yield from self._delivered(effect, wires, now)
             case to_parent.PushOver(push_id, code, text):
                 self._first.is_over(push_id)
@@ -427,7 +428,6 @@ class Relay:
             return
         if fragment == terms.layout.frozen.fragment:
             return
-        yield from self._settles(released)
         if not effect.unchanged:
             if self._has_gone_back((None,) * fragment + (released.version,)):
                 yield from self._catch_up("the parent has gone back to an older version")

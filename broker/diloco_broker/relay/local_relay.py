@@ -75,7 +75,6 @@ class LocalRelay(Relay):
         self._versions[released.fragment] = released, tuple(wires)
         if flight is None or effect.counted != flight.push_id:
             return  # one that others have made: the site is on its way
-        yield from self._settles(released)
         del self._flights[released.fragment]
         self._account.begins(released.version)
         yield GoOnFrom(released.fragment, tuple(wires))

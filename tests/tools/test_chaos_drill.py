@@ -23,6 +23,7 @@ from rich.console import Console
 
 from diloco_protocol import Ledger, VersionId
 from diloco_tools.chaos import drill as drill_module
+from diloco_tools.chaos import inject as inject_module
 from diloco_tools.chaos import run_watch as watch_module
 from diloco_tools.chaos.__main__ import REMARKS
 from diloco_tools.chaos.audit import BROKER_LOG, Findings
@@ -306,6 +307,17 @@ def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     append(one.job.file(AUDIT), {"event": "joined"}, LEFT)
     watch.look()
     assert one.joined_at == one.ended_at is not None
+
+
+def test_worker_may_be_stopped_while_its_relay_is_away(tmp_path: Path) -> None:
+    child: Any = SimpleNamespace(running=True)
+    life = Life(a_job("w2", str(tmp_path)), child, joined_at=1.0)
+    ends = [inject_module._stands_still(life, at) for at in (10.0, 11.0)]
+    assert not life.is_alive_throughout(12.0, 13.0)
+    for goes_on in ends:  # in whichever order they come
+        goes_on()
+    assert [at for at, _ in life.stops] == [10.0, 11.0]
+    assert life.is_alive_throughout(time.monotonic() + 1.0, time.monotonic() + 2.0)
 
 
 # The worker.

@@ -45,9 +45,8 @@ def inject(watch: RunWatch, entry: Injected) -> None:
             watch.later(RESTART_AFTER_S, lambda: crew.start_worker(worker))
         case Kind.STOP_WORKER:
             life.child.process.send_signal(signal.SIGSTOP)
-            # It counts as stopped until then; the end is known only when it goes on.
-            life.stops.append((time.monotonic(), float("inf")))
-            watch.later(fault.seconds, lambda: _go_on(life))
+            goes_on = _stands_still(life, time.monotonic())
+            watch.later(fault.seconds, lambda: _go_on(life, goes_on))
         case Kind.CUT:
             proxy.cut()
         case Kind.CUT_WITHIN:
@@ -95,24 +94,30 @@ def break_a_site(watch: RunWatch, entry: Injected) -> None:
 
 def _is_away(watch: RunWatch, life: Life, at: float) -> None:
     """It counts as stopped until a version has it again, or it is gone."""
-    life.stops.append((at, float("inf")))
+    goes_on = _stands_still(life, at)
 
     def is_back() -> bool:
         newest = watch.seen[-1] if watch.seen else None
         has_it = newest is not None and newest[0] > at and life.job.worker in workers_in(newest[1])
         return has_it or life.ended_at is not None
 
+    watch.when(is_back, goes_on)
+
+
+def _stands_still(life: Life, at: float) -> Callable[[], None]:
+    """It counts as stopped from then on, until what is returned is called."""
+    life.stops.append((at, float("inf")))
+
     def goes_on() -> None:
         life.stops.remove((at, float("inf")))
         life.stops.append((at, time.monotonic()))
 
-    watch.when(is_back, goes_on)
+    return goes_on
 
 
-def _go_on(life: Life) -> None:
+def _go_on(life: Life, goes_on: Callable[[], None]) -> None:
     life.child.process.send_signal(signal.SIGCONT)
-    began, _ = life.stops.pop()
-    life.stops.append((began, time.monotonic()))
+    goes_on()
 
 
 def _newcomer(watch: RunWatch, entry: Injected) -> None:

@@ -35,6 +35,7 @@ class FirstModel:
     parent: str
     brought: Manifest | None = None  # the model that the relay takes part with, once one is known
     turned_away: tuple[Manifest, str] | None = None  # one that the parent does not take, and why
+    has_own_run: bool = False  # what workers hold is of the site alone, and nothing for the parent
     is_asking: bool = False  # workers are let in, and one of them gives its parameters
     wanted: dict[int, int] = field(default_factory=dict)  # by fragment, the push that they go up in
 
@@ -43,7 +44,7 @@ class FirstModel:
         """What workers hear meanwhile."""
         return ProtocolError(Code.NO_MODEL, _WAITS.format(self.parent))
 
-    def admit(self, _join: Join, manifest: Manifest) -> None:
+    def admit(self, join: Join, manifest: Manifest) -> None:
         """Raise ProtocolError for a worker that cannot be let in yet; the first brings the model."""
         if self.turned_away is not None and manifest == self.turned_away[0]:
             raise ProtocolError(Code.MODEL_DIFFERS, self.turned_away[1])
@@ -55,6 +56,12 @@ class FirstModel:
             clauses = summarise(differences(self.brought, manifest))
             raise ProtocolError(
                 Code.MODEL_DIFFERS, f"The worker's model differs from the run's: {clauses}."
+            )
+        if self.has_own_run and any(join.versions):
+            raise ProtocolError(
+                Code.NO_MODEL,
+                "The worker holds a version that only its site has, and the parent of the relay has no "
+                "parameters; start the parent with its checkpoint, or the workers afresh.",
             )
 
     def is_refused(self, text: str) -> None:

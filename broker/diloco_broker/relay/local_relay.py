@@ -49,6 +49,7 @@ class LocalRelay(Relay):
     ) -> None:
         super().__init__(join, config, draw, now, parent=parent, wire_dtype=wire_dtype)
         self._account = Account(every)
+        self._first.has_own_run = True
 
     def averaged(self) -> Commands:
         """The site has taken a step of its own; after each K-th it has gone far enough."""

@@ -93,6 +93,15 @@ def test_run_that_a_worker_holds_comes_before_what_a_newcomer_gives() -> None:
     assert (found[0].version, found[0].ledger) == (there.version, there.ledger)
 
 
+def test_run_of_a_site_alone_never_goes_up() -> None:
+    first = FirstModel(PARENT, has_own_run=True)
+    site = a_site(first, asks=True)
+    holder = site.worker("a").comes_with(holding(10))
+    assert holder.error().code == Code.NO_MODEL
+    assert "only its site has" in holder.error().text
+    assert site.worker("new").joins().asked_for == [0]
+
+
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_site_that_is_asked_cuts_the_model_as_its_parent_does(pieces: int) -> None:
     manifest = layered(3)

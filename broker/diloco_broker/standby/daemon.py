@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.shell.broker import Broker
@@ -32,6 +34,31 @@ logger = logging.getLogger("diloco.standby")
 # Between two words to the hub that was replaced, which may be started again at any time.
 TELL_S = 1.0
 STOP_WITHIN_S = 90.0
+# Options that are no matter of the run: each broker has its own.
+OF_A_PLACE = frozenset(
+    {
+        "bind", "feed", "keys", "ipc", "insecure", "save_dir", "keep", "audit", "resume", "recover",
+        "recover_wait", "tensor_threads", "max_workers", "max_parameters", "standby", "lease",
+    }
+)  # fmt: skip
+
+
+def differences(hub: Mapping[str, Any], ours: BrokerConfig) -> list[str]:
+    """A sentence for each option of the run that a standby was not given as its hub was.
+
+    `hub` has the hub's options as its checkpoints have them.
+    """
+    found = []
+    for each in fields(ours):
+        name, value = each.name, getattr(ours, each.name)
+        if name in OF_A_PLACE or name not in hub or hub[name] == value:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        found.append(
+            f"The hub was started with {option} {hub[name]}, this standby with {value}: it would go on "
+            "with its own. Start it again with the hub's."
+        )
+    return found
 
 
 class StandbyBroker:
@@ -64,6 +91,7 @@ class StandbyBroker:
         self._stop: tuple[str, bool] | None = (
             None  # why it was asked to stop, and whether to come back
         )
+        self._has_compared = False  # with the hub's options
         self._has_changed = threading.Lock()
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -90,7 +118,19 @@ class StandbyBroker:
     def _saved(self) -> int | None:
         """The number of the newest checkpoint that is here."""
         newest = self._mirror.newest if self._mirror is not None else None
-        return None if newest is None else int(newest.name.rpartition("-")[2])
+        if newest is None:
+            return None
+        if not self._has_compared:
+            self._has_compared = True
+            self._compare(newest)
+        return int(newest.name.rpartition("-")[2])
+
+    def _compare(self, copy: Path) -> None:
+        """Say in which options this standby would go on otherwise than the hub, in time to mend it."""
+        with contextlib.suppress(Damaged, TypeError, ValueError):
+            theirs = dict(checkpoint.read_manifest(copy)["config"])
+            for text in differences(theirs, self.config):
+                logger.warning("%s", text)
 
     @property
     def is_hub(self) -> bool:
@@ -207,7 +247,7 @@ class StandbyBroker:
     def close(self) -> None:
         """Close sockets and files. `run()` does it; needed only for one that never ran."""
         following, self._following = self._following, None
-        if following is not None and self._broker is None:
+        if following is not None:
             following.close()
         if self._mirror is not None:
             self._mirror.close()

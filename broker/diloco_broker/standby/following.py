@@ -55,7 +55,7 @@ class Following:
         self._link = HubLink(hub, keys)
         for each in (self._link.socket, self._link.monitor):
             self.sockets.watch(each)
-        self._is_ending = False
+        self._is_ending = self._is_closed = False
         self._takes_over: core.TakeOver | None = None
 
     def run(self) -> core.TakeOver | None:
@@ -114,6 +114,10 @@ class Following:
         self.sockets.wake()
 
     def close(self) -> None:
+        """Close the sockets. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for each in (self._link.socket, self._link.monitor):
             self.sockets.unwatch(each)
         self._link.close()

@@ -1,0 +1,126 @@
+"""A standby beside a hub, with sockets, in threads: keys, its folder, what it is told."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.standby.daemon import StandbyBroker, differences
+from diloco_broker.storage.key_folder import KeyFolder
+from diloco_broker.storage.standby_file import read_standby, write_standby
+from diloco_protocol.clients import Operator
+from diloco_protocol.clients.keys import find_keys
+from diloco_protocol.errors import UsageError
+from diloco_protocol.roles import Peer, Role
+from kit.process_kit import LOCAL, wait_for
+
+
+def config_of(folder: Path, **options: Any) -> BrokerConfig:
+    return BrokerConfig(**LOCAL | {"save_dir": str(folder), "lease": 1.0} | options)
+
+
+def holds_lease(hub: Broker, keys: Any = None) -> bool:
+    with Operator(hub.address, keys=keys) as operator:
+        return bool(operator.ask("status").data["standby"]["holds_lease"])
+
+
+def test_a_standby_vouches_for_its_hub(tmp_path: Path) -> None:
+    hub = Broker(config_of(tmp_path / "hub", standby=True))
+    standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
+    with hub:
+        assert not holds_lease(hub)
+        standby.start()
+        wait_for(lambda: holds_lease(hub))
+        with Operator(standby.address) as operator:
+            assert operator.ask("status").data["hears_hub"]
+            assert not operator.ask("save").ok
+        standby.stop()
+    assert not standby.is_hub
+    record = read_standby(tmp_path / "copy")
+    assert record is not None and record.term is None
+
+
+def test_with_keys_a_standby_takes_that_of_an_operator(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = KeyFolder.make(tmp_path / "keys")
+    keys.add_all([Peer(Role.OPERATOR, "anna"), Peer(Role.WORKER, "gpu-0")])
+    shutil.copytree(tmp_path / "keys", tmp_path / "other")
+    operator, worker = (
+        find_keys(tmp_path / "keys" / "clients" / f"{name}.key", Role.OPERATOR)
+        for name in ("operator-anna", "worker-gpu-0")
+    )
+    hub = Broker(config_of(tmp_path / "hub", standby=True, keys=str(tmp_path / "keys")))
+    options = config_of(tmp_path / "copy", keys=str(tmp_path / "other"))
+    with hub:
+        refused = StandbyBroker(options, hub.address, keys=worker).start()
+        wait_for(lambda: "worker gpu-0 may not be a standby" in caplog.text)
+        refused.stop()
+        assert not holds_lease(hub, operator)
+        standby = StandbyBroker(options, hub.address, keys=operator).start()
+        wait_for(lambda: holds_lease(hub, operator))
+        with Operator(standby.address, keys=worker) as asked:
+            assert "takes the key of an operator" in asked.ask("promote").text
+        standby.stop()
+
+
+def test_forced_it_takes_over_and_is_a_broker_at_the_same_address(tmp_path: Path) -> None:
+    standby = StandbyBroker(config_of(tmp_path / "copy"), "tcp://127.0.0.1:9").start()
+    with Operator(standby.address, timeout=30.0) as operator:
+        assert operator.ask("promote", force=True).data == {"is_over": True}
+        wait_for(lambda: standby.is_hub)
+        assert operator.ask("status").data["term"] == 1
+    standby.stop()
+    again = StandbyBroker(config_of(tmp_path / "copy"), "tcp://127.0.0.1:9")
+    assert again.is_hub
+    again.close()
+
+
+def test_a_standby_needs_a_folder_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give it a folder: --save-dir DIR"):
+        StandbyBroker(BrokerConfig(**LOCAL), "tcp://127.0.0.1:9")
+    first = StandbyBroker(config_of(tmp_path), "tcp://127.0.0.1:9")
+    with pytest.raises(UsageError):
+        StandbyBroker(config_of(tmp_path), "tcp://127.0.0.1:9")
+    first.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"name": 5, "term": null}', '{"name": "a", "term": 0}']
+)
+def test_what_a_standby_remembers_is_believed_or_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "standby.json").write_text(text)
+    with pytest.raises(UsageError, match=r"standby\.json cannot be read"):
+        read_standby(tmp_path)
+
+
+def test_what_a_standby_remembers_comes_back(tmp_path: Path) -> None:
+    assert read_standby(tmp_path) is None
+    standby = StandbyBroker(config_of(tmp_path), "tcp://127.0.0.1:9")
+    standby.close()
+    record = read_standby(tmp_path)
+    assert record is not None
+    write_standby(tmp_path, record)
+    assert read_standby(tmp_path) == record
+
+
+def test_options_that_are_not_the_hubs_are_named(tmp_path: Path) -> None:
+    ours = config_of(tmp_path, workers=2)
+    hub = asdict(config_of(tmp_path / "other", workers=3, sync_every=7, keep=9))
+    texts = differences(hub, ours)
+    assert [text.split(", this")[0] for text in texts] == [
+        "The hub was started with --workers 3",
+        "The hub was started with --sync-every 7",
+    ]
+    assert not differences(asdict(ours), ours)
+
+
+@pytest.fixture(autouse=True)
+def _logs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)

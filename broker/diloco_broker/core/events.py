@@ -105,6 +105,13 @@ class RoundNamed:
 
 
 @dataclass(frozen=True)
+class ExpectedFrom:
+    """At a relay that has come back to its parent: the first round that is expected of the site."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Passed:
     """At a relay: a version of the parent's has come. `push_id` is what the site has in flight and that
     it contains, if it does.
@@ -208,6 +215,7 @@ Event = (
     | Stepped
     | SentUp
     | RoundNamed
+    | ExpectedFrom
     | Passed
     | Told
     | TurnedDown

@@ -54,6 +54,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.Stepped: rounds.stepped,
     events.SentUp: flights.sent,
     events.RoundNamed: flights.round_named,
+    events.ExpectedFrom: flights.expected_from,
     events.Passed: passing.passed,
     events.Told: told.told,
     events.TurnedDown: flights.turned_down,

@@ -226,6 +226,7 @@ class Relay:
         # By fragment, the last version that came whole: what was said of it, and its chunks.
         self._versions: dict[int, tuple[Released, tuple[Any, ...]]] = {}
         self._first_round = 0  # that the parent expects of the site, as of its last welcome
+        self._is_back = False  # and the site has not been told
 
     # The site.
 
@@ -305,6 +306,7 @@ class Relay:
                 if self.is_open and self._has_gone_back(welcome.versions):
                     yield from self._catch_up("the parent has gone back to an older version")
                 self._first_round = welcome.first_round
+                self._is_back = self.is_open
             case to_parent.Told(messages.Grant() as grant):
                 yield from self._hears_round(grant)
             case to_parent.Told(messages.Notice() as notice):
@@ -529,6 +531,7 @@ class Relay:
         self._flights.clear()
         self._over.clear()
         self._missing.clear()
+        self._is_back = False
         self._first = FirstModel(self.parent, session.manifest)
         text = f"The relay begins anew: {why}." if why else "The relay has the run's parameters."
         core = Core(config, self._draw, now, resumption=found)
@@ -562,6 +565,9 @@ class Relay:
         self._report.look(state, session, now, is_under_way=bool(self._flights))
         if session is None or session.join is None or not self.is_open:
             return
+        if self._is_back and state.closing is None:
+            self._is_back = False
+            yield Feed(events.ExpectedFrom(self._first_round))
         for fragment in [each for each, (*_, at) in self._over.items() if now >= at]:
             yield from self._do_without(fragment)
         here = state.members.workers

@@ -22,7 +22,7 @@ from diloco_broker.core.state.staged_updates import StagedUpdate
 from diloco_broker.core.state.submissions import Submission
 from diloco_broker.core.state.update import Phase
 from diloco_protocol.errors import Code
-from diloco_protocol.messages import Notice
+from diloco_protocol.messages import Notice, Rejoin
 
 PARTLY = "A part of this push is counted already; push what the newest version does not name."
 
@@ -55,6 +55,23 @@ def round_named(state: RunState, event: events.RoundNamed) -> effects.Effects:
             yield from _carry(state, each, event.number)
     # A round of a fragment is named once the one before it is closing.
     yield from go_on_from(state, event.number - state.config.num_fragments + 1)
+
+
+def expected_from(state: RunState, event: events.ExpectedFrom) -> effects.Effects:
+    """The parent may need the site in a round that was left out here: then its workers join again, as a
+    worker does that a round below the floor needs."""
+    round_, number = state.round, event.number
+    if round_ is None or round_.barrier is None or round_.phase is Phase.CLOSING:
+        return
+    if number >= round_.number or state.config.num_fragments == 1:
+        yield from go_on_from(state, number)
+        return
+    state.first_open = number
+    round_.barrier.end()
+    yield from rounds.open_round(state, _next(state, number))
+    text = f"Round {number} of the parent needs this site as well; join again."
+    for member in state.members:
+        yield member.tell(Rejoin(state.epoch, text))
 
 
 def turned_down(state: RunState, event: events.TurnedDown) -> effects.Effects:

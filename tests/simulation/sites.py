@@ -28,6 +28,7 @@ from diloco_worker.core import events as said
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
 from diloco_worker.shell.effects import Executor as WorkerExecutor
+from simulation.contents import Contents, Key
 from simulation.network import Connection
 from simulation.site_residuals import SiteResiduals
 from simulation.tensors import demand
@@ -35,17 +36,32 @@ from simulation.tensors import demand
 if TYPE_CHECKING:
     from simulation.tree import Tree
 
-Key = tuple[str, int]  # worker id, push id
-TICK_S = 0.25
-WORK_S = 0.002  # longest time that a piece of tensor work takes
 CHUNKS = 3
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast things go; seconds. Pairs are the least and the most, drawn anew each time."""
+
+    tick: float = 0.25
+    work: float = 0.002  # longest time that a piece of tensor work takes
+    save: float = 0.3  # and the writing of a checkpoint
+    watch: tuple[float, float] = (0.1, 1.0)  # until a broken connection is found out
+    heartbeat: float = 10.0
+    look: float = 0.25  # of a worker, at its session
+    cycle: tuple[float, float] = (0.5, 3.0)  # of training
+    slow: tuple[float, ...] = (0.3, 1.0, 2.0)  # times that, one of these for each process
+    back: float = 20.0  # most until a worker that was killed is started again
+    away: tuple[float, ...] = (0.2, 2.0, 30.0)  # one of these at most, until a relay is
+    cut: tuple[float, float] = (60.0, 300.0)  # that the line of a site is down
+    thoroughness: int = 1  # events from one look at the invariants to the next
 
 
 @dataclass(frozen=True)
 class Up:
     """A chunk on its way up: the pushes of workers that it is the mean of."""
 
-    contents: tuple[Key, ...]
+    contents: Any  # `Key`s; where a version is given to a parent that has lost it, its `Contents`
     nbytes: int
 
 
@@ -53,7 +69,7 @@ class Up:
 class Down:
     """A chunk of a version: all that it has ever averaged."""
 
-    contents: frozenset[Key]
+    contents: Contents
     nbytes: int
 
 
@@ -90,18 +106,19 @@ class Host:
         if self.is_alive:
             lost, self._has_lost = self._has_lost, False
             self.feed(events.Tick(lost))
-            self.world.after(TICK_S, self._tick)
+            self.world.after(self.tree.pace.tick, self._tick)
 
     def feed(self, event: events.Event) -> None:
         self._executor.feed(event)
         self._executor.acknowledge()
-        self.core.check_invariants()
+        if self.world.events % self.tree.pace.thoroughness == 0:
+            self.core.check_invariants()
         self._work_on()
 
     def _work_on(self) -> None:
         if self.queue and not self._is_working:
             self._is_working = True
-            self.world.after(self.world.dice.uniform(0, WORK_S), self._work)
+            self.world.after(self.world.dice.uniform(0, self.tree.pace.work), self._work)
 
     def _work(self) -> None:
         self._is_working = False
@@ -190,21 +207,23 @@ class Hub(Host):
         options = config or tree.config
         self.follow(Core(options, draw, tree.world.now, initial, resumption=found, term=term))
         self._seen: dict[int, VersionId] = {}
+        self._added: dict[tuple[int, int], list[Key]] = {}  # to each chunk, by its last version
 
     def does(self, work: effects.TensorWork) -> None:
         match work:
             case effects.Inspect(payload=Up()):
                 self.feed(events.WorkDone(work, 1.0))
             case effects.StoreInitial(fragment, index, payload):
-                contents = payload.contents if payload is not None else ()
-                made = self.chunks[fragment, index] = Down(frozenset(contents), 16)
+                made = self.chunks[fragment, index] = Down(_placed(payload), 16)
                 self.feed(events.InitialStored(work, made))
             case effects.AggregateAndStep(fragment, index, groups):
                 before = self.chunks[fragment, index].contents
                 added = list(self._counted(groups, index))
                 demand(len(added) == len(set(added)), "twice in one round: {}", sorted(added))
-                demand(not before & set(added), "counted again: {}", sorted(before & set(added)))
-                made = self.chunks[fragment, index] = Down(before | set(added), 16)
+                again = [key for key in added if key in before]
+                demand(not again, "counted again: {}", again)
+                made = self.chunks[fragment, index] = Down(before.plus(added), 16)
+                self._added[fragment, index] = added
                 self.feed(events.Stepped(fragment, index, made))
             case _:
                 raise AssertionError(f"a hub of relays keeps whole pushes: {work}")
@@ -233,7 +252,7 @@ class Hub(Host):
                 self._disk["newest"] = kept
                 self.feed(events.Saved(save.number, f"checkpoint {save.number}"))
 
-        self.world.after(self.world.dice.uniform(0, 0.3), written)
+        self.world.after(self.world.dice.uniform(0, self.tree.pace.save), written)
 
     def handled(self, event: events.Event) -> None:
         for each in self.core.state.versions.trained:
@@ -245,18 +264,27 @@ class Hub(Host):
             return
         self._seen[fragment] = current.version
         wires: Sequence[Down] = current.wires
-        same = all(each.contents == wires[0].contents for each in wires)
+        added = [self._added.pop((fragment, index), []) for index in range(len(wires))]
+        same = all(each == added[0] for each in added)
         demand(same, "version {} has a push in part", current.version)
+        if added[0]:
+            self.tree.versions += 1
+            self.tree.longest = max(self.tree.longest, self.world.now - self.tree.made_at)
+            self.tree.made_at = self.world.now
         for worker_id, pushes in current.record.ledger.pushes.items():
             for each in pushes:
                 key = (worker_id, each.push_id)
                 is_in = worker_id in self.tree.relays or key in wires[0].contents
                 demand(is_in, "the ledger names {}, which is not in", key)
         named = current.record.ledger
-        checked = self.tree.checked.get(fragment, frozenset())
-        for worker_id, push_id in wires[0].contents - checked:
+        for worker_id, push_id in added[0]:
             demand(named.names_whole(worker_id, push_id), "{} is not in the ledger", worker_id)
-        self.tree.checked[fragment] = checked | wires[0].contents
+
+
+def _placed(given: Up | None) -> Contents:
+    """What is in a chunk of parameters that somebody gives, or the model file."""
+    contents = () if given is None else given.contents
+    return contents if isinstance(contents, Contents) else Contents()
 
 
 class Caller:
@@ -271,6 +299,7 @@ class Caller:
         self.tree, self.world, self.caller = tree, tree.world, name
         self.address, self._server = name, server
         self.is_gone = False
+        self.cut_until = 0.0  # until then no connection comes up
         self.outgoing: dict[int, tuple[Up, ...]] = {}
         self.session: Session | None = None
         self._link: WorkerExecutor | None = None
@@ -324,8 +353,8 @@ class Caller:
             if self._connections is None or self._connections[0] is not control:
                 return
             host = self.tree.hosts.get(server)
-            if host is None or not host.is_alive:
-                self.world.after(0.3, comes_up)
+            if host is None or not host.is_alive or self.world.now < self.cut_until:
+                self.world.after(0.3 * self.tree.pace.watch[1], comes_up)
                 return
             for each in (control, bulk):
                 host.connects(each)
@@ -345,7 +374,9 @@ class Caller:
         if not host.is_alive or control.is_severed:
             self.tell(said.Disconnected("The connection broke."))
             return
-        self.world.after(self.world.dice.uniform(0.1, 1.0), lambda: self._watch(host, control))
+        self.world.after(
+            self.world.dice.uniform(*self.tree.pace.watch), lambda: self._watch(host, control)
+        )
 
     def _hears(self, connection: Connection, message: Message, payload: Any) -> None:
         if self._connections is None or connection not in self._connections or self._link is None:
@@ -406,7 +437,7 @@ class Caller:
             return False
         sizes = [span_bytes(span, "fp32") for span in layout.spans]
         self.outgoing[push_id] = tuple(
-            Up(tuple(each.contents), size) for each, size in zip(held, sizes, strict=True)
+            Up(each.contents, size) for each, size in zip(held, sizes, strict=True)
         )
         return True
 
@@ -466,7 +497,7 @@ class RelayHost(Host):
                     self.do(self.relay.averaged())
             case effects.StoreInitial(fragment, index, payload):
                 self.gifts[fragment, index] = payload
-                self.feed(events.InitialStored(work, Down(frozenset(payload.contents), 16)))
+                self.feed(events.InitialStored(work, Down(_placed(payload), 16)))
             case _:
                 raise AssertionError(f"a relay keeps whole pushes: {work}")
 
@@ -545,7 +576,7 @@ class Uplink(Caller):
             if fragment in pushes:
                 self.outgoing[pushes[fragment]] = gift
             else:
-                self._held[fragment] = tuple(Down(frozenset(up.contents), 16) for up in gift)
+                self._held[fragment] = tuple(Down(_placed(up), 16) for up in gift)
 
     def learns(self, effect: asked.Effect, values: Any) -> None:
         self._host.do(self._host.relay.told(effect, values, self.world.now))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from diloco_broker.core import events
+from diloco_broker.core.machine import RULES
 from diloco_broker.core.rules.sites import contents
 from diloco_broker.relay.unsettled import Unsettled
 from simulation.sites import RelayHost
@@ -42,6 +45,34 @@ def test_tree_outlives_its_hub(seed: int, has_model: bool) -> None:
     assert not tree.refused, tree.refused
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "fragments": {"num_fragments": 3},
+    "fragments, and a hub that does not wait": {"num_fragments": 2, "quorum": 2, "grace": 0.5},
+    "async": {"mode": "async"},
+    "async with fragments": {"mode": "async", "num_fragments": 2},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tree_keeps_its_promises_in_every_mode(mode: str) -> None:
+    tree = Tree(1, replace(HEAVY, hubs=20, lost_disks=0.3), **MODES[mode]).run(60.0)
+    assert not tree.refused, tree.refused
+    assert len(tree.told) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 206))
+@pytest.mark.parametrize("mode", MODES)
+def test_tree_keeps_its_promises_in_every_mode_for_long(mode: str, seed: int) -> None:
+    Tree(seed, Faults(hubs=10, lost_disks=0.2, cuts=5.0), **MODES[mode]).run(1200.0)
+
+
+def test_what_is_too_old_is_refused_alone() -> None:
+    tree = Tree(0, Faults(), mode="async", max_staleness=2).run(15.0)
+    assert tree.told
+    assert {code for _, code in tree.refused} == {"stale"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_tree_keeps_its_promises_for_hours(seed: int) -> None:
@@ -55,6 +86,16 @@ def test_rule_that_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(contents, "_check_others", nothing)
     with pytest.raises(AssertionError, match=r"counted again|twice (in one round|at a site)"):
         run_trees(range(20))
+
+
+def test_site_that_waits_for_its_parent_in_an_earlier_round_is_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rule against waiting crosswise: here nobody hears that a push is in a later round."""
+    monkeypatch.setitem(RULES, events.RoundNamed, lambda *_: iter(()))
+    tree = Tree(3, HEAVY, num_fragments=3, quorum=2, grace=0.5)
+    with pytest.raises(AssertionError, match="no progress in calm"):
+        tree.run(30.0)
 
 
 def run_trees(seeds: range) -> None:

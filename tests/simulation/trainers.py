@@ -13,7 +13,7 @@ from diloco_worker.core import effects as asked
 from diloco_worker.core import events as said
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.schedule import RoundSchedule, TurnState
-from simulation.sites import CHUNKS, TICK_S, Caller, Up
+from simulation.sites import CHUNKS, Caller, Up
 from simulation.tensors import demand
 
 if TYPE_CHECKING:
@@ -44,19 +44,21 @@ class Trainer(Caller):
         self._trains_on = config.num_fragments > 1 and tree.world.dice.random() < 0.5
         self._is_training = False
         self._waits_for: int | None = None  # a fragment in flight
-        self._pace = tree.world.dice.choice((0.3, 1.0, 2.0))
+        self._pace = tree.world.dice.choice(tree.pace.slow)
 
     def begins(self) -> None:
         self.world.tell(self.caller, "begins")
         draw = partial(self.world.dice.getrandbits, 64)
-        self.speak(Session(Join(self.worker_id, self.tree.manifest), draw, 10.0))
+        self.speak(
+            Session(Join(self.worker_id, self.tree.manifest), draw, self.tree.pace.heartbeat)
+        )
         self.tell(said.Start(self.places))
         self._tick()
 
     def _tick(self) -> None:
         if not self.is_gone:
             self.tell(said.Tick())
-            self.world.after(TICK_S, self._tick)
+            self.world.after(self.tree.pace.look, self._tick)
 
     def dies(self) -> None:
         self.world.tell(self.caller, "is killed")
@@ -157,7 +159,9 @@ class Trainer(Caller):
                 self._go_on()
 
         pieces = self._schedule.num_fragments
-        self.world.after(self._pace * self.world.dice.uniform(0.5, 3.0) / pieces, is_done)
+        self.world.after(
+            self._pace * self.world.dice.uniform(*self.tree.pace.cycle) / pieces, is_done
+        )
 
     def _push(self, fragment: int) -> None:
         push_id, base = self.world.dice.getrandbits(64), self._versions[fragment]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_broker.core import effects, events
-from diloco_protocol.messages import Error, Heartbeat, Notice, Standing, Welcome
+from diloco_protocol.messages import Error, Heartbeat, Notice, Rejoin, Standing, Welcome
 from kit.core_harness import Puppet, Stage, a_stage
 from kit.site_stage import UP, a_site, closes, flights, passes
 
@@ -138,6 +138,26 @@ def test_worker_whose_push_was_counted_elsewhere_is_not_waited_for_in_its_round(
     passes(stage, 1, a=5, b=2)  # the parent has another way to it
     assert stage.round.number == 2
     assert stage.round.missing == {"b"}
+
+
+def test_parent_that_needs_a_round_which_was_left_out_gets_it() -> None:
+    stage, (a, b) = up_with_both()
+    stage.happens_by_hand(events.RoundNamed(0, UP, 6))
+    assert stage.round.number == 5
+    stage.happens_by_hand(events.ExpectedFrom(3))
+    assert (stage.round.number, stage.round.fragment) == (3, 1)
+    assert a.all(Rejoin) and b.all(Rejoin)
+    assert sorted(flights(stage)) == [0]
+
+
+def test_rounds_that_the_parent_does_not_need_the_site_in_are_left_out() -> None:
+    stage, (a, b) = a_site("a", "b", num_fragments=2)
+    a.pushes(1)
+    stage.work()
+    stage.happens_by_hand(events.ExpectedFrom(5))
+    assert stage.round.number == 5
+    assert carried(a) == [(0, 6)]
+    assert not b.all(Rejoin)
 
 
 # Refused.

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from simulation.tree import Tree
 
 CHUNKS = 3
+TICK_S = 0.25
 
 
 @dataclass(frozen=True)
 class Pace:
     """How fast things go; seconds. Pairs are the least and the most, drawn anew each time."""
 
-    tick: float = 0.25
+    tick: float = TICK_S
     work: float = 0.002  # longest time that a piece of tensor work takes
     save: float = 0.3  # and the writing of a checkpoint
     watch: tuple[float, float] = (0.1, 1.0)  # until a broken connection is found out

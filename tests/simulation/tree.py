@@ -34,9 +34,9 @@ class Faults:
     relays: float = 25.0
     connections: float = 50.0
     moves: float = 20.0
-    cuts: float = 0.0  # of a relay's line
     hubs: float = 0.0
     lost_disks: float = 0.0  # part of the hub's deaths that take its checkpoints along
+    cuts: float = 0.0  # of a relay's line
 
 
 class Tree:
@@ -137,7 +137,7 @@ class Tree:
             (self._kill_relay, self.faults.relays),
             (self._break, self.faults.connections),
             (self._move, self.faults.moves),
-            (self._cut, self.faults.cuts),
+            (self._cut_off, self.faults.cuts),
             (self._kill_hub, self.faults.hubs),
         ):
             if an_hour:
@@ -192,7 +192,7 @@ class Tree:
     def _break(self) -> None:
         self.world.dice.choice(list(self._callers())).breaks()
 
-    def _cut(self) -> None:
+    def _cut_off(self) -> None:
         """The line of a site is down for a while; its parent does not hear of it at once."""
         host = self.hosts[self.world.dice.choice(list(self.relays))]
         if isinstance(host, RelayHost) and host.is_alive:

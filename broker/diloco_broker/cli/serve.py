@@ -202,6 +202,11 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
     typer.echo(f"feed {broker.feed_address}")
     keys = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
     typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}{keys}")
+    if broker.config.standby:
+        typer.echo(
+            "Workers are let in once the standby is here: diloco-broker standby --of "
+            f"{broker.address}, with the options of this broker."
+        )
     sys.stdout.flush()
 
 

@@ -106,6 +106,14 @@ def test_broken_promise_is_one_sentence_with_its_values(key: str, change: Any, w
     assert words in sentence
 
 
+def test_loss_may_be_higher_where_half_of_the_workers_are_away_at_once() -> None:
+    changed = KEPT | {"calm": KEPT["calm"] | {"loss": 1.9}}
+    assert len(list(problems(changed, 40))) == 1
+    assert not list(problems(changed | {"mode": "relays"}, 40))
+    changed["calm"] = KEPT["calm"] | {"loss": 1.85}
+    assert len(list(problems(changed | {"mode": "relays"}, 40))) == 1
+
+
 def test_drill_that_breaks_off_says_why_and_in_which_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

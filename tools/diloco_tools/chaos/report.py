@@ -23,6 +23,9 @@ from diloco_tools.chaos.job import Life
 
 LEAST_SHARE_AVERAGED = 0.95
 MOST_LOSS = 1.03  # of the calm run's
+# With relays half of the workers are away at once, until a process has started again: for some rounds
+# the mean is of two, and noisier.
+MOST_LOSS_WITH_RELAYS = 1.06
 RECOVERY_S = 20.0  # from a kill to the next round, starting a process on a busy machine included
 SEEN_BY_ITSELF = (Kind.FILL_DISK, Kind.GUEST)  # their end takes more than a new version
 Report = dict[str, Any]
@@ -210,8 +213,9 @@ def _of_figures(report: Report, least_rounds: int) -> Iterator[str]:
         )
     if report["calm"] is not None:
         loss, calm = report["ending"]["loss"], report["calm"]["loss"]
-        if loss / calm > MOST_LOSS:
+        most = MOST_LOSS_WITH_RELAYS if report["mode"] == "relays" else MOST_LOSS
+        if loss / calm > most:
             yield (
                 f"The final loss is {loss:.4f}, {loss / calm - 1:.1%} above the calm run's "
-                f"{calm:.4f}; at most {MOST_LOSS - 1:.0%} are allowed."
+                f"{calm:.4f}; at most {most - 1:.0%} are allowed."
             )

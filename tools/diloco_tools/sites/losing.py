@@ -1,5 +1,7 @@
 """What happens to a run over two sites when a relay, a site's line or the hub is lost, and comes back.
 
+The hub may have a standby, which relays know too.
+
 Workers train all the time: steps are pauses of a given length, with parameters that change.
 """
 
@@ -17,7 +19,7 @@ from diloco_protocol.feed import Snapshot
 from diloco_tools.bench.process_pool import BrokerProcess, ask_all
 from diloco_tools.processes import wait_for_line
 from diloco_tools.sites.measuring import START_WITHIN_S, WAN, WORKERS, Place
-from diloco_tools.sites.network import HUB, LAN
+from diloco_tools.sites.network import HUB, LAN, STANDBY
 from diloco_tools.sites.records import Loss
 
 PAIR = ("int4z", "int4z")
@@ -31,13 +33,17 @@ PORT = 8512
 class Tree:
     """A hub, its relays, and workers that train until it ends. Each part keeps its address."""
 
-    def __init__(self, place: Place, size: str, folder: Path) -> None:
-        self.place, self.folder = place, folder
+    def __init__(self, place: Place, size: str, folder: Path, *, with_standby: bool) -> None:
+        self.place, self.folder, self.with_standby = place, folder, with_standby
         self.sites = place.network.sites
         self.everybody = WORKERS * len(self.sites)
         self.address = place.at(HUB, PORT)
         self.hub = self.start_hub()
-        self.relays = [place.relay(self.address, site, PAIR[0], PORT) for site in self.sites]
+        self.parent = self.address
+        if with_standby:
+            self.standby = self._start_standby()
+            self.parent = f"{self.address},{place.at(STANDBY, PORT)}"
+        self.relays = [place.relay(self.parent, site, PAIR[0], PORT) for site in self.sites]
         for each in self.relays:
             wait_for_line(each, "control", START_WITHIN_S)
         self.trainers = place.trainers()
@@ -50,14 +56,23 @@ class Tree:
             trainer.tell("go_on", step_s=STEP_S, drift_every=EVERY)
 
     def start_hub(self) -> BrokerProcess:
-        words = ["serve", "--relays", "--bind", self.address, "--insecure", "--no-ipc"]
-        words += ["--feed", f"ipc://{self.folder}/feed", "--save-dir", str(self.folder / "run")]
-        words += ["--workers", str(len(self.sites)), "--sync-every", str(EVERY)]
-        words += ["--wire-dtype", PAIR[0], "--reply-dtype", PAIR[1], "--durable"]
-        words += ["--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)]
-        inside = self.place.network.inside(HUB)
-        command = [*inside, sys.executable, "-m", "diloco_broker", *words]
-        name = f"hub-{len(self.place.pool.all)}"
+        words = ["serve", *(["--standby"] if self.with_standby else [])]
+        return self._start(HUB, words, self.address)
+
+    def _start_standby(self) -> BrokerProcess:
+        words = ["standby", "--of", self.address]
+        return self._start(STANDBY, words, self.place.at(STANDBY, PORT))
+
+    def _start(self, member: str, words: list[str], address: str) -> BrokerProcess:
+        options = ["--bind", address, "--insecure", "--no-ipc", "--relays", "--durable"]
+        options += ["--feed", f"ipc://{self.folder}/{member}", "--sync-every", str(EVERY)]
+        options += ["--save-dir", str(self.folder / f"run-{member}")]
+        options += ["--workers", str(len(self.sites))]
+        options += ["--wire-dtype", PAIR[0], "--reply-dtype", PAIR[1]]
+        options += ["--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)]
+        inside = self.place.network.inside(member)
+        command = [*inside, sys.executable, "-m", "diloco_broker", *words, *options]
+        name = f"{member}-{len(self.place.pool.all)}"
         return BrokerProcess(self.place.pool.start(name, command))
 
     def end(self) -> None:
@@ -67,6 +82,9 @@ class Tree:
         for each in self.relays:
             each.end()
         self.hub.child.end()
+        if self.with_standby:
+            self.standby.close()
+            self.standby.child.end()
 
     @property
     def rounds(self) -> int:
@@ -84,10 +102,10 @@ def _averaged(snapshot: Snapshot) -> int:
 
 
 @contextlib.contextmanager
-def a_tree(place: Place, size: str) -> Iterator[Tree]:
+def a_tree(place: Place, size: str, *, with_standby: bool = False) -> Iterator[Tree]:
     place.network.set_wan(LAN)
     with TemporaryDirectory(prefix="diloco-") as folder:
-        tree = Tree(place, size, Path(folder))
+        tree = Tree(place, size, Path(folder), with_standby=with_standby)
         try:
             place.network.set_wan(WAN)
             tree.next_round_of(tree.everybody, time.monotonic())
@@ -103,11 +121,15 @@ def losses(place: Place, size: str, say: Callable[[str], None]) -> Iterator[Loss
             found = lose(tree)
             say(f"{found.what}: {found.others_s} s, {found.all_s} s")
             yield found
+    with a_tree(place, size, with_standby=True) as tree:
+        found = _hub_with_a_standby(tree)
+        say(f"{found.what}: {found.all_s} s")
+        yield found
 
 
 def _relay(tree: Tree) -> Loss:
     def comes_back() -> None:
-        tree.relays[0] = tree.place.relay(tree.address, 0, PAIR[0], PORT)
+        tree.relays[0] = tree.place.relay(tree.parent, 0, PAIR[0], PORT)
 
     return _of_a_site(tree, "relay killed (-9)", tree.relays[0].kill, comes_back)
 
@@ -140,6 +162,21 @@ def _hub(tree: Tree) -> Loss:
     tree.hub = tree.start_hub()
     whole = tree.next_round_of(tree.everybody, back_at)
     return Loss("hub killed (-9), started again", 0.0, None, whole, 0, _now())
+
+
+def _hub_with_a_standby(tree: Tree) -> Loss:
+    """The hub is killed for good: until the standby has made a round of all workers."""
+    before, killed_at = tree.rounds, time.monotonic()
+    tree.hub.close()
+    tree.hub.child.kill()
+    made = tree.standby.wait_for(
+        lambda s: s.totals.rounds > 0 and _averaged(s) == tree.everybody
+    ).round
+    whole = time.monotonic() - killed_at
+    number = -1 if made is None else made.number
+    if number < before:
+        raise tree.standby.child.failure(f"went back to round {number} from {before}")
+    return Loss("hub killed (-9), its standby takes over", None, None, whole, 0, _now())
 
 
 def _now() -> str:

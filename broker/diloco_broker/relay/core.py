@@ -498,11 +498,13 @@ class Relay:
         fragment = flight.fragment
         del self._flights[fragment]
         self._over[fragment] = flight, code, text, now + AGAIN_S
-        self._unsettled.refused(flight)
-        yield Forget(push_id)
         if code == Code.CONTAINED:
+            # All of it may be on its way, if the parent is a relay that was killed when it had gone up.
+            yield from self._abandon(flight)
             text = f"A part of the site's push is counted, or under way, already: {text}"
         else:
+            self._unsettled.refused(flight)
+            yield Forget(push_id)
             text = f"The parent refuses what the site has sent: {text}"
         yield Say(text, True)
         assert self.session is not None

@@ -225,6 +225,7 @@ class Relay:
         self._why = ""
         # By fragment, the last version that came whole: what was said of it, and its chunks.
         self._versions: dict[int, tuple[Released, tuple[Any, ...]]] = {}
+        self._taken: set[int] = set()  # flights that the parent has taken in, or had
         self._first_round = 0  # that the parent expects of the site, as of its last welcome
         self._is_back = False  # and the site has not been told
 
@@ -478,6 +479,8 @@ class Relay:
             return
         if isinstance(told, messages.Grant) and told.push_id != flight.push_id:
             return
+        self._taken = {each.push_id for each in self._flights.values()} & self._taken
+        self._taken.add(flight.push_id)
         up, pieces = self.site.state.flights.get(fragment), self.site.state.config.num_fragments
         # With one fragment who has just joined may be taken into a round earlier than it was told.
         is_earlier = up is not None and number < up.number and pieces > 1
@@ -498,13 +501,15 @@ class Relay:
         fragment = flight.fragment
         del self._flights[fragment]
         self._over[fragment] = flight, code, text, now + AGAIN_S
-        if code == Code.CONTAINED:
+        if code == Code.CONTAINED and push_id in self._taken:
             # All of it may be on its way, if the parent is a relay that was killed when it had gone up.
             yield from self._abandon(flight)
-            text = f"A part of the site's push is counted, or under way, already: {text}"
         else:
             self._unsettled.refused(flight)
             yield Forget(push_id)
+        if code == Code.CONTAINED:
+            text = f"A part of the site's push is counted, or under way, already: {text}"
+        else:
             text = f"The parent refuses what the site has sent: {text}"
         yield Say(text, True)
         assert self.session is not None

@@ -2,8 +2,9 @@
 
     Fence(seed=7).run()
 
-The hub has the real core of a broker, the standby its own, a worker its real votes; nobody trains. There
-is one question, asked all the time: has the standby taken over while the hub may release a version?
+The hub has the real core of a broker, the standby its own, a worker its real votes. Workers give
+parameters and push, and every version that the hub makes known is noted: after the takeover there is no
+new one. Besides, the hub is asked all the time whether it may release one.
 Links are cut one by one, messages are held up for minutes, processes are killed, stopped and go on,
 clocks run at rates of their own.
 """
@@ -20,9 +21,11 @@ from diloco_broker.core.machine import Core
 from diloco_broker.standby import core as standby
 from diloco_protocol import messages
 from diloco_protocol.errors import Code
+from diloco_protocol.version import VersionId
 from diloco_worker.core.effects import Send
 from diloco_worker.core.votes import Votes
 from kit.core_harness import a_config, a_manifest
+from kit.noted_tensors import CHUNK_ELEMENTS, NotedTensors, Payload
 from simulation.network import World
 from simulation.tensors import demand
 
@@ -94,6 +97,11 @@ class HubProcess(Process):
         assert self.watch is not None
         self.watch.lease.standby = known
         self._peers: dict[bytes, Process] = {}
+        state = self.core.state
+        assert state.model is not None
+        self._tensors = NotedTensors(lambda: state.model.layout, None)  # type: ignore[arg-type, return-value]
+        self._is_working = False
+        self._known: set[VersionId] = set()  # versions that somebody was told of
 
     @property
     def may_release(self) -> bool:
@@ -102,18 +110,49 @@ class HubProcess(Process):
 
     def feed(self, event: events.Event) -> None:
         for effect in self.core.handle(event, self.now):
-            if isinstance(effect, effects.Send):
-                self.fence.send(self, self._peers[effect.route], effect.message)
-            elif isinstance(effect, effects.Log):
-                self.world.tell("hub", effect.text)
+            match effect:
+                case effects.Send(route, message):
+                    if isinstance(message, messages.Released):
+                        self._releases(message.version)
+                    self.fence.send(self, self._peers[route], message)
+                case effects.RecordVersion(version) if not version.counter:
+                    self._releases(version)
+                case effects.Log(text=text):
+                    self.world.tell("hub", text)
+                case effects.StoreInitial() | effects.Fold() | effects.Step():
+                    self._tensors.add(effect)
+                case effects.DropInitial():
+                    self._tensors.add(effect)
+        self._works()
+
+    def _releases(self, version: VersionId) -> None:
+        if version not in self._known:
+            self._known.add(version)
+            self.fence.released(version)
+
+    def _works(self) -> None:
+        """Tensor work takes its time; a process that is stopped does it later."""
+        if self._tensors.queue and not self._is_working:
+            self._is_working = True
+            self.world.after(self.world.dice.choice((0.01, 0.1, 2.0)), self._does_one)
+
+    def _does_one(self) -> None:
+        if self.is_stopped:
+            self.world.after(TICK_S, self._does_one)
+        elif self.is_alive:
+            self._is_working = False
+            if self._tensors.queue:
+                self.feed(self._tensors.do_one())
 
     def ticks(self) -> None:
         self.feed(events.Tick())
 
     def hears(self, sender: Process, message: Any) -> None:
-        route = b"%d" % id(sender)
+        is_bulk = isinstance(message, messages.Chunk | messages.Credit)
+        route = b"%d%s" % (id(sender), b" bulk" if is_bulk else b"")
         self._peers[route] = sender
-        self.feed(events.Received(route, message))
+        payload = Payload(4 * CHUNK_ELEMENTS) if isinstance(message, messages.Chunk) else None
+        self.feed(events.Received(route, message, payload))
 
 
 class StandbyProcess(Process):
@@ -161,6 +200,8 @@ class Worker(Process):
         self.votes = Votes(self.world.dice.getrandbits(63))
         self.at_hub, self.session = True, b""
         self._asked_at, self._heard_at = -100.0, self.now
+        self.base: VersionId | None = None
+        self._push: int | None = None  # that is offered and in no version yet
 
     def _server(self) -> Process:
         return self.fence.hub if self.at_hub else self.fence.standby
@@ -177,11 +218,24 @@ class Worker(Process):
             if self.session:
                 beat = messages.Heartbeat(self.session, int(self.now))
                 self.fence.send(self, self._server(), beat)
+                self._trains()
                 if self.now - self._heard_at > 4.0:
                     self.turns()
             else:
                 join = messages.Join(self.name, self.fence.manifest, voter=self.votes.voter)
                 self.fence.send(self, self._server(), join)
+
+    def _trains(self) -> None:
+        """Ask for the newest version, and push for it once."""
+        if self.base is not None and self._push is None:
+            push_id = self.world.dice.getrandbits(62)
+            self._offers(messages.Push(self.session, push_id, 0, 1, "fp32", base=self.base))
+        after = -1 if self.base is None else self.base.counter
+        self.fence.send(self, self._server(), messages.Pull(0, after, self.session))
+
+    def _offers(self, push: messages.Push) -> None:
+        self._push = push.push_id
+        self.fence.send(self, self._server(), push)
 
     def hears(self, sender: Process, message: Any) -> None:
         if sender is not self._server():
@@ -190,6 +244,25 @@ class Worker(Process):
         match message:
             case messages.Welcome(session=session):
                 self.session = session
+                self._push = None
+                self.fence.send(self, sender, messages.Credit(1000, session))
+            case messages.Notice("donate", fragment=int(fragment)):
+                self._offers(
+                    messages.Push(
+                        self.session,
+                        self.world.dice.getrandbits(62),
+                        fragment,
+                        1,
+                        "fp32",
+                        purpose=messages.Purpose.DONATION,
+                    )
+                )
+            case messages.Released(version=version):
+                self.base, self._push = version, None
+            case messages.Grant(push_id=push_id, fragment=fragment) if self._push == push_id:
+                chunk = messages.Chunk(fragment, 0, session=self.session, push_id=push_id)
+                self.fence.send(self, sender, chunk)
+                self.fence.send(self, sender, messages.Commit(self.session, push_id, fragment))
             case messages.Notice("lease" | "standby"):
                 for effect in self.votes.asked(message, self.session, self.now):
                     assert isinstance(effect, Send)
@@ -213,7 +286,7 @@ class Troubles:
 
 
 class FenceBroken(AssertionError):
-    """The standby has taken over, and the hub may release a version."""
+    """The standby has taken over, and the hub releases a version, or may."""
 
 
 class Fence:
@@ -238,6 +311,7 @@ class Fence:
         self.standby = StandbyProcess(self, self._rates["standby"])
         self.workers = {name: Worker(self, name, self._rates[name]) for name in names}
         self.releases = 0  # looks at which the hub might have released a version
+        self.versions = 0  # that the hub has made known
         self._cut: set[frozenset[str]] = set()
         self._last: dict[tuple[int, int], float] = {}
         self._is_calm = False
@@ -270,6 +344,12 @@ class Fence:
         self.taken_over = why
         self.world.tell("standby", f"takes over with term {term}: {why}")
         self._check()
+
+    def released(self, version: VersionId) -> None:
+        """The hub tells somebody of a version for the first time."""
+        self.versions += 1
+        if self.taken_over:
+            raise FenceBroken(f"the hub releases {version}, and the standby took over")
 
     def _check(self) -> None:
         may = self.hub.may_release

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from diloco_broker.core.rules import rounds
 from diloco_broker.core.state.standby import voters
 from diloco_broker.standby import core as standby
 from diloco_worker.core import votes
@@ -20,10 +21,13 @@ SABOTAGE_SEEDS = range(100)
 
 def test_two_hubs_never_both_have_the_run() -> None:
     why: Counter[bool] = Counter()
+    versions = 0
     for seed in FIRST_SEEDS:
         fence = Fence(seed).run()
         why[bool(fence.taken_over)] += 1
         assert fence.releases, f"seed {seed}: the hub never had its lease"
+        versions += fence.versions
+    assert versions > 5 * SEEDS
     assert min(why[True], why[False]) > 0, why  # or one half of the promise was never tried
 
 
@@ -72,9 +76,14 @@ def _takes_over_with_a_minority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "majority", lambda count: max(1, count // 2))
 
 
+def _releases_without_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_release_with_lease", rounds._release)
+
+
 @pytest.mark.parametrize(
     "sabotage",
     [
+        _releases_without_a_lease,
         _lets_workers_forget_their_word,
         _lets_the_standby_forget_its_promise,
         _counts_a_minority,

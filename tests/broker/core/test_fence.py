@@ -12,11 +12,12 @@ from diloco_broker.core.effects import Send
 from diloco_broker.core.events import Received, Tick
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules.standby import fence
+from diloco_broker.core.state.model_source import InitialModel
 from diloco_broker.core.state.standby.lease import Lease
 from diloco_broker.core.state.standby.voters import Voters
 from diloco_protocol import messages
 from diloco_protocol.errors import Code
-from diloco_protocol.messages import Error, Notice, Promise, Rejoin, Vote, Welcome
+from diloco_protocol.messages import Error, Notice, Promise, Rejoin, Released, Vote, Welcome
 from kit.core_harness import Puppet, Stage, a_config, a_stage, layered
 
 L = 3.0
@@ -135,6 +136,41 @@ def test_a_round_does_not_close_without_the_lease(hub: Hub) -> None:
     hub.promises()
     hub.stage.passes(0.1)
     assert hub.stage.version().counter == 1
+
+
+@pytest.mark.parametrize("from_file", [False, True], ids=["worker", "file"])
+def test_a_run_begins_only_with_the_lease(from_file: bool) -> None:
+    hub = Hub()
+    if from_file:
+        hub.stage = Stage(hub.stage.config, initial=InitialModel({"weight": (12,)}))
+        hub.route = hub.stage.route()
+    hub.stage.by_hand = True
+    hub.says()
+    hub.promises()
+    a = hub.stage.worker("a").joins(voter=1)
+    hub.stage.passes(0.1)
+    if not from_file:
+        a.donates()
+    hub.stage.passes(L + 0.1)  # while the parameters come in the lease lapses
+    hub.stage.work()
+    hub.stage.passes(0.1)
+    a.pulls()
+    assert hub.stage.state.round is None and not a.all(Released)
+    hub.promises()
+    hub.stage.passes(0.1)
+    hub.stage.work()
+    assert hub.stage.version().counter == 0 and a.all(Released)
+
+
+def test_a_hub_that_was_replaced_while_it_got_parameters_begins_no_run(hub: Hub) -> None:
+    a = hub.stage.worker("a").joins(voter=1)
+    hub.stage.by_hand = True
+    a.donates()
+    hub.says(wants="charge")
+    hub.stage.work()
+    hub.stage.passes(0.1)
+    a.pulls()
+    assert hub.stage.state.round is None and not a.all(Released)
 
 
 @pytest.mark.parametrize(

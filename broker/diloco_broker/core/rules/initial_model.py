@@ -56,9 +56,14 @@ def resume(state: RunState, resumption: Resumption) -> None:
 def seek(state: RunState) -> effects.Effects:
     """Get parameters if there are none: of a run that exists, else the model file's, else a worker's."""
     model = state.model
-    if model.is_done or model.donation.is_loading or model.manifest is None:
+    if model.is_done or model.manifest is None:
         return
     if not fence.may_release(state):  # another broker may have the run
+        return
+    if _waits_to_begin(state):  # there was no lease when the last chunk came
+        yield from _begin_run(state)
+        return
+    if model.donation.is_loading:
         return
     donor = state.members.named(model.donation.donor or "")
     if donor is not None:
@@ -242,12 +247,20 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     push = model.donation.intakes[event.work.fragment].push
     if push is not None and push.base is not None:
         yield from _adopt(state, event.work.worker_id)
-    elif state.admit is None:
-        yield from _begin_run(state, event.work.worker_id or "the model file")
+    elif _waits_to_begin(state) and fence.may_release(state):  # else `seek` begins it later
+        yield from _begin_run(state)
 
 
-def _begin_run(state: RunState, source: str) -> effects.Effects:
+def _waits_to_begin(state: RunState) -> bool:
+    """Are the parameters of a new run whole? A relay's are its parent's affair."""
+    donation = state.model.donation
+    is_old = any(i.push is not None and i.push.base is not None for i in donation.intakes.values())
+    return bool(donation.wanted) and donation.is_complete and not is_old and state.admit is None
+
+
+def _begin_run(state: RunState) -> effects.Effects:
     model = state.model
+    source = model.donation.donor or "the model file"
     for fragment, intake in model.donation.intakes.items():
         intake.name_by_content()
         state.versions.install(fragment, intake.whole())

@@ -37,7 +37,7 @@ Address = Annotated[
         metavar="ADDR",
         envvar="DILOCO_SERVER",
         help="Control address that diloco-broker serve printed; of several, with commas in between, the "
-        "first that answers.",
+        "one that has the run is asked.",
     ),
 ]
 KeyFile = Annotated[
@@ -207,7 +207,7 @@ def promote(
     *,
     force: Annotated[
         bool,
-        typer.Option("--force", help="At once: you know that the hub is gone, and stays so."),
+        typer.Option("--force", help="At once: you know that the other is gone, and stays so."),
     ] = False,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for the takeover.")
@@ -218,9 +218,10 @@ def promote(
 
     A hub that is there finishes its round, saves, and steps down. Without a hub
     most of its workers have to be at the standby; --force takes your word instead.
+    Of several addresses it is the hub that is asked: give one.
     """
     if force:
-        _sure(yes, "Take over at once? If the hub is there after all, two brokers have the run.")
+        _sure(yes, "Take your word? If the other broker is there after all, two have the run.")
     until, arguments = time.monotonic() + wait, {"force": True} if force else {}
     result = _ask(address, timeout, "promote", as_json, keys, **arguments)
     while result.ok and result.data.get("is_over") is False and time.monotonic() < until:

@@ -34,6 +34,27 @@ class Answer:
     error: DilocoError | None = None  # why there is no answer of a broker; None where there is one
 
 
+# What the broker at an address has to do with the run, least first; see `claim_of`.
+REPLACED, PASSIVE = -2.0, -1.0
+# Actions that any broker may be asked.
+READING = frozenset({"status", "manifest", "checkpoint", "piece"})
+
+
+def claim_of(status: Result) -> float:
+    """Whether a broker that answers so has the run: the greater the surer, infinite where it is sure.
+
+    One that refuses to tell is taken at its place: it will say why. A hub with a standby may have been
+    replaced and not know it yet: the higher term comes first.
+    """
+    if "hears_hub" in status.data:
+        return PASSIVE
+    standby = status.data.get("standby")
+    if not isinstance(standby, Mapping):
+        return math.inf
+    term = status.data.get("term")
+    return REPLACED if standby.get("is_replaced") else float(term if isinstance(term, int) else 0)
+
+
 # Address, action, arguments: what displays steer by, and what their tests put in its place.
 Ask = Callable[[str, str, Mapping[str, object]], Answer]
 
@@ -64,7 +85,7 @@ class Operator:
 
     Args:
         address: the control address that `diloco-broker serve` printed; tcp:// may be left out. Of
-            several, with commas in between, the first at which a broker serves is asked.
+            several, with commas in between, the one that has the run is asked.
         timeout: seconds to wait for an answer.
         who: written into the log of control actions; the user and host of this process by default. It
             is what the asker says of itself; with a key its name is written, which is proven.
@@ -94,7 +115,6 @@ class Operator:
             self._dealer_at(place).close()
         self._dealer = self._dealer_at(self.address)
         self._refusal = ""  # the code of the error that was the last answer, if it was one
-        self._is_found = len(self._places) == 1  # at `address` is the one to ask
 
     def ask(self, action: str, **arguments: Any) -> Result:
         """Have an action carried out. A broker that refuses answers with `ok` False and a reason.
@@ -103,27 +123,46 @@ class Operator:
             Unreachable: no answer in time. The action may have been carried out, or may still be.
             UsageError: an argument that cannot be sent, or the broker wants a key, or another one.
         """
-        if not self._is_found:
-            self._find()
+        if len(self._places) > 1:
+            self._find(action)
         return self._ask(action, self.timeout, arguments)
 
-    def _find(self) -> None:
-        """Of several addresses, take the first at which a broker serves; else the first stays."""
+    def _find(self, action: str) -> None:
+        """Of several addresses, take that of the broker that has the run; in doubt the newer one.
+
+        A standby that has not taken over refuses by itself what it cannot do. A hub that was replaced
+        would do it, to no effect.
+        """
+        found: list[tuple[float, str]] = []
         for place in self._places:
-            self._dealer.close()
-            self.address, self._dealer = place, self._dealer_at(place)
+            self._turn_to(place)
             try:
-                self._ask("status", min(self.timeout, PLACE_WITHIN_S), {})
+                status = self._ask("status", min(self.timeout, PLACE_WITHIN_S), {})
             except Unreachable:
                 continue
-            if self._refusal != Code.STANDBY:
-                self._is_found = True
+            if self._refusal == Code.STANDBY:
+                continue
+            claim = claim_of(status)
+            if claim == math.inf:
                 return
-        where = " and ".join(self._places)
-        raise Unreachable(
-            f"No broker serves at {where}: start diloco-broker serve, or give the address that it "
-            "printed."
-        )
+            found.append((claim, place))
+        if not found:
+            where = " and ".join(self._places)
+            raise Unreachable(
+                f"No broker serves at {where}: start diloco-broker serve, or give the address that it "
+                "printed."
+            )
+        claim, place = max(found, key=lambda each: each[0])
+        if claim == REPLACED and action not in READING:
+            raise Unreachable(
+                f"The hub at {place} was replaced by its standby, which has the run and does not "
+                "answer; give the address of that."
+            )
+        self._turn_to(place)
+
+    def _turn_to(self, place: str) -> None:
+        self._dealer.close()
+        self.address, self._dealer = place, self._dealer_at(place)
 
     def _dealer_at(self, place: str) -> Dealer:
         try:

@@ -298,7 +298,9 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
     hub.stage.happens(Received(other, Promise("other", 6)))
     (error,) = hub.stage.inbox[other]
     assert isinstance(error, Error) and "has another standby (sb)" in error.text
-    assert hub.stage.asks("promote").ok
+    refused = hub.stage.asks("promote")
+    assert not refused.ok and "The standby of this hub (sb) is there" in refused.text
+    assert hub.stage.asks("promote", force=True).ok
     hub.stage.passes(3 * L)
     assert hub.watch.lease.holds  # alone
     hub.stage.happens(Received(other, Promise("other", 6)))
@@ -306,6 +308,12 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
     lease = hub.stage.inbox[other][-1]
     assert isinstance(lease, messages.Lease)
     hub.stage.happens(Received(other, Promise("other", 6, lease.stamp)))
+    assert hub.watch.lease.holds
+
+
+def test_a_hub_goes_on_alone_once_its_standby_was_silent_for_a_lease(hub: Hub) -> None:
+    hub.stage.passes(L + 0.1)
+    assert hub.stage.asks("promote").ok
     assert hub.watch.lease.holds
 
 

@@ -16,7 +16,7 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.storage.standby_file import read_standby, write_standby
 from diloco_protocol.clients import Operator
 from diloco_protocol.clients.keys import find_keys
-from diloco_protocol.errors import UsageError
+from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.roles import Peer, Role
 from kit.process_kit import LOCAL, wait_for
 
@@ -28,6 +28,11 @@ def config_of(folder: Path, **options: Any) -> BrokerConfig:
 def holds_lease(hub: Broker, keys: Any = None) -> bool:
     with Operator(hub.address, keys=keys) as operator:
         return bool(operator.ask("status").data["standby"]["holds_lease"])
+
+
+def is_replaced(hub: Broker) -> bool:
+    with Operator(hub.address) as operator:
+        return bool(operator.ask("status").data["standby"]["is_replaced"])
 
 
 def test_a_standby_vouches_for_its_hub(tmp_path: Path) -> None:
@@ -80,6 +85,29 @@ def test_forced_it_takes_over_and_is_a_broker_at_the_same_address(tmp_path: Path
     again = StandbyBroker(config_of(tmp_path / "copy"), "tcp://127.0.0.1:9")
     assert again.is_hub
     again.close()
+
+
+def test_of_both_addresses_the_one_that_has_the_run_is_steered(tmp_path: Path) -> None:
+    hub = Broker(config_of(tmp_path / "hub", standby=True))
+    standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
+    with hub:
+        standby.start()
+        wait_for(lambda: holds_lease(hub))
+        for both in (f"{standby.address},{hub.address}", f"{hub.address},{standby.address}"):
+            with Operator(both) as operator:
+                assert operator.ask("set", outer_lr=0.5).ok
+                assert operator.address == hub.address
+                assert "is there. To hand the run over" in operator.ask("promote").text
+        with Operator(standby.address, timeout=30.0) as operator:
+            assert operator.ask("promote", force=True).ok
+        with Operator(both, timeout=30.0) as operator:
+            wait_for(lambda: standby.is_hub)
+            assert operator.ask("set", outer_lr=0.6).ok
+            assert operator.address == standby.address
+            wait_for(lambda: is_replaced(hub))
+            standby.stop()
+            with pytest.raises(Unreachable, match="was replaced by its standby"):
+                operator.ask("set", outer_lr=0.7)
 
 
 def test_a_standby_needs_a_folder_of_its_own(tmp_path: Path) -> None:

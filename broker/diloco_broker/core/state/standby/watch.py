@@ -44,5 +44,10 @@ class Watch:
     @property
     def is_on_hold(self) -> bool:
         """The standby is about to take over, and is heard."""
+        return self.wants == "hold" and self.hears_standby
+
+    @property
+    def hears_standby(self) -> bool:
+        """The standby has said something within the length of a lease."""
         lease = self.lease
-        return self.wants == "hold" and lease.clock() - lease.heard_at < lease.seconds
+        return bool(lease.standby) and lease.clock() - lease.heard_at < lease.seconds

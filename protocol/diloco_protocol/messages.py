@@ -272,6 +272,8 @@ class Push(Message):
     # workers they are, relays left out.
     contents: Mapping[str, int] | None = None
     workers: int = 1
+    # Relays left out, the counter of the version that the push of each was made from.
+    bases: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)

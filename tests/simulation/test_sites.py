@@ -11,7 +11,7 @@ from diloco_broker.core import events
 from diloco_broker.core.machine import RULES
 from diloco_broker.core.rules.sites import contents
 from diloco_broker.relay.unsettled import Unsettled
-from simulation.sites import RelayHost
+from simulation.sites import Pace, RelayHost
 from simulation.tree import Faults, Tree
 
 HEAVY = Faults(workers=100, relays=120, connections=150, moves=100)
@@ -86,6 +86,31 @@ def test_rule_that_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(contents, "_check_others", nothing)
     with pytest.raises(AssertionError, match=r"counted again|twice (in one round|at a site)"):
         run_trees(range(20))
+
+
+LONG_CUTS = Faults(workers=0, relays=0, connections=0, moves=150, cuts=100)
+
+
+def tree_with_long_cuts(seed: int) -> Tree:
+    """Many rounds go by while a site is cut off, and its workers move."""
+    pace = Pace(cycle=(0.2, 0.6), cut=(15.0, 40.0))
+    places = ("north", "north", "south", "hub")
+    return Tree(seed, LONG_CUTS, pace=pace, places=places).run(60.0)
+
+
+@pytest.mark.parametrize("seed", [2, 6])
+def test_site_that_was_cut_off_for_many_rounds_counts_nothing_again(seed: int) -> None:
+    tree = tree_with_long_cuts(seed)
+    assert {code for _, code in tree.refused} <= {"stale"}
+    assert len(tree.told) > 100
+
+
+def test_ledger_that_is_trusted_beyond_its_memory_is_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contents, "_check_memory", lambda *_: None)
+    with pytest.raises(AssertionError, match="counted again"):
+        tree_with_long_cuts(6)
 
 
 def test_site_that_waits_for_its_parent_in_an_earlier_round_is_missed(

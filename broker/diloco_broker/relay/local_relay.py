@@ -18,6 +18,7 @@ from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.relay.core import Commands, Forget, GoOnFrom, Relay, Say, StepHere
 from diloco_broker.relay.local_rounds import Account
 from diloco_protocol import messages
+from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import RunConfig
 from diloco_protocol.version import VersionId
@@ -87,6 +88,10 @@ class LocalRelay(Relay):
         del self._flights[flight.fragment]
         self._unsettled.refused(flight)
         yield Forget(push_id)
+        if code == Code.STALE:  # so it would be after more rounds
+            yield Say(f"The parent refuses what the site has come to: {text}", True)
+            yield from self._catch_up("what it has come to is too old for its parent")
+            return
         yield Say(
             f"The parent refuses what the site has come to, which goes on by itself: {text}", True
         )

@@ -83,6 +83,7 @@ class Account:
         contents: dict[str, int] = {}
         for each in self._rounds:
             contents |= each.contents or {}
+        names = {name for each in self._rounds for name in each.bases or {}}
         tokens = sum(each.tokens for each in self._rounds)
         samples = sum(each.samples for each in self._rounds)
         by = {"equal": count, "tokens": tokens, "samples": samples}[weight_by]
@@ -93,6 +94,7 @@ class Account:
         return replace(
             last,
             base=self._base,
+            bases=dict.fromkeys(names, self._base.counter) if self._base else None,
             contents=contents,
             tokens=tokens,
             samples=samples,

@@ -32,13 +32,19 @@ def push_of(
     by = {"equal": 1, "tokens": tokens, "samples": samples}[config.weight_by]
     losses = [p.loss for p in pushes if p.loss is not None and math.isfinite(p.loss)]
     bases = [p.base for p in pushes if p.base is not None]
+    oldest = min(bases, key=lambda base: base.counter)
+    made_from: dict[str, int] = {}
+    for each in chosen:
+        base = oldest if each.push.base is None else each.push.base
+        own = {each.worker_id: base.counter}
+        made_from |= own if each.push.contents is None else each.push.bases or {}
     return messages.Push(
         session=b"",
         push_id=push_id,
         fragment=pushes[0].fragment,
         chunks=pushes[0].chunks,
         wire_dtype=wire_dtype,
-        base=min(bases, key=lambda base: base.counter),
+        base=oldest,
         weight=sum(each.weight for each in chosen) / by,
         steps=median_low(p.steps for p in pushes),
         tokens=tokens,
@@ -47,6 +53,7 @@ def push_of(
         buffers=messages.BUFFERS,
         contents=contents,
         workers=sum(p.workers for p in pushes),
+        bases=made_from,
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from diloco_broker.core.state.versions.forgotten import Forgotten
 from diloco_broker.storage.audit_log import AuditLog
 from diloco_protocol.messages import Error, Heartbeat, Released, Standing
-from diloco_protocol.version import ABSENT_REMEMBERED, PUSHES_REMEMBERED
+from diloco_protocol.version import ABSENT_REMEMBERED, PUSHES_REMEMBERED, Counted, Ledger
 from kit.core_harness import Puppet, Stage, a_stage
 
 
@@ -201,6 +202,72 @@ def test_push_that_was_put_off_is_under_way_too() -> None:
     assert south.error().code == "contained"
 
 
+# What the ledger has forgotten.
+
+
+def cut_off_for_long(**fields: Any) -> tuple[Stage, Puppet, Puppet]:
+    """A relay was cut off with a push in flight; its worker a has moved, and counted on without it."""
+    stage, (c, north) = later("north", direct=("c",), **fields)
+    north.offers(50, contents={"a": 10, "b": 11}, workers=2)
+    north.loses_connection()
+    stage.passes_with(100, "c")
+    a = stage.worker("a").joins()
+    a.pulls()
+    for number in (10, *range(100, 109)):
+        c.pushes(1000 + number)
+        a.pushes(number)
+        c.pulls()
+        a.pulls()
+    assert 10 not in named(stage)["a"]
+    return stage, c, north
+
+
+def test_relay_that_was_cut_off_for_long_does_not_count_what_has_been_forgotten() -> None:
+    stage, c, north = cut_off_for_long()
+    again = stage.worker("north").joins(workers=2)
+    again.begins(50, base=north.base, contents={"a": 10, "b": 11}, workers=2)
+    assert again.error().code == "stale"
+    assert "So much of a has counted since" in again.error().text
+    again.pulls()
+    pushes_for(again, 51, b=201)
+    c.pushes(2000)
+    assert named(stage)["b"] == [201]
+    assert named(stage)["a"][-1] == 108
+
+
+def test_nobody_is_taken_for_forgotten_who_was_only_slow() -> None:
+    """With its own few pushes, however many versions the others have made since its base."""
+    stage, (c, north) = later("north", direct=("c",), quorum=1)
+    for number in range(PUSHES_REMEMBERED + 2):
+        for turn in range(PUSHES_REMEMBERED + 2):
+            c.pushes(1000 + 100 * number + turn)
+            c.pulls()
+        pushes_for(north, 10 + number, a=10 + number)
+        c.pushes(1000 + 100 * number + 50)
+        c.pulls()
+        assert not north.all(Error)
+        assert named(stage)["a"][-1] == 10 + number
+        north.pulls()
+
+
+def test_push_is_as_old_as_its_own_base_and_not_as_the_oldest_beside_it() -> None:
+    stage, _, north = cut_off_for_long()
+    again = stage.worker("north").joins(workers=2)
+    newest = stage.version().counter
+    contents = {"a": 200, "b": 11}
+    again.begins(50, base=north.base, contents=contents, workers=2, bases={"a": newest, "b": 1})
+    assert not again.all(Error)
+
+
+def test_hub_that_was_started_again_supposes_the_worst_of_what_it_has_not_seen() -> None:
+    forgotten = Forgotten()
+    forgotten.see(20, Ledger({"a": tuple(map(Counted, range(PUSHES_REMEMBERED)))}))
+    bases = {"a": 11, "b": 11}
+    assert forgotten.may_name(bases, has_rounds=True) == ["a"]
+    assert not forgotten.may_name({"a": 12}, has_rounds=True)
+    assert not forgotten.may_name(bases, has_rounds=False)
+
+
 # What nobody may say.
 
 
@@ -216,6 +283,7 @@ def test_push_that_was_put_off_is_under_way_too() -> None:
         ({"contents": {"a" * 65: 10}}, "cannot contain"),
         ({"contents": {"a": -1}}, "cannot contain push -1"),
         ({"contents": {"a": 1 << 64}}, "cannot contain"),
+        ({"contents": {"a": 10}, "bases": {"b": 1}}, "bases of pushes that are not in it"),
         ({"contents": {"north": 5}}, "cannot contain push 5 of 'north'"),
         (
             {"contents": {f"w{number}": number for number in range(20)}, "workers": 20},
@@ -252,6 +320,7 @@ def test_ledger_stays_small_whatever_relays_name() -> None:
     stage, (north,) = sites("north", max_workers=10)
     for number in range(400):
         pushes_for(north, number, **{f"w{number}": number, "a": number})
+        north.pulls()
     assert len(named(stage)) <= ABSENT_REMEMBERED + 3
     assert len(named(stage)["a"]) == PUSHES_REMEMBERED
 
@@ -261,6 +330,7 @@ def test_workers_behind_relays_are_remembered_as_long_as_these_are_here() -> Non
     for number in range(200):
         pushes_for(south, 1000 + number, **{f"s{number}": number})
         pushes_for(north, number, a=number)
+        north.pulls()
     assert named(stage)["a"][-1] == 199
 
 

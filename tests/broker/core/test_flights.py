@@ -181,6 +181,13 @@ def test_workers_hear_why_their_push_was_refused() -> None:
     assert not list(stage.state.submissions)
 
 
+def test_reason_of_a_newer_parent_s_that_is_not_known_here_is_no_end() -> None:
+    stage, workers = up_with_both()
+    stage.happens_by_hand(events.TurnedDown(0, UP, "of_another_age", "it does not fit"))
+    assert [each.error().code for each in workers] == ["stale", "stale"]
+    assert workers[0].error().text == "it does not fit"
+
+
 def test_only_the_oldest_of_a_window_is_refused_as_too_old() -> None:
     stage, (a, b) = a_site("a", "b", mode="async", grace=1.0)
     old = stage.version()

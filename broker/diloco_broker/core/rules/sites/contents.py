@@ -9,6 +9,10 @@ A relay that was started again, or a worker that went to another one, may bring 
 while the first is still under way. Nothing can be taken out of a mean, so all of a relay's push is
 refused then (`contained`): the relay makes another of what is not counted. The push of a worker that
 came here directly is put off (`under_way`): it loses nothing, and is counted or wanted soon.
+
+A ledger remembers a few pushes of each worker. A relay that was away while more than those were counted
+may bring one that nobody remembers. Where that cannot be told, nothing counts: the push is refused as
+too old (`stale`). Its relay leaves out what has the oldest base, and the rest goes up again.
 """
 
 from __future__ import annotations
@@ -46,6 +50,9 @@ def check(state: RunState, member: Member, push: Push) -> None:
             "a relay names the pushes in its own" if member.is_relay else "only a relay's has some"
         )
         raise ProtocolError(Code.BAD_PUSH, f"The contents of the push do not fit: {whose}.")
+    if not (push.bases or {}).keys() <= (push.contents or {}).keys():
+        text = "The push has bases of pushes that are not in it."
+        raise ProtocolError(Code.BAD_PUSH, text)
     if push.contents is None:
         _check_direct(state, member, push)
     else:
@@ -101,6 +108,7 @@ def _check_others(state: RunState, member: Member, push: Push) -> None:
             f"What {summarise(sorted(counted))} sent in this push is counted already; pull the newest "
             "version, and push what is not in it.",
         )
+    _check_memory(state, push)
     replaced = {each.push_id for each in member.deferred.values()} | {
         each.push.push_id
         for each in state.submissions
@@ -117,6 +125,20 @@ def _check_others(state: RunState, member: Member, push: Push) -> None:
                 f"What {summarise(both)} sent in this push is under way in one of {whose}; wait for the "
                 "next version, and push what is not in it.",
             )
+
+
+def _check_memory(state: RunState, push: Push) -> None:
+    if state.is_site or push.base is None:
+        return  # a relay has not seen each version; who makes them decides
+    forgotten = state.versions[push.fragment].forgotten
+    bases = push.bases or dict.fromkeys(push.contents or {}, push.base.counter)
+    unsure = forgotten.may_name(bases, has_rounds=not state.config.is_async)
+    if unsure:
+        raise ProtocolError(
+            Code.STALE,
+            f"So much of {summarise(sorted(unsure))} has counted since this push was made that nobody "
+            "can tell any more whether what it contains of theirs has; pull the newest version.",
+        )
 
 
 def _under_way(state: RunState, push: Push) -> Iterator[tuple[str, Push]]:

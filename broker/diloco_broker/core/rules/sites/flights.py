@@ -93,10 +93,16 @@ def turned_down(state: RunState, event: events.TurnedDown) -> effects.Effects:
                 yield from _carry(state, each, state.next_round_of(event.fragment))
         else:
             state.submissions.drop(each)
-            yield from refuse(state, each, Code(event.code), event.text)
+            yield from refuse(state, each, _code_of(event), event.text)
     yield from rounds.close_if_due(state)
     if not state.flights:
         yield from ending.refuse_the_rest(state)
+
+
+def _code_of(event: events.TurnedDown) -> Code:
+    """Why the parent refuses a flight. A newer one may have a reason that is not known here: the workers
+    go on with the newest version then, as from a base that is too old."""
+    return Code(event.code) if event.code in set(Code) else Code.STALE
 
 
 def drop_counted(state: RunState, submission: Submission) -> bool:

@@ -32,6 +32,8 @@ ASK_S = 0.2
 STAYS_FOR = 4.0
 # Who has said nothing for so long is not here any more; a worker joins again every second.
 GONE_AFTER_S = 5.0
+# After a takeover that could not be written down, until the next attempt.
+AGAIN_S = 1.0
 # How long the hub has, before a planned takeover, to finish its round and save. Then it is done without.
 SETTLES_WITHIN_S = 60.0
 MOST_HERE = 10_000
@@ -90,6 +92,7 @@ class Standby:
         draw: returns an unpredictable number below 2**64.
         now: seconds of the machine's clock, as in every later call.
         saved: returns the number of the newest checkpoint that it has of the hub; None without one.
+        misfit: returns why it could not go on from that with its options, a sentence; None if it could.
     """
 
     def __init__(
@@ -98,14 +101,16 @@ class Standby:
         hub: str,
         draw: Callable[[], int],
         now: float,
+        *,
         saved: Callable[[], int | None] = lambda: None,
+        misfit: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.name, self.hub = name, hub
         self.term: int | None = None  # the hub's; None before it was heard
         self.seconds = 0.0  # of its lease
         self.is_over = False  # it has taken over
         self.guests: dict[Route, Guest] = {}
-        self._draw, self._saved = draw, saved
+        self._draw, self._saved, self._misfit = draw, saved, misfit
         self._life = draw()
         self._began_at = self._greets_at = now
         self._asks_at = self._heard_at = -math.inf
@@ -115,6 +120,9 @@ class Standby:
         self._wanted_at: float | None = None  # when somebody asked for a takeover
         self._wants = ""
         self._refused = ""  # what the hub said last
+        self._is_forced = False
+        self._again_at = -math.inf  # a takeover is not tried before
+        self._term_before: int | None = None
 
     # The hub.
 
@@ -141,7 +149,7 @@ class Standby:
         if lease.voters is not None:
             self._roster = lease.roster, frozenset(lease.voters)
         if lease.is_over:
-            yield from self._take_over("The hub has stepped down.")
+            yield from self._take_over("The hub has stepped down.", now)
             return
         self._wants = self._want(lease, now)
         if self._wants != "charge":
@@ -151,7 +159,7 @@ class Standby:
         yield ToHub(messages.Promise(self.name, self._life, stamp, number, self._wants))
 
     def _want(self, lease: messages.Lease, now: float) -> str:
-        if self._wanted_at is None:
+        if self._wanted_at is None or self._misfit() is not None:
             return ""
         saved = self._saved() or 0
         has_all = lease.settled is not None and saved >= lease.settled
@@ -236,6 +244,9 @@ class Standby:
             number = 0 if self._roster is None else self._roster[0]
             yield ToHub(messages.Promise(self.name, self._life, None, number, self._wants))
         self.guests = {r: g for r, g in self.guests.items() if now - g.heard_at < GONE_AFTER_S}
+        if self._is_forced:
+            yield from self._take_over("Somebody has said that the hub is gone.", now)
+            return
         if self.term is None or self.hears(now):
             return
         if now >= self._asks_at:
@@ -244,11 +255,21 @@ class Standby:
                 yield from self._ask(route, guest, now)
         if now >= self._promised_until and self._has_majority(now):
             here, of = self._counted(now)
-            yield from self._take_over(f"The hub is gone, and {here} of its {of} workers are here.")
+            yield from self._take_over(
+                f"The hub is gone, and {here} of its {of} workers are here.", now
+            )
 
-    def _take_over(self, why: str) -> Commands:
+    def _take_over(self, why: str, now: float) -> Commands:
+        if self._misfit() is not None or now < self._again_at:
+            return
+        self._term_before = self.term
         self.is_over, self.term = True, (self.term or 0) + 1
         yield TakeOver(self.term, why)
+
+    def cannot_take_over(self, now: float) -> None:
+        """The takeover could not be written down: this stays a standby, and tries again."""
+        self.is_over, self.term = False, self._term_before
+        self._again_at = now + AGAIN_S
 
     def _counted(self, now: float) -> tuple[int, int]:
         """How many of the hub's workers have a vote here that counts, and how many there are."""
@@ -268,10 +289,15 @@ class Standby:
             text = f"force is {force!r:.40}; it must be true or false."
             yield Answer(route, messages.Result(asked.request, False, text))
             return
+        if (misfit := self._misfit()) is not None:
+            text = f"This standby cannot take over: {misfit}"
+            yield Answer(route, messages.Result(asked.request, False, text))
+            return
         if force:
+            self._is_forced = True
             text = "This standby takes over, on the word that the hub is gone."
             yield Answer(route, messages.Result(asked.request, True, text, {"is_over": True}))
-            yield from self._take_over("Somebody has said that the hub is gone.")
+            yield from self._take_over("Somebody has said that the hub is gone.", now)
             return
         if self._wanted_at is None:
             self._wanted_at = now
@@ -283,7 +309,12 @@ class Standby:
     # For people.
 
     def situation(self, now: float) -> str:
-        """How things stand, in a sentence or two."""
+        """How things stand, in some sentences."""
+        misfit = self._misfit()
+        cannot = "" if misfit is None else f" This standby cannot take over: {misfit}"
+        return self._stands(now) + cannot
+
+    def _stands(self, now: float) -> str:
         if self.term is None:
             waits = now - self._began_at
             return f"This standby has not heard its hub at {self.hub} yet, for {waits:.0f} s."
@@ -313,6 +344,7 @@ class Standby:
             "hears_hub": self.term is not None and self.hears(now),
             "lease_s": self.seconds,
             "checkpoint": self._saved(),
+            "misfit": self._misfit(),
             "voters": of,
             "votes": here,
         }

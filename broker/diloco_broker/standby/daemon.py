@@ -16,10 +16,9 @@ from diloco_broker.standby.core import TakeOver
 from diloco_broker.standby.following import Following
 from diloco_broker.standby.link import HubLink
 from diloco_broker.standby.mirror import Mirror
-from diloco_broker.storage import checkpoint
+from diloco_broker.storage import checkpoint, resume
 from diloco_broker.storage.checkpoint import Damaged
 from diloco_broker.storage.standby_file import (
-    StandbyRecord,
     new_standby,
     read_standby,
     write_standby,
@@ -92,6 +91,9 @@ class StandbyBroker:
             None  # why it was asked to stop, and whether to come back
         )
         self._has_compared = False  # with the hub's options
+        self._tried: Path | None = None  # the copy with which the options were tried
+        self._misfit: str | None = None  # why a broker could not go on from it
+        self._unwritten = ""  # what was said last of a takeover that could not be written down
         self._has_changed = threading.Lock()
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -104,7 +106,15 @@ class StandbyBroker:
         self._mirror = Mirror(self.hub, self._folder, keys=keys, keep=config.keep)
         try:
             write_standby(self._folder, self._record)
-            self._following = Following(self.config, self.hub, self._record.name, self._saved, keys)
+            self._following = Following(
+                self.config,
+                self.hub,
+                self._record.name,
+                saved=self._saved,
+                misfit=self._misfit_now,
+                writes_down=self._writes_down,
+                keys=keys,
+            )
         except OSError as error:
             self._mirror.close()
             raise UsageError(f"{self._folder} cannot be written: {error.strerror}.") from None
@@ -125,9 +135,40 @@ class StandbyBroker:
             self._compare(newest)
         return int(newest.name.rpartition("-")[2])
 
+    def _misfit_now(self) -> str | None:
+        """Why this standby could not go on from the newest copy with its options."""
+        newest = self._mirror.newest if self._mirror is not None else None
+        if newest is None or newest == self._tried:
+            return self._misfit
+        before, self._misfit = self._misfit, None
+        try:
+            resume.check_options(self.config, newest)
+        except UsageError as error:
+            self._misfit = str(error).replace(", or --resume none to begin a new run", "")
+        except (Damaged, OSError):
+            return self._misfit  # another copy comes
+        self._tried = newest
+        if self._misfit is not None and self._misfit != before:
+            logger.error("This standby cannot take over: %s", self._misfit)
+        return self._misfit
+
+    def _writes_down(self, command: TakeOver) -> bool:
+        """Before anybody is let in: it must know. False where the disk does not take it."""
+        record = replace(self._record, term=max(command.term, self._term_of_copy() + 1))
+        try:
+            write_standby(self._folder, record)
+        except OSError as error:
+            text = f"{self._folder} cannot be written: {error.strerror or error}."
+            if text != self._unwritten:
+                self._unwritten = text
+                logger.error("This standby cannot take over, and tries again: %s", text)
+            return False
+        self._record = record
+        return True
+
     def _compare(self, copy: Path) -> None:
         """Say in which options this standby would go on otherwise than the hub, in time to mend it."""
-        with contextlib.suppress(Damaged, TypeError, ValueError):
+        with contextlib.suppress(Damaged, KeyError, TypeError, ValueError):
             theirs = dict(checkpoint.read_manifest(copy)["config"])
             for text in differences(theirs, self.config):
                 logger.warning("%s", text)
@@ -166,12 +207,16 @@ class StandbyBroker:
         return self._taken_over(takes_over)
 
     def _taken_over(self, command: TakeOver) -> Broker | None:
-        term = max(command.term, self._term_of_copy() + 1)
+        term = self._record.term
+        assert term is not None
         logger.warning("This standby takes over, with term %d. %s", term, command.why)
-        # Before anybody is let in: started again, it must know.
-        self._record = StandbyRecord(self._record.name, term)
-        write_standby(self._folder, self._record)
-        broker = Broker(self.config, term=term)
+        try:
+            broker = Broker(self.config, term=term)
+        except Exception:
+            # Nobody was let in, so it has not taken over: the next start may do it.
+            with contextlib.suppress(OSError):
+                write_standby(self._folder, replace(self._record, term=None))
+            raise
         with self._has_changed:
             self._broker = broker
             if self._stop is not None:
@@ -181,7 +226,7 @@ class StandbyBroker:
     def _term_of_copy(self) -> int:
         """The hub's term as its newest checkpoint here has it."""
         for path in checkpoint.found(self._folder)[:1]:
-            with contextlib.suppress(Damaged, TypeError, ValueError):
+            with contextlib.suppress(Damaged, KeyError, TypeError, ValueError):
                 return int(checkpoint.read_manifest(path).get("term", 0))
         return 0
 

@@ -34,6 +34,8 @@ class Following:
         hub: the hub's control address; `keys` are those that it asks for.
         name: of this standby.
         saved: returns the number of the newest checkpoint of the hub that is here.
+        misfit: returns why the options do not go with that; None if they do.
+        writes_down: that this one has taken over; False where that is not possible now.
 
     Raises:
         UsageError: an address cannot be bound.
@@ -44,14 +46,18 @@ class Following:
         config: BrokerConfig,
         hub: str,
         name: str,
+        *,
         saved: Callable[[], int | None],
+        misfit: Callable[[], str | None],
+        writes_down: Callable[[core.TakeOver], bool],
         keys: Keys | None,
     ) -> None:
         of_keys = KeyFolder(Path(config.keys)) if config.keys else None
         self.sockets = Sockets(config.bind, config.feed, of_keys, config.max_workers)
         self._clock = machine_clock()
         draw = partial(secrets.randbits, 63)
-        self.core = core.Standby(name, hub, draw, self._clock(), saved)
+        self.core = core.Standby(name, hub, draw, self._clock(), saved=saved, misfit=misfit)
+        self._writes_down = writes_down
         self._link = HubLink(hub, keys)
         for each in (self._link.socket, self._link.monitor):
             self.sockets.watch(each)
@@ -101,7 +107,10 @@ class Following:
                 case core.Answer(route, message):
                     self._answer(route, message)
                 case core.TakeOver():
-                    self._takes_over = command
+                    if self._writes_down(command):
+                        self._takes_over = command
+                    else:
+                        self.core.cannot_take_over(self._clock())
                 case core.Say(text, is_trouble):
                     logger.log(logging.WARNING if is_trouble else logging.INFO, "%s", text)
 

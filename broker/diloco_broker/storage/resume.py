@@ -12,7 +12,7 @@ from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, NotPermitted
 from diloco_broker.storage.checkpoint_format import Checkpoint, TensorStore
-from diloco_broker.storage.own_plan import Split, check_same
+from diloco_broker.storage.own_plan import Split, check_same, make_split
 from diloco_broker.tensors.outer.chunked import DELAYED
 from diloco_broker.tensors.outer.make import outer_kind
 from diloco_broker.tensors.parameters import FragmentTensors
@@ -67,6 +67,16 @@ def newest_checkpoint(
             f"{problems[0]} Give --resume none to begin a new run, or another --save-dir."
         )
     return None
+
+
+def check_options(config: BrokerConfig, path: Path) -> None:
+    """Could a broker with these options go on from that checkpoint? Reads none of its tensors.
+
+    Raises UsageError with what does not fit, or Damaged.
+    """
+    found = checkpoint.load_record(path)
+    _check_fit(config, found, path)
+    check_same(config, make_split(config, None), found, path)
 
 
 def _check_fit(config: BrokerConfig, found: Checkpoint, path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from diloco_broker.core.state.standby.lease import SAFETY
 from diloco_broker.standby.core import (
+    AGAIN_S,
     STAYS_FOR,
     Answer,
     Command,
@@ -43,8 +44,16 @@ class Desk:
     def __init__(self) -> None:
         self.now = 100.0
         self.saved: int | None = None
+        self.misfit: str | None = None
         draws: Iterator[int] = iter(range(1, 100_000))
-        self.standby = Standby("sb", "tcp://hub:1", draws.__next__, self.now, lambda: self.saved)
+        self.standby = Standby(
+            "sb",
+            "tcp://hub:1",
+            draws.__next__,
+            self.now,
+            saved=lambda: self.saved,
+            misfit=lambda: self.misfit,
+        )
         self.commands: list[Command] = []
         self.life = self.greeting().life
 
@@ -243,6 +252,46 @@ def test_who_forces_it_needs_nobody(desk: Desk) -> None:
 def test_without_a_hub_it_says_what_is_missing(alone: Desk) -> None:
     text = alone.asks("promote").text
     assert "once 2 of its 3 workers are here; 0 of them are" in text and "--force" in text
+
+
+def test_with_options_that_do_not_fit_it_never_takes_over(desk: Desk) -> None:
+    desk.misfit = "--num-fragments is 1."
+    for force in (False, True):
+        result = desk.asks("promote", force=force)
+        assert not result.ok and "cannot take over: --num-fragments is 1." in result.text
+    assert "--num-fragments is 1." in desk.asks("status").text
+    desk.hears_hub(settled=0)
+    assert desk.promises()[0].wants == ""
+    desk.hears_hub(is_over=True)
+    assert not desk.taken_over
+    desk.passes(SAFETY * L + 0.1)
+    for voter in VOTERS:
+        desk.votes(voter)
+    desk.passes(0.1)
+    assert not desk.taken_over
+    desk.misfit = None
+    desk.passes(0.1)
+    assert desk.taken_over == [1]
+
+
+def test_a_takeover_that_cannot_be_written_down_is_tried_again(alone: Desk) -> None:
+    for voter in VOTERS:
+        alone.votes(voter)
+    alone.passes(0.1)
+    assert alone.taken_over == [1]
+    alone.standby.cannot_take_over(alone.now)
+    alone.passes(AGAIN_S - 0.1)
+    assert not alone.taken_over
+    alone.passes(0.2)
+    assert alone.taken_over == [1]
+
+
+def test_a_takeover_on_somebodys_word_is_tried_again_too() -> None:
+    desk = Desk()
+    desk.asks("promote", force=True)
+    desk.standby.cannot_take_over(desk.now)
+    desk.passes(AGAIN_S + 0.1)
+    assert desk.taken_over == [1]
 
 
 def test_other_actions_are_the_hubs(desk: Desk) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from dataclasses import asdict
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_broker.standby import daemon
 from diloco_broker.standby.daemon import StandbyBroker, differences
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.storage.standby_file import read_standby, write_standby
@@ -18,7 +21,8 @@ from diloco_protocol.clients import Operator
 from diloco_protocol.clients.keys import find_keys
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.roles import Peer, Role
-from kit.process_kit import LOCAL, wait_for
+from diloco_worker import DiLoCoClient
+from kit.process_kit import LOCAL, PATIENCE_S, wait_for
 
 
 def config_of(folder: Path, **options: Any) -> BrokerConfig:
@@ -108,6 +112,49 @@ def test_of_both_addresses_the_one_that_has_the_run_is_steered(tmp_path: Path) -
             standby.stop()
             with pytest.raises(Unreachable, match="was replaced by its standby"):
                 operator.ask("set", outer_lr=0.7)
+
+
+def test_a_standby_whose_options_do_not_fit_says_so_and_leaves_the_run_to_the_hub(
+    tmp_path: Path,
+) -> None:
+    model = {f"layers.{n}.weight": torch.zeros(4, 4) for n in range(2)}
+    options = {"num_fragments": 2, "sync_every": 10}
+    hub = Broker(config_of(tmp_path / "hub", standby=True, recover_wait=0.0, **options), model)
+    standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
+    with hub:
+        standby.start()
+        module = torch.nn.Module()
+        module.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+        with DiLoCoClient(hub.address, worker_id="a", timeout=PATIENCE_S) as client:
+            client.join(module)
+            with Operator(standby.address) as operator:
+                wait_for(lambda: operator.ask("status").data["misfit"] is not None)
+                for force in (False, True):
+                    result = operator.ask("promote", force=force)
+                    assert not result.ok
+                    assert "--num-fragments is 1" in result.text and "has 2" in result.text
+            assert not is_replaced(hub)
+        standby.stop()
+    record = read_standby(tmp_path / "copy")
+    assert record is not None and record.term is None and not standby.is_hub
+
+
+def test_a_standby_whose_disk_is_full_stays_one_and_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    standby = StandbyBroker(config_of(tmp_path / "copy"), "tcp://127.0.0.1:9").start()
+    with monkeypatch.context() as full, Operator(standby.address) as operator:
+
+        def refuses(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(daemon, "write_standby", refuses)
+        operator.ask("promote", force=True)
+        wait_for(lambda: "tries again: " in caplog.text)
+        assert not standby.is_hub
+        assert "hears_hub" in operator.ask("status").data
+    wait_for(lambda: standby.is_hub)
+    standby.stop()
 
 
 def test_a_standby_needs_a_folder_of_its_own(tmp_path: Path) -> None:

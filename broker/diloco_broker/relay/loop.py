@@ -99,7 +99,10 @@ class RelayLoop(Loop):
         self._uplink.turn()
         while self._uplink.news:
             effect, wires = self._uplink.news.popleft()
-            self._do(self._relay.told(effect, wires, self.now()))
+            try:
+                self._do(self._relay.told(effect, wires, self.now()))
+            except Exception:
+                logger.exception("What the parent says could not be handled; the relay goes on.")
         self._do(self._relay.tick(self.now()))
 
     def _stop(self, reason: str) -> events.Stop:

@@ -121,7 +121,10 @@ class Uplink:
                 self.say(f"The parent sent a message that cannot be read: {error}", trouble=True)
                 continue
             executor.payload = payload
-            executor.feed(events.Received(message))
+            try:
+                executor.feed(events.Received(message))
+            except Exception:
+                logger.exception("A message of the parent could not be handled; the relay goes on.")
             executor.payload = None
             if self._connections is not connections:
                 return

@@ -302,6 +302,18 @@ def test_contents_that_cannot_be_are_refused_and_change_nothing(
     assert stage.state.members.known == {"north"}
 
 
+def test_relay_that_names_many_takes_no_room_from_one_that_was_there_before() -> None:
+    stage, (north, south) = sites("north", "south", max_workers=10)
+    pushes_for(south, 1, a=1)
+    pushes_for(north, 2, **{f"made-up-{number}": number for number in range(7)})
+    assert stage.counters == [1]
+    south.pulls()
+    south.begins(3, contents={"a": 3}, workers=1)
+    assert not south.all(Error)
+    south.begins(4, contents={"a": 4, "b": 4}, workers=2)
+    assert south.error().code == "bad_push"
+
+
 @pytest.mark.parametrize("fields", [{"contents": {"b": 10}}, {"workers": 2}])
 def test_worker_cannot_speak_for_others(fields: Mapping[str, Any]) -> None:
     _, (a, _) = sites("north", direct=("a",))

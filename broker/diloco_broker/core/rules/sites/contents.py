@@ -86,6 +86,8 @@ def _check_names(state: RunState, member: Member, push: Push, number: int) -> No
         ):
             text = f"The push cannot contain push {push_id!s:.40} of {worker_id!r:.80}."
             raise ProtocolError(Code.BAD_PUSH, text)
+    if contents.keys() <= member.behind:
+        return  # there was room for them: who came later, and names many, takes nothing away
     # The ledger names them all, and travels with each version.
     others = {name for each in state.members if each is not member for name in each.behind}
     here, most = len(state.members), state.config.max_workers

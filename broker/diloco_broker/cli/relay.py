@@ -53,8 +53,8 @@ def relay(  # noqa: PLR0917  each is an option of the command
     name: Annotated[
         str | None,
         typer.Option(
-            help="What the site is called there, as a worker is. Default: host name and a random "
-            "ending; with --parent-keys the name of that key.",
+            help="What the site is called there, as a worker is. Default: host name and port "
+            "(a random ending where the system picks one); with --parent-keys the name of that key.",
         ),
     ] = None,
     parent_wire_dtype: Annotated[
@@ -120,7 +120,7 @@ def relay(  # noqa: PLR0917  each is an option of the command
                 "by its name when it was started again."
             )
         if check:
-            daemon.check(config, parent, name or daemon.default_name(), parent_wire_dtype)
+            daemon.check(config, parent, name or daemon.default_name(config), parent_wire_dtype)
             typer.echo("The options are good.")
             raise typer.Exit
         broker = daemon.RelayBroker(

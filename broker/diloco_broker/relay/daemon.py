@@ -27,7 +27,7 @@ class RelayBroker(Broker):
             the `wire_dtype` of its workers. What the parent's run says takes the place of the rest.
         parent: the address of the broker that it takes part at, several with commas in between to be
             tried in turn, or a function that returns it.
-        name: what it is called there, as a worker; default: host name and a random ending.
+        name: what it is called there, as a worker; default: host name and port.
         parent_wire_dtype: what its pushes travel in; default: what those of the parent's run do.
         keys: those that the parent asks for.
         local: how the site steps by itself, several rounds to one push (experimental); default: it
@@ -47,7 +47,7 @@ class RelayBroker(Broker):
         keys: Keys | None = None,
         local: LocalOuter | None = None,
     ) -> None:
-        name = name or default_name()
+        name = name or default_name(config)
         where = check(config, parent, name, parent_wire_dtype)
         self.config = replace(config, relays=True)
         if local is not None:
@@ -93,6 +93,11 @@ def _checked(parent: str) -> str:
     return ",".join(places)
 
 
-def default_name() -> str:
-    """The host's name and a random ending, so that two relays of a machine differ."""
-    return f"relay-{socket.gethostname()[:40]}-{secrets.token_hex(3)}"
+def default_name(config: BrokerConfig) -> str:
+    """The host's name and the port: two relays of a machine differ, one that is started again does not.
+
+    Where the system picks the port the ending is random.
+    """
+    port = config.bind.rpartition(":")[2]
+    ending = port if port.isdecimal() and port != "0" else secrets.token_hex(3)
+    return f"relay-{socket.gethostname()[:40]}-{ending}"

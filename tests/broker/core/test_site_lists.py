@@ -213,6 +213,17 @@ def test_site_that_was_given_up_is_missing_until_it_is_back() -> None:
     assert stage.shown()["sites_away"] == []
 
 
+def test_site_is_not_missing_any_more_once_its_workers_are_elsewhere() -> None:
+    stage, (north, south) = a_tree(north=2, south=0)
+    tells(north, Behind("a"), Behind("b"))
+    north.dies()
+    stage.passes(20.0)
+    tells(south, Behind("a"))
+    assert [each["name"] for each in stage.shown()["sites_away"]] == ["north"], "b is missing"
+    stage.worker("b").joins()
+    assert stage.shown()["sites_away"] == []
+
+
 # At the relay: what its parent tells it.
 
 

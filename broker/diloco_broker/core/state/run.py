@@ -127,6 +127,7 @@ class SiteAway:
 
     at: float
     workers: int
+    names: frozenset[str] = frozenset()  # its workers, as far as it told, that are nowhere else
 
 
 @dataclass

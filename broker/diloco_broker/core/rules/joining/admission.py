@@ -9,6 +9,7 @@ from diloco_broker.core.rules import donation, ending, initial_model, orders, ro
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import compatibility, room
 from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.rules.sites import listing
 from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.state.run import Departure, RunState
@@ -39,6 +40,7 @@ def join(
     if member is None:
         member = state.members.admit(join, session, route, state.now)
         state.sites_away.pop(join.worker_id, None)
+        listing.are_here(state, [join.worker_id])
         if join.worker_id in state.model.known:
             member.goes_on_from(state.model.known[join.worker_id])
         yield effects.info(f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")

@@ -7,7 +7,7 @@ of its own: a heartbeat is bounded, whatever stands behind.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from diloco_broker.core.rules import orders
@@ -82,15 +82,27 @@ def heard(state: RunState, member: Member, beat: Heartbeat) -> None:
     if beat.behind is not None:
         member.listed = _sound(beat.behind)
         member.listed_at = state.now
+        are_here(state, {each.worker_id for each in member.listed})
     orders.replied(state, member, beat.replies or ())
 
 
 def is_away(state: RunState, relay: Member) -> None:
     """A relay is given up, with workers behind it: it is shown as missing until it is back."""
     state.sites_away.pop(relay.worker_id, None)
-    state.sites_away[relay.worker_id] = SiteAway(state.now, relay.workers or 0)
+    names = frozenset(each.worker_id for each in relay.listed if each.workers is None)
+    state.sites_away[relay.worker_id] = SiteAway(state.now, relay.workers or 0, names)
     while len(state.sites_away) > MOST_AWAY:
         del state.sites_away[next(iter(state.sites_away))]
+
+
+def are_here(state: RunState, names: Collection[str]) -> None:
+    """These are named here: a site that is away is not missing once all of its workers are elsewhere."""
+    for site, away in list(state.sites_away.items()):
+        left = away.names.difference(names)
+        if away.names and not left:
+            del state.sites_away[site]
+        elif left != away.names:
+            state.sites_away[site] = replace(away, names=left)
 
 
 def _sound(told: Sequence[Behind]) -> tuple[Behind, ...]:

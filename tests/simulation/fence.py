@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
@@ -395,7 +396,8 @@ class Fence:
     def _cuts(self) -> None:
         """The hub, the standby, both, or some pair are cut off; or all is whole again."""
         dice, names = self.world.dice, [each.name for each in self.processes]
-        whole = {frozenset((a, b)) for a in names for b in names if a != b}
+        # A list: dice are thrown for each, and a set of texts has another order in each process.
+        whole = [frozenset(pair) for pair in combinations(names, 2)]
         match dice.choice(("heal", "hub", "between", "some", "split")):
             case "heal":
                 self._cut = set()

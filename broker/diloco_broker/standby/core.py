@@ -80,6 +80,7 @@ class Guest:
 
     came_at: float
     heard_at: float
+    asked_at: float = -math.inf
     stamps: dict[int, float] = field(default_factory=dict)  # that it was sent, and when
 
 
@@ -214,13 +215,14 @@ class Standby:
                 return
             guest = self.guests[route] = Guest(now, now)
         guest.heard_at = now
-        yield from self._ask(route, guest, now)
+        if now - guest.asked_at >= ASK_S:  # one that joins in a flood costs no more than another
+            yield from self._ask(route, guest, now)
         text = f"{self.situation(now)} Stay here."
         yield Answer(route, messages.Error(Code.NO_MODEL, text, retry=True, about="join"))
 
     def _ask(self, route: Route, guest: Guest, now: float) -> Commands:
         """Ask for a vote, which counts from the moment of the stamp."""
-        stamp = self._draw()
+        stamp, guest.asked_at = self._draw(), now
         guest.stamps = {s: at for s, at in guest.stamps.items() if now - at < self.seconds}
         guest.stamps[stamp] = now
         yield Answer(route, messages.Notice("standby", stamp=stamp, seconds=self.seconds))
@@ -252,7 +254,8 @@ class Standby:
         if now >= self._asks_at:
             self._asks_at = now + ASK_S
             for route, guest in self.guests.items():
-                yield from self._ask(route, guest, now)
+                if now - guest.asked_at >= ASK_S / 2:
+                    yield from self._ask(route, guest, now)
         if now >= self._promised_until and self._has_majority(now):
             here, of = self._counted(now)
             yield from self._take_over(

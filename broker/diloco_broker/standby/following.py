@@ -16,7 +16,7 @@ from diloco_broker.standby import core
 from diloco_broker.standby.link import HubLink
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.errors import ProtocolError
+from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.frames import LONGEST_OF_A_STRANGER, pack, unpack
 from diloco_protocol.messages import Error, Message
 
@@ -77,7 +77,7 @@ class Following:
                 if incoming.route and not incoming.is_left_behind:
                     self._take(incoming)
             for message in self._link.receive():
-                self._do(self.core.hears_hub(message, self._clock()))
+                self._hear_hub(message)
             if self._link.broke():
                 self.core.hub_lost()
             now = self._clock()
@@ -98,6 +98,17 @@ class Following:
             self._do(self.core.hears_guest(incoming.route, message, self._clock()))
         except ProtocolError as error:
             self._answer(incoming.route, Error(error.code, str(error)))
+
+        except Exception:
+            logger.exception("A message could not be handled; its sender is told.")
+            text = "The standby could not handle this message; its log has more."
+            self._answer(incoming.route, Error(Code.BAD_HEADER, text))
+
+    def _hear_hub(self, message: Message) -> None:
+        try:
+            self._do(self.core.hears_hub(message, self._clock()))
+        except Exception:
+            logger.exception("A message of the hub could not be handled.")
 
     def _do(self, commands: core.Commands) -> None:
         for command in commands:

@@ -311,6 +311,31 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
     assert hub.watch.lease.holds
 
 
+def test_a_former_standby_that_has_taken_over_is_obeyed() -> None:
+    hub = Hub()
+    hub.says()
+    hub.promises()
+    hub.stage.asks("promote", force=True)
+    hub.says(standby="other", life=9)
+    hub.says(standby="other", life=9, stamp=hub.leases[-1].stamp)
+    assert hub.watch.lease.holds
+    hub.says(wants="over", term=0)  # no higher than the hub's own
+    assert hub.watch.lease.holds
+    hub.says(wants="over", term=1)
+    assert hub.watch.lease.superseded_by == 1 and not hub.watch.lease.holds
+
+
+def test_a_new_standby_is_saved_at_once() -> None:
+    hub = Hub(save_dir="run", save_every=100)
+    hub.says()
+    hub.promises()
+    joined(hub, a=1)
+    hub.stage.is_saved()
+    hub.stage.asks("promote", force=True)
+    hub.says(standby="other", life=9)
+    assert hub.stage.checkpoints[-1].record.standby == "other"
+
+
 def test_a_hub_goes_on_alone_once_its_standby_was_silent_for_a_lease(hub: Hub) -> None:
     hub.stage.passes(L + 0.1)
     assert hub.stage.asks("promote").ok
@@ -360,6 +385,18 @@ def test_while_a_list_is_on_its_way_both_need_a_majority() -> None:
     assert voters.agreed is not None and voters.agreed.number == 1
     voters.acknowledged(2)
     assert voters.supported_at == 5.0
+
+
+def test_a_hub_that_was_started_again_leaves_its_standby_the_list_until_workers_are_back() -> None:
+    hub = Hub()
+    hub.says()
+    hub.promises()
+    hub.is_promised_for(2.0)
+    assert hub.watch.lease.holds
+    assert {(lease.roster, lease.voters) for lease in hub.leases} == {(0, None)}
+    joined(hub, a=1)
+    hub.is_promised_for(2.0)
+    assert (1,) in {lease.voters for lease in hub.leases}
 
 
 def test_strangers_have_no_vote() -> None:

@@ -203,10 +203,22 @@ def test_who_stays_for_long_is_sent_to_look_for_the_hub(alone: Desk) -> None:
     assert alone.comes(11)
     for _ in range(int(STAYS_FOR * L)):
         alone.passes(1.0)
-        assert alone.comes(11)
+        alone.comes(11)
+        assert [error.code for error in alone.answers(Error)] == [Code.NO_MODEL]
     alone.passes(1.0)
     assert not alone.comes(11)
     assert alone.comes(11)  # and may come again
+
+
+def test_who_joins_in_a_flood_is_asked_no_more_often(alone: Desk) -> None:
+    asked = [alone.comes(11) for _ in range(500)]
+    assert len(asked[0]) == 1 and not any(asked[1:])
+    assert len(alone.standby.guests[b"11"].stamps) == 1
+    vote = Vote(b"", 11, asked[0][0].stamp or 0)
+    alone.does(alone.standby.hears_guest(b"11", vote, alone.now))
+    alone.votes(12)
+    alone.passes(0.1)
+    assert alone.taken_over == [1]
 
 
 def test_a_hub_without_workers_is_not_replaced_by_itself() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.standby import daemon
+from diloco_broker.standby import core, daemon
 from diloco_broker.standby.daemon import StandbyBroker, differences
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.storage.standby_file import read_standby, write_standby
@@ -155,6 +155,23 @@ def test_a_standby_whose_disk_is_full_stays_one_and_tries_again(
         assert "hears_hub" in operator.ask("status").data
     wait_for(lambda: standby.is_hub)
     standby.stop()
+
+
+def test_a_message_that_cannot_be_handled_ends_no_standby(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Broker(config_of(tmp_path / "hub", standby=True))
+    standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
+    with hub:
+        standby.start()
+        wait_for(lambda: holds_lease(hub))
+        with monkeypatch.context() as odd, Operator(standby.address) as operator:
+            for name in ("hears_guest", "hears_hub"):
+                odd.setattr(core.Standby, name, lambda *_: iter([1 // 0]))
+            assert "could not handle" in operator.ask("status").text
+            wait_for(lambda: not holds_lease(hub))
+        wait_for(lambda: holds_lease(hub))
+        standby.stop()
 
 
 def test_a_standby_needs_a_folder_of_its_own(tmp_path: Path) -> None:

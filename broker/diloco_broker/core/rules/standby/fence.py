@@ -131,17 +131,20 @@ def promise(state: RunState, route: effects.Route, said: messages.Promise) -> ef
         text = "This broker is no hub with a standby; start it with --standby."
         raise ProtocolError(Code.NOT_ALLOWED, text)
     lease = watch.lease
+    knew = lease.standby
+    if said.wants == "over" and said.term > state.term:  # under any name: it has the run
+        if lease.superseded_by is None:
+            yield from _is_superseded(state, watch, said.term)
+        watch.wants = said.wants
+        return
     if not lease.begins_with(said.standby, said.life):
         raise ProtocolError(Code.NOT_ALLOWED, _OTHER.format(lease.standby))
+    is_known = lease.standby == knew
     lease.heard_at, before = lease.clock(), watch.wants
     watch.wants = said.wants
     lease.voters.acknowledged(said.roster)
     if said.wants in ("charge", "over") and lease.superseded_by is None:
-        lease.superseded_by = max(said.term, state.term + 1)
-        yield effects.warning(
-            f"The standby takes over with term {lease.superseded_by}: this hub releases nothing any "
-            "more. Stop it, and start it as a standby of the other if you like."
-        )
+        yield from _is_superseded(state, watch, max(said.term, state.term + 1))
     elif said.stamp is not None:
         lease.promised(said.stamp)
     if said.wants == "hold" and before != "hold":
@@ -149,12 +152,22 @@ def promise(state: RunState, route: effects.Route, said: messages.Promise) -> ef
             "The standby is about to take over: no round closes, and the run is saved."
         )
     yield from _save(state, watch)
+    if not is_known and state.round is not None and state.config.save_dir is not None:
+        yield from checkpoints.save_soon(state)  # started again it must know whose word it needs
     is_new = route != watch.route
     watch.route = route
     if said.wants == "over":
         return
     if said.stamp is None or is_new or said.wants != before:
         yield _speak(state, watch)
+
+
+def _is_superseded(state: RunState, watch: Watch, term: int) -> effects.Effects:
+    watch.lease.superseded_by = term
+    yield effects.warning(
+        f"The standby takes over with term {term}: this hub releases nothing any more. Stop it, and "
+        "start it as a standby of the other if you like."
+    )
 
 
 def _save(state: RunState, watch: Watch) -> effects.Effects:

@@ -49,8 +49,16 @@ class Voters:
         self.agreed = self.proposed = None
 
     def propose(self, number: int, voters: frozenset[int]) -> None:
-        """These are here now. One proposal at a time: the standby may have each that it was sent."""
-        if self.proposed is None and (self.agreed is None or self.agreed.voters != voters):
+        """These are here now. One proposal at a time: the standby may have each that it was sent.
+
+        Nobody is no list: a hub that was started again would take from its standby the one with which
+        that can replace it. An older list is safe, since each needs a majority of it.
+        """
+        if (
+            voters
+            and self.proposed is None
+            and (self.agreed is None or self.agreed.voters != voters)
+        ):
             self.proposed = Roster(number, voters)
 
     def acknowledged(self, number: int) -> None:

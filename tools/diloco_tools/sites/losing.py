@@ -161,7 +161,7 @@ def _hub(tree: Tree) -> Loss:
     back_at = time.monotonic()
     tree.hub = tree.start_hub()
     whole = tree.next_round_of(tree.everybody, back_at)
-    return Loss("hub killed (-9), started again", 0.0, None, whole, 0, _now())
+    return Loss("hub killed (-9), started again at once", None, None, whole, 0, _now())
 
 
 def _hub_with_a_standby(tree: Tree) -> Loss:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from diloco_tools.lan.grid import rate_of
 from diloco_tools.lan.table import NOTHING, Table, seconds, size_of
-from diloco_tools.sites.records import BadFile, Measurement, SitesFile, Trained
+from diloco_tools.sites.records import BadFile, Loss, Measurement, SitesFile, Trained
 
 BLOCK = re.compile(r"<!-- table: (?P<key>[a-z-]+) -->\n.*?<!-- end -->", re.DOTALL)
 NAMES = {
@@ -78,7 +78,7 @@ def _of_losses(found: SitesFile) -> Table:
         return NOTHING if value is None else seconds(value)
 
     rows = tuple(
-        (each.what, of(each.others_s), of(each.away_s), str(each.rounds), of(each.all_s))
+        (each.what, of(each.others_s), of(each.away_s), _rounds_of(each), of(each.all_s))
         for each in found.losses
     )
     head = (
@@ -89,6 +89,11 @@ def _of_losses(found: SitesFile) -> Table:
         "from its return to a round of all",
     )
     return Table("losses", "What is lost, and comes back", head, rows)
+
+
+def _rounds_of(loss: Loss) -> str:
+    """Without a hub there are none."""
+    return NOTHING if loss.others_s is None else str(loss.rounds)
 
 
 def _of_training(found: SitesFile) -> Table:

@@ -270,7 +270,7 @@ def test_the_brokers_sentence_of_a_round_is_understood() -> None:
     text = "Round 12 (fragment 3) closed in 1.5 s: 1 of 3 expected workers averaged, without b, c."
     assert closed_of(text) == Closed(12, 3, "b, c")
     text = (
-        "Round 9 closed in 1.5 s: 6 workers averaged, of 2 relays and 1 others expected, without b."
+        "Round 9 closed in 1.5 s: 6 workers averaged, of 2 relays and 1 other expected, without b."
     )
     assert closed_of(text) == Closed(9, 3, "b")
     assert closed_of("b warns: Round 12 closed in 1.5 s") is None

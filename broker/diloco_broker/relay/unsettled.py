@@ -8,10 +8,11 @@ But a site that begins anew meanwhile lets go of a push that the parent may hold
 from __future__ import annotations
 
 from diloco_protocol.messages import Push, Released
+from diloco_protocol.version import PUSHES_REMEMBERED
 
-# An abandoned push is looked for in so many versions: that of the round which was open then, and one
-# that may have been on its way.
-VERSIONS_LOOKED_AT = 2
+# An abandoned push is looked for in so many versions: those that a ledger remembers it in. One that
+# counts later still, or with more abandoned since, is missed: what it left out is lost, or comes twice.
+VERSIONS_LOOKED_AT = PUSHES_REMEMBERED
 # Abandoned pushes of a fragment that are looked for; each costs a copy of the fragment.
 MOST_ABANDONED = 2
 

@@ -72,7 +72,7 @@ def test_relay_weighs_and_shows_as_many_workers_as_stand_behind_it() -> None:
     assert stage.shown()["totals"]["contributions"] == 3
     assert stage.reports[-1].weight == 3.0
     assert c.got(Released).averaged == 3
-    assert stage.said("3 workers averaged", "of 1 relays and 1 others expected")
+    assert stage.said("3 workers averaged", "of 1 relay and 1 other expected")
     told = {each["id"]: each["workers"] for each in stage.shown()["workers"]}
     assert told == {"c": None, "north": 2}
 

@@ -35,7 +35,9 @@ def _averaged(state: RunState, ended: Update, expected: set[str]) -> str:
     if not relays:
         return f"{ended.averaged} of {len(expected)} expected workers averaged"
     direct = len(expected) - relays
-    return f"{ended.averaged} workers averaged, of {relays} relays and {direct} others expected"
+    of = f"{relays} relay{'s' if relays > 1 else ''}"
+    beside = f" and {direct} other{'s' if direct > 1 else ''}" if direct else ""
+    return f"{ended.averaged} workers averaged, of {of}{beside} expected"
 
 
 def applied(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:

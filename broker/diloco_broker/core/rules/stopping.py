@@ -12,10 +12,11 @@ from diloco_protocol.messages import Notice
 
 def stop(state: RunState, event: Stop) -> Effects:
     """From now on no round closes any more; one that is closing has until the deadline."""
-    state.stopping = Stopping(event.reason, event.restarting, state.now + event.within_s)
+    reason = event.reason.rstrip(".")  # it may be a sentence of the parent's
+    state.stopping = Stopping(reason, event.restarting, state.now + event.within_s)
     is_over = "The run is over, and workers are told so."
     then = "Workers train on until a broker is back." if event.restarting else is_over
-    yield effects.info(f"Stopping: {event.reason}. {then}")
+    yield effects.info(f"Stopping: {reason}. {then}")
     for member in state.members:
         yield member.tell(farewell(state.stopping))
 

@@ -32,7 +32,7 @@ _REMOVED = " removed from the run."
 _ROUND = re.compile(
     r"Round (\d{1,18})(?: \(fragment \d+\))? closed in [\d.]+ s: "
     r"(?:\d+ of (\d{1,9}) expected workers averaged|"
-    r"\d+ workers averaged, of (\d{1,9}) relays and (\d{1,9}) others expected)"
+    r"\d+ workers averaged, of (\d{1,9}) relays?(?: and (\d{1,9}) others?)? expected)"
     r"(?:, without (.*))?\.$"
 )
 

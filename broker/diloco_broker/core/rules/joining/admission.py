@@ -206,7 +206,7 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
         life.contest(None)
         text = (
             f"A worker named {member.worker_id!r} is alive on {figures.host or 'some host'} "
-            f"(pid {figures.pid}); give this one another worker_id."
+            f"(pid {figures.pid}); give this one another worker_id (a relay: --name)."
         )
         yield effects.warning(f"Refused a second worker named {member.worker_id!r}.")
     else:

@@ -15,7 +15,7 @@ from diloco_broker.core.effects import Effects, info, nothing
 from diloco_broker.core.events import WorkRefused
 from diloco_broker.core.rules import grants, norms, round_lines
 from diloco_broker.core.rules.reducers import collect
-from diloco_broker.core.rules.sites import contents
+from diloco_broker.core.rules.sites import blocked, contents
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_updates import StagedRound
@@ -108,6 +108,11 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
 
 def close_if_due(state: RunState) -> Effects:
     """Merge what is whole if it is time to; what is not is carried or dropped."""
+    for _ in range(state.config.num_fragments):
+        if not blocked.let_go(state):
+            break
+        _round(state).barrier.end()
+        yield from open_round(state, _round(state).number + 1)
     config, round_ = state.config, _round(state)
     if round_.fragment in state.flights:
         return  # one push of each fragment is on its way at a time, as with any worker

@@ -33,7 +33,7 @@ def test_two_hours_of_faults_cost_no_push_and_hold_nobody_up(mode: str) -> None:
     check(mode, days=1 / 12)
 
 
-# With fragments a longer one comes to pushes that were given up more than twice before they counted: what
+# With fragments a longer one comes to pushes that were given up, and two more, before they counted: what
 # they left out in few bits is missed (`relay.unsettled`), and the simulation says so.
 @pytest.mark.slow
 @pytest.mark.timeout(900)

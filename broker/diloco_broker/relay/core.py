@@ -45,6 +45,8 @@ from diloco_worker.core.session import Session
 
 # After the parent has refused a push: when no newer version has come, the site tries again.
 AGAIN_S = 5.0
+# Half of the time after which a site that stands still begins anew, with `--stall-timeout 0`.
+STANDS_STILL_S = 600.0
 _MISFIT = "The run of the parent does not fit the options of this relay: {}"
 _NO_UNITS = "A relay hands out no units of data sets; let the script sample by its shard."
 
@@ -226,6 +228,9 @@ class Relay:
         # By fragment, the last version that came whole: what was said of it, and its chunks.
         self._versions: dict[int, tuple[Released, tuple[Any, ...]]] = {}
         self._taken: set[int] = set()  # flights that the parent has taken in, or had
+        # Steps of the site's workers and its versions, and since when they are these.
+        self._seen: tuple[int, tuple[VersionId | None, ...]] = (0, ())
+        self._moved_at = now
         self._first_round = 0  # that the parent expects of the site, as of its last welcome
         self._is_back = False  # and the site has not been told
 
@@ -577,6 +582,10 @@ class Relay:
             yield Feed(events.ExpectedFrom(self._first_round))
         for fragment in [each for each, (*_, at) in self._over.items() if now >= at]:
             yield from self._do_without(fragment)
+        if session.connection.is_joined and self._stands_still(now):
+            yield from self._catch_up(
+                "nobody here has made a step, and no version has come, for long"
+            )
         here = state.members.workers
         if session.join.workers != here:
             session.join = replace(session.join, workers=here)
@@ -588,6 +597,25 @@ class Relay:
         if steps and steps != wanted:
             arguments = {"sync_every": steps, "who": "the parent"}
             yield Feed(events.Received(b"", messages.Control("set", 0, arguments)))
+
+    def _stands_still(self, now: float) -> bool:
+        """Has nothing happened for so long that site and parent may wait for each other?
+
+        With fragments there are several ways to come to that through faults; beginning anew is the way
+        out of each, and where nothing is wrong it costs the site what its workers send once more.
+        """
+        state = self.site.state
+        steps = sum(member.figures.step for member in state.members)
+        versions = tuple(each.version for each in state.versions.trained)
+        if (steps, versions) != self._seen:
+            self._seen, self._moved_at = (steps, versions), now
+            return False
+        patience = 2 * (state.config.stall_timeout or STANDS_STILL_S)
+        is_long = now - self._moved_at > patience and state.config.num_fragments > 1
+        if is_long and len(state.members) and not self._missing:
+            self._moved_at = now
+            return True
+        return False
 
     @property
     def progress(self) -> messages.Heartbeat:

@@ -19,7 +19,7 @@ STOREYS: dict[str, list[set[str]]] = {
         {"core.state", "core.events", "core.effects"},
         {"core.rules"},
         {"core"},
-        {"relay.first_model", "relay.report", "relay.terms", "relay.unsettled"},
+        {"relay.commands", "relay.first_model", "relay.report", "relay.terms", "relay.unsettled"},
         {"relay.core", "standby.core"},
         {"tensors"},
         {"storage"},
@@ -77,6 +77,7 @@ NO_SHELL = {
 PURE = {
     "diloco_protocol": NO_SHELL,
     "diloco_broker.core": NO_SHELL,
+    "diloco_broker.relay.commands": NO_SHELL,
     "diloco_broker.relay.core": NO_SHELL,
     "diloco_broker.standby.core": NO_SHELL,
     "diloco_broker.relay.report": NO_SHELL,

@@ -17,6 +17,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
 from diloco_broker.core.state.versions import WholeVersion
+from diloco_broker.relay import commands as told
 from diloco_broker.relay import core as relay
 from diloco_broker.shell.effects import Executor
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
@@ -514,41 +515,41 @@ class RelayHost(Host):
         found = [self.gifts[fragment, at] for at in range(CHUNKS) if (fragment, at) in self.gifts]
         return tuple(found) if len(found) == CHUNKS else None
 
-    def do(self, commands: relay.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
+    def do(self, commands: told.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
         for command in commands:
             match command:
-                case relay.Connect(session):
+                case told.Connect(session):
                     self.uplink.speak(session)
-                case relay.Tell(event):
+                case told.Tell(event):
                     self.uplink.tell(event)
-                case relay.Offer(push):
+                case told.Offer(push):
                     means, self._means = self._means, {}
                     self.uplink.outgoing[push.push_id] = tuple(means[i] for i in sorted(means))
                     self.residuals.sends(push)
                     self.uplink.tell(said.Offer(push))
-                case relay.Feed(event):
+                case told.Feed(event):
                     self.feed(event)
-                case relay.Begin(site, layout, _):
+                case told.Begin(site, layout, _):
                     self._layout = layout
                     self._means.clear()
                     self.queue.clear()
                     self.lives += 1
                     self.follow(site)
-                case relay.Answer(route, message):
+                case told.Answer(route, message):
                     self.send(effects.Send(route, message))
-                case relay.Disconnect(route):
+                case told.Disconnect(route):
                     self.disconnect(route)
-                case relay.Say(text):
+                case told.Say(text):
                     self.world.tell(self.name, text)
-                case relay.End(reason):
+                case told.End(reason):
                     raise AssertionError(f"{self.name} ends: {reason}")
-                case relay.Settle(released, counted):
+                case told.Settle(released, counted):
                     self.residuals.settles(released, counted)
-                case relay.Forget(push_id):
+                case told.Forget(push_id):
                     self.residuals.forgets(push_id)
-                case relay.Abandon():
+                case told.Abandon():
                     pass  # until a version has it, or it is forgotten
-                case relay.HandUp(pushes, held):
+                case told.HandUp(pushes, held):
                     self.uplink.hands_up(pushes, held)
 
 

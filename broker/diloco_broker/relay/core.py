@@ -14,24 +14,38 @@ workers come back, and offer what that version does not name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import events
-from diloco_broker.core.effects import Route
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules.joining import permissions
 from diloco_broker.core.rules.sites.told import PASSED_ON
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.submissions import Submission
+from diloco_broker.relay.commands import (
+    Abandon,
+    Answer,
+    Begin,
+    Commands,
+    Connect,
+    Disconnect,
+    End,
+    Feed,
+    Forget,
+    HandUp,
+    Offer,
+    Say,
+    Settle,
+    Tell,
+)
 from diloco_broker.relay.first_model import FirstModel
 from diloco_broker.relay.report import Report
 from diloco_broker.relay.terms import config_of, push_of, resumption, why_not_here
 from diloco_broker.relay.unsettled import Unsettled
 from diloco_protocol import messages
-from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
@@ -49,140 +63,6 @@ AGAIN_S = 5.0
 STANDS_STILL_S = 600.0
 _MISFIT = "The run of the parent does not fit the options of this relay: {}"
 _NO_UNITS = "A relay hands out no units of data sets; let the script sample by its shard."
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Begin with a session to the parent; an earlier one is over."""
-
-    session: Session
-
-
-@dataclass(frozen=True)
-class Tell:
-    """An event for the session."""
-
-    event: of_parent.Event
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Push what was averaged last."""
-
-    push: messages.Push
-
-
-@dataclass(frozen=True)
-class Feed:
-    """An event for the site's core."""
-
-    event: events.Event
-
-
-@dataclass(frozen=True)
-class Begin:
-    """The site begins anew with this core; what is queued of the one before is worth nothing."""
-
-    core: Core
-    layout: ModelLayout
-    wire_dtype: str  # that its means go up in
-
-
-@dataclass(frozen=True)
-class Settle:
-    """A version of the parent's has these pushes of the site, by id."""
-
-    released: Released
-    counted: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """Nobody waits for this push any more, which may be in a later version."""
-
-    push_id: int
-
-
-@dataclass(frozen=True)
-class Forget:
-    """This push of the site is in no version."""
-
-    push_id: int
-
-
-@dataclass(frozen=True)
-class StepHere:
-    """The site goes on from where its own steps have led, with no version of the parent's."""
-
-
-@dataclass(frozen=True)
-class GoOnFrom:
-    """A site that steps by itself goes on from this version of the parent's."""
-
-    fragment: int
-    wires: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class HandUp:
-    """What a worker of the site has given goes up: by fragment, the push that it goes in.
-
-    Of fragments that are `held` it is the version that the relay holds.
-    """
-
-    pushes: Mapping[int, int]
-    held: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Send a message to somebody of the site."""
-
-    route: Route
-    message: messages.Message
-
-
-@dataclass(frozen=True)
-class Disconnect:
-    """End this connection of the site."""
-
-    route: Route
-
-
-@dataclass(frozen=True)
-class Say:
-    """A sentence for people."""
-
-    text: str
-    is_trouble: bool = False
-
-
-@dataclass(frozen=True)
-class End:
-    """The relay cannot go on, or need not: `is_over` where the run is."""
-
-    reason: str
-    is_over: bool = False
-
-
-Command = (
-    Connect
-    | Tell
-    | Offer
-    | Feed
-    | Begin
-    | Answer
-    | Disconnect
-    | Say
-    | End
-    | Settle
-    | Abandon
-    | Forget
-    | HandUp
-    | StepHere
-    | GoOnFrom
-)
-Commands = Iterator[Command]
 
 
 class Relay:
@@ -605,7 +485,8 @@ class Relay:
         out of each, and where nothing is wrong it costs the site what its workers send once more.
         """
         state = self.site.state
-        steps = sum(member.figures.step for member in state.members)
+        # Not those of relays, which are another sum whenever a site behind them begins anew.
+        steps = sum(member.figures.step for member in state.members if not member.is_relay)
         versions = tuple(each.version for each in state.versions.trained)
         if (steps, versions) != self._seen:
             self._seen, self._moved_at = (steps, versions), now

@@ -15,7 +15,8 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.state.model_source import Resumption
-from diloco_broker.relay.core import Commands, Forget, GoOnFrom, Relay, Say, StepHere
+from diloco_broker.relay.commands import Commands, Forget, GoOnFrom, Say, StepHere
+from diloco_broker.relay.core import Relay
 from diloco_broker.relay.local_rounds import Account
 from diloco_protocol import messages
 from diloco_protocol.errors import Code

@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.relay import core
+from diloco_broker.relay import commands, core
 from diloco_broker.relay.local_relay import LocalRelay
 from diloco_broker.relay.local_rounds import LocalOuter
 from diloco_broker.relay.tensors import RelayTensors
@@ -125,43 +125,43 @@ class RelayLoop(Loop):
         for event in found:
             self._executor.feed(event)
 
-    def _do(self, commands: core.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
-        for command in commands:
+    def _do(self, told: commands.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
+        for command in told:
             match command:
-                case core.Connect(session):
+                case commands.Connect(session):
                     self._uplink.begin(session)
-                case core.Tell(event):
+                case commands.Tell(event):
                     self._uplink.tell(event)
-                case core.Offer(push):
+                case commands.Offer(push):
                     self._relay_tensors.push(push.push_id)
                     self._uplink.tell(of_parent.Offer(push))
-                case core.Feed(event):
+                case commands.Feed(event):
                     self._executor.feed(event)
-                case core.HandUp(pushes, held):
+                case commands.HandUp(pushes, held):
                     self._relay_tensors.hand_up(pushes)
                     self._relay_tensors.hold(held)
-                case core.Settle(released, counted):
+                case commands.Settle(released, counted):
                     self._relay_tensors.residuals.settle(
                         released.version, released.fragment, counted
                     )
-                case core.Abandon(push_id):
+                case commands.Abandon(push_id):
                     self._relay_tensors.residuals.abandoned(push_id)
-                case core.Forget(push_id):
+                case commands.Forget(push_id):
                     self._relay_tensors.residuals.forget(push_id)
-                case core.StepHere():
+                case commands.StepHere():
                     self._feed_all(self._relay_tensors.steps_here())
-                case core.GoOnFrom(fragment, wires):
+                case commands.GoOnFrom(fragment, wires):
                     self._feed_all(self._relay_tensors.goes_on_from(fragment, wires))
-                case core.Begin(site, layout, wire_dtype):
+                case commands.Begin(site, layout, wire_dtype):
                     reply = site.state.config.reply_dtype
                     self._relay_tensors.begin_anew(layout, wire_dtype, reply)
                     self._follow(site)
-                case core.Answer(route, message):
+                case commands.Answer(route, message):
                     self.send(effects.Send(route, message))
-                case core.Disconnect(route):
+                case commands.Disconnect(route):
                     self.sockets.shut(route)
-                case core.Say(text, is_trouble):
+                case commands.Say(text, is_trouble):
                     logger.log(logging.WARNING if is_trouble else logging.INFO, "%s", text)
-                case core.End(reason, is_over):
+                case commands.End(reason, is_over):
                     self.failure = None if is_over else reason
                     self.request_stop(reason, restarting=not is_over)

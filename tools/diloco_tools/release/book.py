@@ -42,7 +42,6 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Sizing and placing": (
         "tools/deploy.md",
         "tools/PLAN.md",
-        "broker/RELAYS.md",
         "tools/SLURM.md",
         "tools/RAY.md",
         "tools/KUBERNETES.md",
@@ -63,7 +62,6 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
         "FAILURES.md",
         "worker/FAILURES.md",
         "broker/CHECKPOINTS.md",
-        "broker/STANDBY.md",
         "broker/TROUBLE.md",
     ),
     "Security": ("SECURITY.md", "broker/POISON.md"),
@@ -76,8 +74,6 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
         "protocol/RELAYS.md",
         "protocol/STANDBY.md",
         "protocol/DATA.md",
-        "protocol/RELAYS.md",
-        "protocol/STANDBY.md",
     ),
     "What was measured": (
         "tools/EVIDENCE.md",

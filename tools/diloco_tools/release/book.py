@@ -71,9 +71,9 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
         "protocol/CODECS.md",
         "protocol/KEYS.md",
         "protocol/LANES.md",
+        "protocol/DATA.md",
         "protocol/RELAYS.md",
         "protocol/STANDBY.md",
-        "protocol/DATA.md",
     ),
     "What was measured": (
         "tools/EVIDENCE.md",

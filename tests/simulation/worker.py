@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 from diloco_protocol.chunks import FragmentLayout
@@ -70,9 +71,11 @@ class Worker:
         self.hangs_from, self.hangs_until = math.inf, -1.0
         # Codes, and whether finally. An earlier process with this id may still have been heard.
         self.may_be_refused: set[tuple[str, bool]] = {(Code.ID_TAKEN, True)}
+        # The first number is a voter's, of which nothing depends here; it is not drawn from the world's.
+        voter = iter([Random(f"{name} of {worker_id}").getrandbits(64)])
         self.session = Session(
             Join(worker_id, manifest, wants=habits.wants, processes=habits.processes),
-            lambda: world.dice.getrandbits(64),
+            lambda: next(voter, None) or world.dice.getrandbits(64),
             habits.heartbeat_interval,
         )
         self.connections: tuple[Connection, Connection] | None = None  # control, bulk

@@ -329,7 +329,10 @@ class Standby:
             )
         here, of = self._counted(now)
         if not of:
-            return f"The hub at {self.hub} is not heard, and had no workers. Promote this one to go on."
+            return (
+                f"The hub at {self.hub} is not heard, and had no workers. If it is gone for good, say "
+                "so: promote --force."
+            )
         until = self._promised_until - now
         soon = f"in {until:.1f} s at the soonest, and " if until > 0 else ""
         return (

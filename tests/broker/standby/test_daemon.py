@@ -55,6 +55,13 @@ def test_a_standby_vouches_for_its_hub(tmp_path: Path) -> None:
     assert record is not None and record.term is None
 
 
+@pytest.mark.parametrize("hub", ["127.0.0.1", "tcp://hub", "nonsense"])
+def test_an_address_that_leads_nowhere_gets_a_sentence(tmp_path: Path, hub: str) -> None:
+    with pytest.raises(UsageError, match="write tcp://HOST:PORT"):
+        StandbyBroker(config_of(tmp_path / "copy"), hub)
+    assert not (tmp_path / "copy").exists()
+
+
 def test_with_keys_a_standby_takes_that_of_an_operator(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

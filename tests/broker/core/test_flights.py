@@ -115,6 +115,29 @@ def test_what_came_for_a_round_that_is_over_at_the_parent_is_carried() -> None:
     assert sorted(flights(stage)) == [0, 1]
 
 
+def test_round_does_not_wait_for_ever_for_a_worker_whose_push_is_for_a_later_one() -> None:
+    stage, (a, b) = up_with_both(stall_timeout=30.0, heartbeat_timeout=0.0)
+    passes(stage, 1, a=1, b=2)
+    a.pushes(3, fragment=1)
+    b.pushes(4)  # of the round after this one
+    stage.work()
+    stage.passes(29.0)
+    assert stage.state.closing is None, "it may be on its way"
+    stage.passes(2.0)
+    assert closes(stage, UP + 1).contents == {"a": 3}
+    assert stage.round.number == 2
+
+
+def test_round_that_nobody_will_send_for_is_left_to_the_next() -> None:
+    stage, (a, b) = a_site("a", "b", num_fragments=2, stall_timeout=30.0, heartbeat_timeout=0.0)
+    a.pushes(1, fragment=1)
+    b.pushes(2, fragment=1)
+    stage.work()
+    stage.passes(31.0)
+    assert closes(stage).contents == {"a": 1, "b": 2}
+    assert stage.round.number == 2
+
+
 def test_version_made_without_the_site_is_the_newest_and_its_round_is_over() -> None:
     stage, (a, b) = a_site("a", "b", num_fragments=2)
     a.pushes(1)

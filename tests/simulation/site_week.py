@@ -87,6 +87,7 @@ def simulate(mode: str, seed: int = 1, days: float = 7.0) -> dict[str, Any]:
         "pushes counted": len(week.told),
         "of those that fit in": len(week.told) / _most(week, days * DAY),
         "refused": len(week.refused),
+        "refused as": ", ".join(sorted({code for _, code in week.refused})),
         "longest without a version, s": week.longest,
         "lives of sites at the end": lives,
         "events": week.world.events,

@@ -23,7 +23,9 @@ def check(mode: str, days: float) -> None:
     print(f"\n{table([week])}")
     spread = max(4 * math.sqrt(FAULTS_AN_HOUR / hours), 0.1 * FAULTS_AN_HOUR)
     assert week["faults an hour"] == pytest.approx(FAULTS_AN_HOUR, abs=spread)
-    assert week["refused"] == 0
+    # Only where a ledger cannot tell any more whether a push is in: nothing is counted then.
+    assert week["refused as"] in {"", "stale"}
+    assert week["refused"] <= math.floor(days) * 0.01 * week["pushes counted"]
     assert week["longest without a version, s"] < 4 * CYCLE_S
     assert week["of those that fit in"] > LEAST[mode]
 

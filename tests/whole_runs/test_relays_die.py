@@ -38,7 +38,7 @@ class Tree:
             if name == "hub":
                 folder, model = str(self._processes.folder / "run"), str(self._model)
                 saved = ("--model", model, "--save-dir", folder, "--durable")
-                words = ["serve", "--relays", "--workers", "2", *saved]
+                words = ["serve", "--relays", "--workers", "2", "--min-workers", "2", *saved]
             else:
                 words = ["relay", "--parent", self.addresses["hub"], "--name", name]
                 words += ["--parent-wire-dtype", "fp32", "--workers", "2"]
@@ -49,7 +49,13 @@ class Tree:
     def has_all_back(self) -> None:
         """Wait until the hub has four workers again: it does not wait for a relay without any."""
         hub = DiLoCoClient(self.addresses["hub"], timeout=PATIENCE_S)
-        wait_for(lambda: hub.status()["counts"]["alive"] == 4)
+
+        def waits_for_both() -> bool:
+            said = hub.status()
+            waited_for = set((said["round"] or {}).get("expected", ()))
+            return said["counts"]["alive"] == 4 and waited_for == {"north", "south"}
+
+        wait_for(waits_for_both)
         hub.leave()
 
     def dies(self, name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,16 @@ import pytest
 
 from diloco_broker import Broker
 from diloco_protocol.feed import FeedRefusedError
-from diloco_tools.dashboard import app
 from diloco_tools.dashboard import serving as streams
 from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.source import ReplaySource
 from diloco_worker import DiLoCoClient
 from kit import dashboard_server
+from kit.dashboard_runs import a_run, with_token
 from kit.dashboard_server import TOKEN, Publisher, Site, a_worker
 from kit.feed_snapshots import PATIENCE_S
 from kit.pages import PATIENCE_MS, serving
 from kit.past_runs import write_run
-from kit.whole_run import make_config, mlp
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: make test-browser"
@@ -35,18 +34,11 @@ playwright = pytest.importorskip(
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytest_plugins = ("kit.browser_fixtures",)
+pytest_plugins = ("kit.browser_fixtures", "kit.dashboard_fixtures")
 pytestmark = pytest.mark.browser
 
 PHONE = {"width": 390, "height": 844}
 HOSTILE = '<img src=x onerror="document.title=1"><script>alert(1)</script>'
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """STALE after 3 seconds instead of 10."""
-    monkeypatch.setattr(app, "LIVE_BELOW_S", 2.0)
-    monkeypatch.setattr(app, "STALE_ABOVE_S", 3.0)
 
 
 @pytest.fixture
@@ -62,31 +54,9 @@ def site(publisher: Publisher) -> Iterator[Site]:
 
 
 @pytest.fixture
-def broker() -> Iterator[Broker]:
-    with a_run() as (made, _):
-        yield made
-
-
-@pytest.fixture
-def live_site(broker: Broker) -> Iterator[Site]:
-    with serving(broker.feed_address) as made:
-        yield made
-
-
-@pytest.fixture
 def page(site: Site, opened: Callable[..., Page]) -> Page:
     """The page of `publisher`, with the token."""
     return opened(with_token(site))
-
-
-@pytest.fixture
-def live(live_site: Site, opened: Callable[..., Page]) -> Page:
-    """The page of `broker`, which two workers have joined, with the token."""
-    return opened(with_token(live_site))
-
-
-def with_token(site: Site, token: str = TOKEN) -> str:
-    return f"{site.address}/?token={token}"
 
 
 def sees(page: Page, selector: str, text: str | re.Pattern[str]) -> None:
@@ -98,22 +68,6 @@ def is_no_wider_than_the_screen(page: Page) -> bool:
         "document.scrollingElement.scrollWidth > document.scrollingElement.clientWidth"
     )
     return not wide
-
-
-@contextmanager
-def a_run(workers: int = 2, **options: Any) -> Iterator[tuple[Broker, list[DiLoCoClient]]]:
-    """A live broker, and clients that have joined it."""
-    clients = []
-    with Broker(make_config(workers=workers, **options)) as broker:
-        try:
-            for number in range(workers):
-                client = DiLoCoClient(broker.address, worker_id=f"w{number}", timeout=PATIENCE_S)
-                client.join(mlp())
-                clients.append(client)
-            yield broker, clients
-        finally:
-            for client in clients:
-                client.leave()
 
 
 class TestLive:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from diloco_broker.cli.config_options import DEFAULTS, as_declared, with_options
 from diloco_broker.cli.failures import fail, failing_in_a_sentence
-from diloco_broker.cli.serve import end_on_signals
+from diloco_broker.cli.serve import end_on_signals, log_to_stderr
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
@@ -97,12 +96,7 @@ def relay(  # noqa: PLR0917  each is an option of the command
     Exit codes: 0 ended by a signal, or the run is over; 2 it could not start, or
     its parent does not take it; 1 an error.
     """
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    log_to_stderr(verbose)
     from diloco_broker.config import BrokerConfig
     from diloco_broker.relay import daemon
     from diloco_broker.shell.open_files import allow_connections

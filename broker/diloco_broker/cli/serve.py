@@ -102,12 +102,7 @@ def serve(  # noqa: PLR0917  each is an option
     --restarting, or by --max-rounds, --token-budget or --max-time, 3 the run
     is over (diloco-broker shutdown), 2 it could not start, 1 an error.
     """
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    log_to_stderr(verbose)
     from diloco_broker.shell.open_files import allow_connections
     from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
 
@@ -208,6 +203,16 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
             f"{broker.address}, with the options of this broker."
         )
     sys.stdout.flush()
+
+
+def log_to_stderr(verbose: bool) -> None:
+    """What a daemon says stands in its log with the time; standard output is for addresses."""
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
 
 
 def end_on_signals(broker: Broker | StandbyBroker) -> None:

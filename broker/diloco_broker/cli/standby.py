@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from diloco_broker.cli.config_options import DECLARED, DEFAULTS, as_declared, with_options
 from diloco_broker.cli.failures import failing_in_a_sentence
-from diloco_broker.cli.serve import RUN_IS_OVER, config_of, end_on_signals
+from diloco_broker.cli.serve import RUN_IS_OVER, config_of, end_on_signals, log_to_stderr
 from diloco_protocol.clients.keys import find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
@@ -53,12 +52,7 @@ def standby(
 
     Exit codes as of serve.
     """
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    log_to_stderr(verbose)
     from diloco_broker.shell.open_files import allow_connections
     from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
 

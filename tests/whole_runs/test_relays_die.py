@@ -191,7 +191,7 @@ def test_relay_of_a_broker_that_takes_none_ends_with_a_sentence(processes: Proce
 
 def test_model_that_the_parent_does_not_take_is_refused_with_its_sentence() -> None:
     with Sites() as sites:
-        hub = sites.hub(1)
+        hub = sites.hub(2)
         sites.workers(hub, "w")
         relay = sites.relay(hub, 1, "north")
         with (

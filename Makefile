@@ -20,7 +20,7 @@ SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-engines slurm mutants chromium lint format check docs release clean
+.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-engines slurm mutants nightly chromium lint format check docs release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -37,6 +37,7 @@ help:
 	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"
 	@echo "make test-engines  a run on a real Slurm and a real Ray, which are installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
+	@echo "make nightly   what is too slow for each push: test-engines and 300 mutants, at least half of them noticed"
 	@echo "make fuzz      inputs that may break something: a minute of them, or others: SECONDS=3600 SEED=7"
 	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
 	@echo "make check     lint, fuzz and test-all: what CI runs, and the slow tests"
@@ -69,10 +70,10 @@ attack: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/diloco-bench all
 
-# It says why where there can be no such network.
 evidence: $(STAMP)
 	@$(BIN)/diloco-evidence all
 
+# Without root there are no network namespaces: these two say so and succeed.
 lan: $(STAMP)
 	@$(BIN)/python -m diloco_tools.lan --skip-is-success
 
@@ -131,6 +132,10 @@ test-engines: $(ENGINES) slurm
 
 mutants: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)
+
+# AT_LEAST on the command line overrides this one.
+nightly: AT_LEAST := 0.5
+nightly: test-engines mutants
 
 fuzz: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) --seed $(SEED)

@@ -11,8 +11,9 @@ import pytest
 from diloco_protocol import Bitmap, Ledger
 from diloco_protocol.messages import Chunk, Error, Join, Notice, Push, Rejoin, Released
 from diloco_worker.core.events import RequestVersion
+from diloco_worker.core.session import Session
 from diloco_worker.core.uploads import Uploads
-from diloco_worker.shell.link import SENTENCES
+from diloco_worker.shell.link import SENTENCES, Link
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 from kit.uniform_model import first, until
@@ -293,20 +294,49 @@ def test_unexpected_trouble_in_the_link_costs_a_connection_and_nothing_else(
     assert training.values == 5
 
 
-def test_link_that_fails_for_good_never_stops_the_training(
+def test_link_starts_again_however_often_it_fails(
     training: ScriptedTraining, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training.begins()
-    monkeypatch.setattr("diloco_worker.shell.link.MAX_FAILURES", 1)
-    monkeypatch.setattr(Uploads, "granted", lambda *_: 1 / 0)
+    monkeypatch.setattr("diloco_worker.shell.link.LONGEST_FAILURE_PAUSE_S", 0.001)
+    connect, wakes_at = Link.connect, Session.wakes_at
+    failures = iter(range(2))
+
+    def connect_later(self: Link, place: int = 0) -> None:
+        if next(failures, None) is not None:
+            raise OSError("too many open files")
+        connect(self, place)
+
+    monkeypatch.setattr(Link, "connect", connect_later)
+    training.begins()  # it fails from the start
+    attempts = iter(range(50))
+
+    def explode(self: Session) -> float | None:
+        if next(attempts, None) is not None:
+            raise ZeroDivisionError("nobody expected this")
+        return wakes_at(self)
+
+    monkeypatch.setattr(Session, "wakes_at", explode)
+    training.link.wake()
     training.trains(H)
-    broker.grants(broker.hears(Push))
+    broker.welcomes(version(0))
+    push, _ = training.takes()
+    training.serves(5, 1, push)
     training.done()
+    assert (training.values, next(attempts, None)) == (5, None)
+
+
+def test_link_that_always_fails_lets_training_go_on_and_can_be_closed(
+    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = training.begins(timeout=0.1)
+    monkeypatch.setattr(Session, "wakes_at", lambda _: 1 / 0)
+    training.link.wake()
     training.steps(3 * H)
-    assert training.values == 100 - 4 * H
-    assert training.metrics.unsynced_steps == 4 * H
-    error = str(training.metrics.last_error)
-    assert "ZeroDivisionError" in error or "link has ended" in error
+    assert training.values == 100 - 3 * H
+    assert "ZeroDivisionError" in caplog.text
+    assert caplog.text.count("Unexpected error in the link") == 1, "the log is not filled"
+    worker.close()
+    assert training.link.has_ended
 
 
 def test_no_more_sentences_are_remembered_than_there_is_room_for(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -53,9 +54,13 @@ BATCH = 64
 LONGEST_POLL_S = 5.0
 # How long the last message, `leave`, may take to get out.
 LEAVE_LINGER_MS = 1000
-# Unexpected exceptions in a row after which the thread gives up; each is followed by a pause.
-MAX_FAILURES = 20
+# Pause after an unexpected exception: twice as long after each that follows within `FAILURES_APART_S`.
 FAILURE_PAUSE_S = 0.5
+LONGEST_FAILURE_PAUSE_S = 30.0
+FAILURES_APART_S = 120.0
+# Unexpected exceptions while the link is closed, after which it ends without a word to the broker.
+FAILURES_AT_THE_END = 3
+RESTARTS = "The link starts again after an unexpected error."
 # The same sentence is not logged again within so many seconds, and so many are remembered for that.
 REPEAT_S = 30.0
 SENTENCES = 100
@@ -129,7 +134,10 @@ class Link(Inbox):
         self._poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._offered: dict[int, int] = {}  # by fragment; the last push id
-        self._failures = 0
+        self._failures = 0  # unexpected exceptions, one soon after the other
+        self._failed_at = -math.inf
+        self._has_failed = False  # the connections are to be made anew
+        self._is_closing = threading.Event()
         self._breaks_of_shortcut = 0  # one after the other, of it alone
         self.shortcut = ""
         keep_from_children(self)
@@ -211,6 +219,7 @@ class Link(Inbox):
     def close(self, reason: str = "", patience: float = 5.0) -> None:
         """Tell the broker, close the sockets, end the thread: within `patience` seconds."""
         self.tell(events.Depart(reason))
+        self._is_closing.set()
         if self._thread.is_alive():
             self._thread.join(patience)
         if not self._thread.is_alive():
@@ -286,9 +295,15 @@ class Link(Inbox):
             if self._hub is not None:
                 self._poller.register(self._hub.socket, zmq.POLLIN)
                 self._poller.register(self._hub.monitor, zmq.POLLIN)
-            self._executor.feed(events.Start(self._whereabouts.count))
-            while self.session.phase is not Phase.LEFT:
-                self._guarded_turn()
+            start = events.Start(self._whereabouts.count)
+            self._calls.appendleft(partial(self._executor.feed, start))
+            self.wake()
+            failures_at_the_end = 0
+            while (
+                self.session.phase is not Phase.LEFT and failures_at_the_end < FAILURES_AT_THE_END
+            ):
+                is_well = self._guarded_turn()
+                failures_at_the_end += self._is_closing.is_set() and not is_well
         except Exception as error:
             logger.exception("The link to %s has failed; training goes on alone.", self.address)
             self.last_error = f"The link has failed: {error!r}"
@@ -303,19 +318,47 @@ class Link(Inbox):
             finally:
                 self.end()
 
-    def _guarded_turn(self) -> None:
-        """One turn. What nobody expected costs the connections, never the thread."""
+    def _guarded_turn(self) -> bool:
+        """One turn; False where it has failed.
+
+        An unexpected exception costs the connections, never the thread: training would go on alone for
+        the rest of its life.
+        """
         try:
+            if self._has_failed:
+                self._restart()
             self._turn()
-        except Exception as error:
-            self._failures += 1
-            logger.exception("Unexpected error in the link to %s.", self.address)
-            self.last_error = f"Unexpected error in the link: {error!r}"
-            if self._failures >= MAX_FAILURES:
-                raise
-            threading.Event().wait(FAILURE_PAUSE_S)
-            text = "The link starts again after an unexpected error."
-            self._executor.feed(events.Disconnected(text))
+            self.publish(self.session)
+        except Exception as error:  # noqa: BLE001  whatever it is
+            self._has_failed = True
+            pause = self._failed(error)
+            with contextlib.suppress(Exception):  # else it is tried again after the pause
+                self._restart()
+            self._is_closing.wait(pause)
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> float:
+        """Log an unexpected exception. Returns how many seconds to pause."""
+        now = self.now()
+        if now - self._failed_at > FAILURES_APART_S:
+            self._failures = 0
+        self._failed_at = now
+        pause = min(FAILURE_PAUSE_S * (1 << self._failures), LONGEST_FAILURE_PAUSE_S)
+        self._failures = min(self._failures + 1, 20)
+        self.last_error = f"Unexpected error in the link: {error!r}"
+        if self.said.is_due(self.last_error, now):
+            logger.error(
+                "Unexpected error in the link to %s; it starts again in %g s.",
+                self.address,
+                pause,
+                exc_info=error,
+            )
+        return pause
+
+    def _restart(self) -> None:
+        self._executor.feed(events.Disconnected(RESTARTS))
+        self._has_failed = False
         self.publish(self.session)
 
     def _turn(self) -> None:
@@ -399,7 +442,6 @@ class Link(Inbox):
             self._executor.payload = payload
             self._executor.feed(events.Received(message))
             self._executor.payload = None
-            self._failures = 0
             if self._connections is not connections:
                 return
 

@@ -27,7 +27,6 @@ from diloco_protocol import Code, Manifest, ProtocolError, RunConfig
 from diloco_protocol.addresses import several
 from diloco_protocol.errors import Refused, Unreachable, UsageError
 from diloco_protocol.messages import BUFFERS, Control, Heartbeat, Push, Result
-from diloco_protocol.messages import encode as encode_message
 from diloco_protocol.records import from_plain
 from diloco_protocol.roles import Role
 from diloco_worker.core.compatibility import Terms, cut
@@ -42,7 +41,7 @@ from diloco_worker.shell.link import Link
 from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training.pulled_model import GlobalParameters, PulledModel
 from diloco_worker.training.settings import ADDRESS, check, default_worker_id, worker_keys
-from diloco_worker.training.start import new_session
+from diloco_worker.training.start import check_sendable, new_session
 
 # Seconds between two questions for the model while the broker has none.
 ASK_AGAIN_S = 0.5
@@ -182,7 +181,8 @@ class DiLoCoClient:
             Its push id.
 
         Raises:
-            UsageError: not joined; no such fragment; a missing, misshapen or non-finite tensor.
+            UsageError: not joined; no such fragment; a missing, misshapen or non-finite tensor; a
+                number that is too large.
                 Nothing was sent.
             Refused: the broker does not take it; it is dropped.
             Unreachable: it was not in within the timeout. It stays in flight: `pull` goes on.
@@ -210,6 +210,7 @@ class DiLoCoClient:
             norm=frozen.norm,
             buffers=BUFFERS,
         )
+        check_sendable(push, "This push")
         self._flights[part.fragment] = push.push_id
         link.offer(push, frozen.wire)
 
@@ -262,10 +263,10 @@ class DiLoCoClient:
         """Tell how training stands: now, and in the heartbeats that are sent by themselves.
 
         Raises:
-            UsageError: not joined.
+            UsageError: not joined, or a number that is too large.
         """
         link = self._require_joined().link
-        link.progress = Heartbeat(
+        progress = Heartbeat(
             session=b"",
             step=int(step),
             inner_step=int(inner_step),
@@ -273,6 +274,8 @@ class DiLoCoClient:
             loss=None if loss is None else float(loss),
             tokens=int(tokens),
         )
+        check_sendable(progress, "This heartbeat")
+        link.progress = progress
         link.tell(BeatNow())
 
     def leave(self, reason: str = "") -> None:
@@ -307,10 +310,7 @@ class DiLoCoClient:
         """
         request = next(self._requests)
         asked = Control(action, request, arguments)
-        try:
-            encode_message(asked)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"The arguments of {action!r} cannot be sent: {error}.") from None
+        check_sendable(asked, f"The action {action!r:.80} with these arguments")
         link = self._connect()
         link.tell(Ask(asked))
         try:

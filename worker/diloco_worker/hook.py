@@ -165,6 +165,7 @@ class DiLoCoWorker(RunView):
         self._link: Link | None = None
         self._model = model
         if self._settings.server is not None:
+        self._unstarted: start.Unstarted | None = None
             start.check_free(model)
             if ranks is None:
                 self._tensors = ModelTensors.of_module(model)
@@ -175,6 +176,7 @@ class DiLoCoWorker(RunView):
         self._group: LeadingDriver | Follower | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
+            self._unstarted = start.Unstarted(model, counted, self.worker_id)
         self._audit: PushLog | None = None
         self._termination = Termination(self._wake)
         self._clock: Callable[[], float] = time.monotonic
@@ -312,6 +314,8 @@ class DiLoCoWorker(RunView):
         patience = LINK_PATIENCE_S
         try:
             if not failed and self._driver is not None:
+        if self._unstarted is not None:
+            self._unstarted.over()
                 self._driver.leave(hasty=hasty or self._termination.is_asked)
         except KeyboardInterrupt:
             patience = 0.0 if hasty else patience  # the second one waits for nothing
@@ -338,7 +342,8 @@ class DiLoCoWorker(RunView):
             extra: kept in `reported`; the wire has no place for them yet.
 
         Raises:
-            UsageError: a tensor that is not a single value.
+            UsageError: a value that is not a single number, a count that is negative, not finite, or
+                makes more than 2**53 - 1 in all, a misspelt keyword. A loss may be NaN.
         """
         if self._link is not None:
             self._reports.add(loss, tokens, samples, extra)
@@ -347,8 +352,11 @@ class DiLoCoWorker(RunView):
         """Make the boundary now. Returns whether the delta is in the global parameters.
 
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
+        if self._unstarted is not None:
+            self._unstarted.warn()
         others reach theirs when they do, so this may wait up to a whole round (with fragments P).
         """
+            self._steps.reported()
         if (
             self._driver is None
             or self._link is None
@@ -437,7 +445,7 @@ class DiLoCoWorker(RunView):
             self._counters,
             unsynced_steps=self._driver.state.unsynced_steps if self._driver else 0,
             model_change=self._model_change,
-            last_error=self._steps.problem,
+            last_error=self._problem,
         )
         if (link := self._link) is not None:
             metrics.bytes_up += link.bytes_up
@@ -559,6 +567,7 @@ class DiLoCoWorker(RunView):
     def _guarded(self, action: Callable[[], object]) -> object:
         """Do something for the run that must not end the training, whatever it meets."""
         try:
+        self._steps.changed()
             with self._termination.held():
                 return action()
         except GroupBroken:
@@ -572,15 +581,18 @@ class DiLoCoWorker(RunView):
             return None
 
     def _trouble(self, text: str) -> None:
-        if self._driver is not None:
+        """Training goes on, and something is wrong with it: the broker hears of it at once."""
+        if self._driver is not None and self._link is not None:
             self._driver.trouble(text)
 
     def _publish(self, waiting: bool = False) -> None:
         """What the next heartbeat tells."""
         if self._link is not None:
-            change = self._model_change
+            warning = self._model_change or self._steps.problem or self._reports.problem
             self._link.progress = Heartbeat(
                 session=b"",
+            self._publish()
+            self._link.tell(BeatNow())
                 step=self._step,
                 inner_step=(
                     self._driver.state.schedule.position(self._step) if self._driver else 0
@@ -590,7 +602,7 @@ class DiLoCoWorker(RunView):
                 loss=self._reports.loss,
                 tokens=self._reports.counts["tokens"],
                 merge_delay=self._counters.merge_delay if self._counters.rounds else None,
-                warning=None if change is None else change[:MAX_WARNING_LENGTH],
+                warning=None if warning is None else warning[:MAX_WARNING_LENGTH],
                 saved=self._saved or None,
             )
 
@@ -598,3 +610,9 @@ class DiLoCoWorker(RunView):
     def _model_change(self) -> str | None:
         watch = self._tensors.watch if self._tensors is not None else None
         return watch.problem if watch is not None else None
+
+    @property
+    def _problem(self) -> str | None:
+        """What is wrong with how the script uses this worker, a sentence."""
+        unstarted = self._unstarted.problem if self._unstarted is not None else None
+        return unstarted or self._steps.problem or self._reports.problem

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from diloco_protocol import UsageError
+from diloco_protocol.messages import Heartbeat, Notice
 from diloco_worker.core.sync.news import Work
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.reports import LOOK_S, Pace, Reports
 from kit.scripted_broker import Descent
-from kit.scripted_training import ScriptedTraining
+from kit.scripted_training import H, ScriptedTraining
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -83,21 +86,68 @@ def steps_of(optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.step()
 
 
-def test_steps_of_another_optimizer_are_said_to_be_lost(training: ScriptedTraining) -> None:
+def warning(training: ScriptedTraining) -> str | None:
+    """That of the next heartbeat."""
+    return training.broker.hears(Heartbeat).warning
+
+
+def update_by_hand(training: ScriptedTraining) -> None:
+    for parameter in training.descent.model.parameters():
+        parameter.data -= 1
+
+
+def test_replaced_optimizer_is_a_warning_until_steps_are_counted_again(
+    training: ScriptedTraining,
+) -> None:
     """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
     training.begins(config={"sync_every": 10_000})
     training.steps(1)
-    steps_of(torch.optim.AdamW(training.descent.model.parameters()), 300)
-    said = str(training.metrics.last_error)
-    assert said.startswith("Another optimizer (AdamW) has made 100 steps")
-    assert "make a new one with the optimizer" in said
+    steps_of(torch.optim.AdamW(training.descent.model.parameters()), 20)
+    text = "Another optimizer (AdamW) has made 10 steps"
+    assert str(training.metrics.last_error).startswith(text)
+    assert "make a new one with the optimizer" in str(training.metrics.last_error)
+    assert str(warning(training)).startswith(text)
+    training.steps(1)
+    training.broker.says(Notice("ping"))
+    assert warning(training) is None
+
+
+def test_parameters_that_change_without_any_optimizer_are_a_warning(
+    training: ScriptedTraining,
+) -> None:
+    worker = training.begins(config={"sync_every": 10_000})
+    training.steps(1)
+    for _ in range(20):
+        update_by_hand(training)
+        worker.report(loss=1.0)
+    assert "changed 10 times without a step" in str(warning(training))
+    assert "changed 10 times without a step" in str(training.metrics.last_error)
+
+
+def test_what_a_script_does_between_two_steps_is_no_warning(training: ScriptedTraining) -> None:
+    """Gradients are accumulated, an evaluation reports, averaged weights are swapped in and back."""
+    worker = training.begins(config={"sync_every": 10_000})
+    model = training.descent.model
+    average = copy.deepcopy(model.state_dict())
+    for _ in range(5):
+        training.steps(1)
+        for _ in range(30):
+            worker.report(loss=1.0, tokens=1)
+        trained = copy.deepcopy(model.state_dict())
+        for state in (average, trained) * 2:
+            model.load_state_dict(state)
+            worker.report(loss=1.0)
+        with worker.global_parameters():
+            worker.report(loss=1.0)
+    training.broker.says(Notice("ping"))
+    assert (training.metrics.last_error, warning(training)) == (None, None)
 
 
 def test_optimizers_that_take_turns_or_train_something_else_are_left_in_peace(
     counted: Counted,
 ) -> None:
     other = torch.optim.SGD(counted.descent.model.parameters(), lr=0.0)
-    for _ in range(3):
+    for _ in range(3):  # as in meta-learning
         steps_of(other, 99)
         counted.descent.steps(1)
     steps_of(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.0), 300)
@@ -149,10 +199,55 @@ def test_waiting_in_force_sync_is_not_counted_as_a_slow_step(training: ScriptedT
 
 
 @pytest.mark.parametrize("what", ["loss", "tokens", "samples"])
-def test_report_refuses_a_tensor_of_many_values(training: ScriptedTraining, what: str) -> None:
-    report: dict[str, Any] = {what: torch.zeros(2)}
+def test_report_refuses_what_is_not_a_single_number(training: ScriptedTraining, what: str) -> None:
+    worker = training.begins()
     with pytest.raises(UsageError, match=rf"{what}.*\[2\]"):
-        training.begins().report(**report)
+        worker.report(**{what: torch.zeros(2)})
+    strange: list[Any] = [
+        "7",
+        [1, 2],
+        1j,
+        np.zeros(3),
+        torch.tensor(1j),
+        torch.zeros((), device="meta"),
+    ]
+    for value in strange:
+        with pytest.raises(UsageError, match=what):
+            worker.report(**{what: value})
+    worker.report(**{what: np.float32(2)})
+    worker.report(**{what: torch.tensor([3])})
+
+
+@pytest.mark.parametrize("what", ["tokens", "samples"])
+def test_counts_that_no_message_has_room_for_are_refused_and_the_worker_goes_on(
+    training: ScriptedTraining, what: str
+) -> None:
+    worker = training.begins()
+    worker.report(**{what: 2**53 - 2})
+    for value in (2**64, 10**400, 2, -1, float("nan"), float("inf"), torch.tensor(-1)):
+        with pytest.raises(UsageError, match=what):
+            worker.report(loss=9.0, **{what: value})  # type: ignore[arg-type]
+    worker.report(**{what: 1})
+    push = training.round(H, 1)
+    assert (getattr(push, what), push.loss) == (2**53 - 1, None), "what is refused changes nothing"
+
+
+def test_count_on_an_accelerator_that_makes_no_sense_is_dropped_with_a_warning() -> None:
+    reports = Reports()
+    reports._pending = {"tokens": torch.tensor(-7)}  # as from there
+    reports.read(0, at_once=True)
+    assert (reports.totals, "tokens" in str(reports.problem)) == (Work(), True)
+    reports.add(None, 5, None, {})
+    assert reports.totals == Work(tokens=5)
+
+
+def test_misspelt_keyword_of_a_report_is_refused(training: ScriptedTraining) -> None:
+    worker = training.begins()
+    for name in ("token", "n_tokens", "sampels"):
+        with pytest.raises(UsageError, match=r"did you mean (tokens|samples)"):
+            worker.report(loss=1.0, **{name: 5})
+    worker.report(loss=1.0, loss2=2.0, val_loss=3.0, lr=0.1)
+    assert worker.reported == {"loss2": 2.0, "val_loss": 3.0, "lr": 0.1}
 
 
 # Nothing is learnt.

@@ -5,24 +5,32 @@ stepped since the one before: a round of all of them is one step, however often 
 always the same one that ends a round, so a step that an AMP scaler skips for one of them delays the
 count to the end of the next round, and never moves it into the middle of one.
 
-Two kinds of steps would be lost without a word, so that nothing would ever be pushed; each is said once:
+Three kinds of steps are not counted although the model is trained by them, so that nothing would ever be
+pushed. Each gets a warning:
 
-- Steps of another optimizer with this model's parameters, as when layers are unfrozen in mid-run and a
-  new optimizer is made for them. They call no hook of this worker's.
+- Steps of another optimizer with this model's parameters, as when a new optimizer is made in mid-run.
+  They call no hook of this worker's own, but one that torch has for all optimizers.
+- Updates that no `torch.optim.Optimizer` makes. They call no hook at all; the parameters change from one
+  report of the script to the next.
 - Replays of a CUDA graph that `optimizer.step()` was captured in. They call no Python at all.
+
+Optimizers may take turns with the counted one, as in a GAN or in meta-learning. So the warning waits for
+more steps than were ever seen between two counted ones, and is over as soon as a step is counted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -31,39 +39,57 @@ logger = logging.getLogger("diloco.worker")
 # With this many steps of others without one of the counted optimizer, the two do not take turns as those
 # of a GAN do.
 MANY = 100
+# The same for steps with the parameters that the counted optimizer has stepped before: it was replaced.
+FEW = 10
+# Tensors of the parameters that are compared, and elements of each: it takes about 50 microseconds.
+SAMPLED_TENSORS = 4
+SAMPLED_ELEMENTS = 32
+# Least seconds between two comparisons on an accelerator: each waits for its kernels.
+COMPARE_S = 5.0
 CAPTURED = (
     "optimizer.step() was captured in a CUDA graph: its replays call no hook, so their steps are not "
     "counted and this worker pushes nothing. Capture forward and backward alone, and call "
     "optimizer.step() behind each replay."
 )
+REMEDY = (
+    "these steps are not counted and never pushed. Close this worker and make a new one with the "
+    "optimizer that is in use."
+)
 
 
 @dataclass(eq=False, repr=False)
 class CountedSteps:
-    """See the head of this module. Looks from `start` to `stop`."""
+    """See the head of this module. Active from `start` to `stop`; belongs to the training thread."""
 
     model: nn.Module  # that is trained
     optimizers: tuple[Optimizer, ...]  # whose steps are counted
     stepped: Callable[[], None]  # called after each of them
-    tell: Callable[[str], None]  # takes the sentence about another optimizer's steps
-    problem: str | None = None  # why steps are not seen, a sentence
+    tell: Callable[[str], None]  # takes the warning about steps that are not counted
+    problem: str | None = None  # why steps are not counted, a sentence
+    clock: Callable[[], float] = time.monotonic
     _others: int = 0  # steps that were not counted, since the last that was
+    _replacing: int = 0  # those of them that have changed what the counted optimizers train
+    # The most of either that were seen between two counted steps; None before the first.
+    _most_others: int = 0
+    _most_replacing: int | None = None
     _stepped: set[int] = field(default_factory=set)  # places in `optimizers`, in this round
-    _trains_ours: weakref.WeakKeyDictionary[Optimizer, bool] = field(
+    # Of other optimizers, whether they train parts of the model, and of what the counted ones train.
+    _trains_ours: weakref.WeakKeyDictionary[Optimizer, tuple[bool, bool]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    _sample: list[str] | None = None  # of the parameters, at the last report
+    _has_stepped: bool = True  # some optimizer has, since the last report
+    _compared_at: float = -math.inf
     _hooks: list[Any] = field(default_factory=list)
-    _others_hook: Any = None
 
     def start(self) -> None:
         self._hooks = [each.register_step_post_hook(self._after_step) for each in self.optimizers]
-        self._others_hook = register_optimizer_step_post_hook(self._after_any_step)
+        self._hooks.append(register_optimizer_step_post_hook(self._after_any_step))
 
     def stop(self) -> None:
-        for hook in (*self._hooks, self._others_hook):
-            if hook is not None:
-                hook.remove()
-        self._hooks, self._others_hook = [], None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._is_captured():
@@ -77,37 +103,115 @@ class CountedSteps:
         self._stepped.add(place)
         if place == last and len(self._stepped) == len(self.optimizers):
             self._stepped.clear()
-            self._others = 0
+            self._most_others = max(self._most_others, self._others)
+            self._most_replacing = max(self._most_replacing or 0, self._replacing)
+            self._others = self._replacing = 0
+            if self.problem != CAPTURED:
+                self.problem = None
             self.stepped()
 
     def _is_captured(self) -> bool:
-        """Whether the kernels of now are recorded for a CUDA graph instead of run."""
-        # Without a device in use the second question may not be asked.
-        in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        is_captured = in_use and torch.cuda.is_current_stream_capturing()
+        """Whether this step is recorded for a CUDA graph, which is a problem."""
+        is_captured = _is_capturing()
         if is_captured and self.problem is None:
             self.problem = CAPTURED
             logger.error(CAPTURED)
         return is_captured
 
     def _after_any_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._has_stepped = True
         is_ours = any(each is optimizer for each in self.optimizers)
         if is_ours and len(self.optimizers) == 1:
             self._others = 0
             return
-        if optimizer not in self._trains_ours:
-            ours = {id(parameter) for parameter in self.model.parameters()}
-            trained = (id(p) for group in optimizer.param_groups for p in group["params"])
-            self._trains_ours[optimizer] = not ours.isdisjoint(trained)
-        self._others += self._trains_ours[optimizer]
+        is_replacing = False
+        if is_ours:
+            self._others += 1
+        else:
+            trains_model, is_replacing = self._trained_by(optimizer)
+            self._others += trains_model
         # Of a list, all steps are counted here until a round ends: of a long one, more than MANY.
-        if self._others == MANY * len(self.optimizers) and self._others_hook is not None:
-            self.tell(self._complaint(optimizer))
-            self._others_hook.remove()
-            self._others_hook = None
+        if self._others == max(MANY * len(self.optimizers), 2 * self._most_others):
+            self._complain(self._complaint(optimizer))
+        elif is_replacing:
+            self._replaced(self._by_another(optimizer, self._replacing + 1))
+
+    def _trained_by(self, other: Optimizer) -> tuple[bool, bool]:
+        """Whether another optimizer trains parts of the model, and of what the counted ones train."""
+        if other not in self._trains_ours:
+            theirs = _parameters_of(other).keys()
+            self._trains_ours[other] = (
+                not theirs.isdisjoint(id(parameter) for parameter in self.model.parameters()),
+                any(not theirs.isdisjoint(_parameters_of(each)) for each in self.optimizers),
+            )
+        return self._trains_ours[other]
+
+    def reported(self) -> None:
+        """The script has reported: did the parameters change since the last time, without any step?"""
+        if self._has_stepped or not self._hooks:
+            self._has_stepped, self._sample = False, None
+            return
+        sampled = [] if _is_capturing() else self._sampled()
+        now, is_near = self.clock(), all(each.device.type == "cpu" for each in sampled)
+        if not sampled or (not is_near and now - self._compared_at < COMPARE_S):
+            return
+        self._compared_at = now
+        before, self._sample = self._sample, [float(each).hex() for each in sampled]
+        if before is not None and before != self._sample:
+            self._replaced(
+                f"The parameters have changed {self._replacing + 1} times without a step of the "
+                f"optimizer ({self._names}) that the worker was made with: {REMEDY} It must be a "
+                "torch.optim.Optimizer, and its step() must be called."
+            )
+
+    def changed(self) -> None:
+        """The parameters may have changed for another reason than a step."""
+        self._sample = None
+
+    def _sampled(self) -> list[Tensor]:
+        """The sums of a few values here and there of what the counted optimizers train."""
+        found = [
+            parameter
+            for each in self.optimizers
+            for parameter in _parameters_of(each).values()
+            # Reading one that is spread over processes would wait for them.
+            if type(parameter) in (nn.Parameter, Tensor)
+            and parameter.is_contiguous()
+            and not parameter.is_meta
+            and parameter.numel()
+            and parameter.untyped_storage().nbytes()
+        ]
+        chosen = found[:: max(1, len(found) // SAMPLED_TENSORS)][:SAMPLED_TENSORS]
+        with torch.no_grad():
+            return [
+                each.view(-1)[:: max(1, each.numel() // SAMPLED_ELEMENTS)].sum(dtype=torch.float32)
+                for each in chosen
+            ]
+
+    def _replaced(self, complaint: str) -> None:
+        """Something else has changed what the counted optimizers train."""
+        self._replacing += 1
+        most = self._most_replacing
+        if self._replacing == (MANY if most is None else max(FEW, 2 * most)):
+            self._complain(complaint)
+
+    def _complain(self, complaint: str) -> None:
+        if self.problem is None:
+            self.problem = complaint
+            self.tell(complaint)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(type(each).__name__ for each in self.optimizers))
+
+    def _by_another(self, stepping: Optimizer, steps: int) -> str:
+        return (
+            f"Another optimizer ({type(stepping).__name__}) has made {steps} steps with this model's "
+            f"parameters, and the one that the worker was made with ({self._names}) none: {REMEDY}"
+        )
 
     def _complaint(self, stepping: Optimizer) -> str:
-        """Why the steps of this optimizer are of no use."""
+        """Why the steps of this optimizer are not counted."""
         idle = [n for n in range(len(self.optimizers)) if n not in self._stepped]
         if len(self.optimizers) > 1 and len(idle) < len(self.optimizers):
             return (
@@ -116,12 +220,19 @@ class CountedSteps:
                 "was made with takes no part. Close this worker and make a new one with those that "
                 "are in use."
             )
-        return (
-            f"Another optimizer ({type(stepping).__name__}) has made {self._others} steps with this "
-            "model's parameters, and the one that the worker was made with none: these steps are "
-            "not counted and never pushed. Close this worker and make a new one with the "
-            "optimizer that is in use."
-        )
+        return self._by_another(stepping, self._others)
+
+
+def _is_capturing() -> bool:
+    """Whether the kernels of now are recorded for a CUDA graph instead of run."""
+    # Without a device in use the second question may not be asked.
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return in_use and torch.cuda.is_current_stream_capturing()
+
+
+def _parameters_of(optimizer: Optimizer) -> dict[int, Tensor]:
+    """By `id`."""
+    return {id(p): p for group in optimizer.param_groups for p in group["params"]}
 
 
 def _is_inside_another(optimizer: Optimizer) -> bool:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 from diloco_protocol import UsageError
+from diloco_protocol.ranges import MOST
 from diloco_worker.core.sync.news import Work
 
+logger = logging.getLogger("diloco.worker")
+
+# The keywords of a report; others are extra values.
+COUNTED = ("loss", "tokens", "samples")
+# How alike two names are, from 0 to 1, of which one is a misspelling: n_tokens is, val_loss is not.
+ALIKE = 0.75
 # Seconds between two looks at a loss that lies on an accelerator: each look waits for its kernels.
 LOOK_S = 5.0
 # Weight of the newest step in the moving average of the pace: about the last twenty steps.
@@ -19,13 +31,15 @@ class Reports:
     """The latest loss, and the tokens and samples so far.
 
     Values on the CPU are read at once. Values on an accelerator are kept as they are and read every few
-    seconds and at boundaries, so that reporting does not make the host wait at each step.
+    seconds and at boundaries, so that reporting does not make the host wait at each step. A loss may be
+    NaN or infinite, which displays show; a count may not.
     """
 
     def __init__(self) -> None:
         self.loss: float | None = None
         self.counts = {"tokens": 0, "samples": 0}
         self.extra: dict[str, Any] = {}
+        self.problem: str | None = None  # why a value on an accelerator was dropped, a sentence
         self._pending: dict[str, Tensor] = {}  # on an accelerator, by the names of `add`
         self._read_at = 0.0
 
@@ -41,38 +55,99 @@ class Reports:
         samples: int | Tensor | None,
         extra: dict[str, Any],
     ) -> None:
-        """Take up a report; raises UsageError for a tensor that is not a single value."""
-        given = {"loss": loss, "tokens": tokens, "samples": samples}
+        """Take a report. Changes nothing where it raises.
+
+        Raises:
+            UsageError: a tensor that is not a single value, a value that is not a number, a count that
+                is negative, not finite or above `ranges.MOST`, a misspelt keyword.
+        """
+        every = {"loss": loss, "tokens": tokens, "samples": samples}
+        given: dict[str, object] = {n: value for n, value in every.items() if value is not None}
+        _check_spelling(extra, given)
+        later: dict[str, Tensor] = {}
+        now: dict[str, float] = {}
         for name, value in given.items():
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise UsageError(
-                    f"report({name}=...) got a tensor of shape {list(value.shape)}; "
-                    "give a single value, such as its mean or sum."
-                )
-        if loss is not None:
+            if isinstance(value, Tensor) and _is_on_accelerator(name, value):
+                later[name] = value.detach()
+            else:
+                now[name] = self._read(name, value)
+        if "loss" in given:
             self._pending.pop("loss", None)  # counts add up, of losses the last one stays
-        for name, value in given.items():
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                new, earlier = value.detach(), self._pending.get(name)
-                self._pending[name] = new.clone() if earlier is None else earlier + new
-            elif value is not None:
-                self._take(name, value)
+        self._take(now)
+        for name, new in later.items():
+            earlier = self._pending.get(name)
+            self._pending[name] = new.clone() if earlier is None else earlier + new
         self.extra.update(extra)
 
-    def _take(self, name: str, value: float | Tensor) -> None:
+    def _read(self, name: str, value: object) -> float:
+        """A loss, or what a count will be with this value; raises UsageError."""
+        number = _number(name, value)
         if name == "loss":
-            self.loss = float(value.detach() if isinstance(value, Tensor) else value)
-        else:
-            self.counts[name] += int(value)
+            return number
+        if number < 0 or (isinstance(number, float) and not math.isfinite(number)):
+            raise UsageError(
+                f"report({name}=...) must be finite and not negative, got {max(number, -MOST):g}."
+            )
+        total = self.counts[name] + int(number)
+        if total > MOST:
+            raise UsageError(
+                f"report({name}=...) makes more than 2**53 - 1 {name} in all; give those of one step."
+            )
+        return total
+
+    def _take(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if name == "loss":
+                self.loss = float(value)
+            else:
+                self.counts[name] = int(value)
 
     def read(self, now: float, *, at_once: bool = False) -> None:
-        """Bring loss and counts up to date if it is time to."""
+        """Bring loss and counts up to date if it is time to. What makes no sense is dropped."""
         if not at_once and now - self._read_at < LOOK_S:
             return
         self._read_at = now
-        for name, value in self._pending.items():
-            self._take(name, value)
-        self._pending.clear()
+        pending, self._pending = self._pending, {}
+        for name, value in pending.items():
+            try:
+                self._take({name: self._read(name, value)})
+            except UsageError as error:
+                if self.problem is None:
+                    logger.warning("%s", error)
+                self.problem = str(error)
+
+
+def _is_on_accelerator(name: str, value: Tensor) -> bool:
+    """Raises UsageError for a tensor that is not a single real number."""
+    if value.numel() != 1:
+        raise UsageError(
+            f"report({name}=...) got a tensor of shape {list(value.shape)}; "
+            "give a single value, such as its mean or sum."
+        )
+    if value.is_complex() or value.is_meta:
+        raise UsageError(f"report({name}=...) got a tensor that holds no real number.")
+    return value.device.type != "cpu"
+
+
+def _number(name: str, value: Any) -> float:
+    """The number in a scalar of Python, torch or NumPy, whole ones as they are; raises UsageError."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+        if isinstance(number, int) and name != "loss":
+            return number
+        if isinstance(number, Real):
+            return float(number)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UsageError(f"report({name}=...) got a {type(value).__name__}; give a single real number.")
+
+
+def _check_spelling(extra: Iterable[str], given: Iterable[str]) -> None:
+    """Raise UsageError for an extra value that is probably meant for a keyword which is not given."""
+    missing = [name for name in COUNTED if name not in given]
+    for name in extra:
+        if near := get_close_matches(name, missing, n=1, cutoff=ALIKE):
+            raise UsageError(f"report() has no keyword {name!r:.80}; did you mean {near[0]}?")
 
 
 class Pace:

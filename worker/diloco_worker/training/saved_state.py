@@ -30,6 +30,7 @@ from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
+from diloco_protocol.ranges import MOST
 from diloco_protocol.records import from_plain as record_of
 from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import as_hex, from_hex
@@ -89,6 +90,7 @@ class Saved:
             saved = [each["resume"] for each in states if each.get("resume") is not None]
             plains = [plain for each in saved for plain in states_in(each)]
             counts = _counts(states, plains, tensors)
+            _check_range(step, *counts.values(), *counters.values())
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"This is not the state of a DiLoCoWorker: {error!r}.") from None
         resumption = None
@@ -137,6 +139,13 @@ def _counts(
     }
     is_own = is_shared and len(plains) == 1
     return counts if is_own or tensors is None or tensors.leads else dict.fromkeys(counts, 0)
+
+
+def _check_range(*numbers: object) -> None:
+    """Raise ValueError for a count that no message has room for."""
+    for each in numbers:
+        if isinstance(each, int) and not 0 <= each <= MOST:
+            raise ValueError(f"{each:.6g} is not a count")
 
 
 # To plain values.

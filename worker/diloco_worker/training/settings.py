@@ -5,6 +5,7 @@ A keyword that is given wins over its variable. An empty variable counts as not 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -13,9 +14,9 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from diloco_protocol import UsageError
 from diloco_protocol.addresses import several
@@ -23,6 +24,7 @@ from diloco_protocol.clients.address_file import file_of
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
+from diloco_protocol.ranges import MOST
 from diloco_protocol.roles import Role
 from diloco_worker.model.placement import PLACES
 from diloco_worker.shell.whereabouts import Given
@@ -61,10 +63,10 @@ def keyword(kind: Kind, default: Any = None) -> Any:
 
 
 def whole(least: int) -> Kind:
-    """A whole number, at least this."""
+    """A whole number, at least this, that the wire has room for."""
 
     def holds(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
 
     return Kind(int, f"a whole number, {least} or more", holds)
 
@@ -96,13 +98,22 @@ def _pairs(text: str) -> dict[str, str]:
 
 def _is_small_dict(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        isinstance(key, str) and isinstance(item, str | int | float | None)
+        isinstance(key, str) and _can_be_sent(key) and _can_be_sent(item)
         for key, item in value.items()
     )
 
 
 def _is_address(value: Any) -> bool:
     """Whether it looks like tcp://host:port, host:port, ipc://path, several of these with commas in
+def _can_be_sent(value: Any) -> bool:
+    """Whether it is a text or a number that the wire has room for."""
+    if isinstance(value, str):
+        return not any("\ud800" <= each <= "\udfff" for each in value)  # halves of characters
+    if isinstance(value, int):
+        return abs(value) <= MOST
+    return isinstance(value, float | None)
+
+
     between and none twice, or file:///path, or is a function.
     """
     if not isinstance(value, str):
@@ -196,26 +207,48 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def warn_of_silence(server: Given | None) -> None:
-    """Say what would go wrong without a word: unknown variables, and training alone without a server.
+P = ParamSpec("P")
+T = TypeVar("T")
 
-    Each sentence once in a process, and as a warning (which is seen without logging being set up) only
-    in the first of the processes that a launcher has started.
-    """
-    rank = next((os.environ[name] for name in RANKS if os.environ.get(name)), "0")
-    level = logging.WARNING if rank == "0" else logging.DEBUG
+
+def suggesting(function: Callable[P, T]) -> Callable[P, T]:
+    """Let this function raise a UsageError that names the nearest keyword for one that it has not."""
+    known = sorted(inspect.signature(function).parameters.keys() - {"self"})
+
+    @wraps(function)
+    def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
+        for name in keywords:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+                raise UsageError(f"DiLoCoWorker has no keyword {name!r:.80}; {advice}")
+        return function(*arguments, **keywords)
+
+    return checked
+
+
+def warn_of_silence(server: Given | None) -> None:
+    """Warn about silent misconfiguration: unknown variables, and training alone without a server."""
     for sentence in unknown_variables(os.environ):
-        say_once(sentence, level)
+        warn_once(sentence)
     if server is None:
-        say_once(
+        warn_once(
             "There is no server= and no DILOCO_SERVER, so this worker trains alone; give the broker's "
-            "address, tcp://HOST:PORT, to take part in a run.",
-            level,
+            "address, tcp://HOST:PORT, to take part in a run."
         )
 
 
 @cache
 def say_once(sentence: str, level: int) -> None:
+def warn_once(sentence: str) -> None:
+    """Warn once in a process, and only in the first of the processes that a launcher has started.
+
+    A warning is seen without logging being set up.
+    """
+    rank = next((os.environ[name] for name in RANKS if os.environ.get(name)), "0")
+    say_once(sentence, logging.WARNING if rank == "0" else logging.DEBUG)
+
+
     """Log a sentence, unless this process has done so before."""
     logger.log(level, "%s", sentence)
 

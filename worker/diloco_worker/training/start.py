@@ -12,20 +12,21 @@ import os
 import secrets
 import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from diloco_protocol import Manifest, Unreachable, UsageError
-from diloco_protocol.messages import Join
+from diloco_protocol.messages import Join, Message, encode
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.patience import Patience
 from diloco_worker.model.model_manifest import unwrapped
 from diloco_worker.model.model_parts import parts_of
 from diloco_worker.shell.link import Link
+from diloco_worker.training.settings import warn_once
 
 logger = logging.getLogger("diloco.worker")
 
@@ -134,6 +135,46 @@ def vacate(model: nn.Module, worker: object) -> None:
             del _occupants[part]
 
 
+class Unstarted:
+    """Warns once where the script trains with a worker that was made and not started.
+
+    The optimizers hold this, not the worker, so the warning comes also where the script has dropped it.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], worker_id: str) -> None:
+        self.problem: str | None = None
+        self._model, self._worker_id = model, worker_id
+        self._is_over = False
+        self._hooks = [each.register_step_post_hook(self._after_step) for each in optimizers]
+
+    def over(self) -> None:
+        """The worker has been started or closed. Not for hooks, whose list they are called from."""
+        self._is_over = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def warn(self) -> None:
+        """The script trains."""
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            check_free(self._model)
+        except UsageError:
+            return  # another worker is in a run with this model: this one was a first attempt
+        self.problem = (
+            f"DiLoCoWorker {self._worker_id!r} was made but not started, so this script trains alone "
+            "and sends nothing; train in `with DiLoCoWorker(...) as diloco:`, or call start() first."
+        )
+        warn_once(self.problem)
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        # Without a learning rate it moves nothing: readers of checkpoints make the state so.
+        if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+            self.warn()
+
+
 def new_session(
     worker_id: str,
     manifest: Manifest,
@@ -154,7 +195,16 @@ def new_session(
         extra=dict(extra or {}),
         processes=processes,
     )
+    check_sendable(join, "What this worker says of itself (its wants, extra, names of its model)")
     return Session(join, lambda: secrets.randbits(64), heartbeat_interval, has_frozen=has_frozen)
+
+
+def check_sendable(message: Message, what: str) -> None:
+    """Raise UsageError for values that have no place in a message, before the I/O thread sends it."""
+    try:
+        encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{what} cannot be sent: {error}.") from None
 
 
 def await_model(

@@ -39,6 +39,7 @@ from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
+from diloco_worker.shell import own_log, uncaught
 from diloco_worker.shell.end_file import tell_launcher
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
@@ -121,6 +122,8 @@ class DiLoCoWorker(RunView):
         UsageError: a value that cannot work, or a model that cannot be exchanged.
     """
 
+    @uncaught.shortens_uncaught
+    @settings.suggesting
     def __init__(  # noqa: PLR0913  each keyword is a public setting
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -148,6 +151,7 @@ class DiLoCoWorker(RunView):
     ) -> None:
         # Its fields have the names of arguments.
         self._settings: settings.Settings = settings.resolve(locals())
+        own_log.asked_level()
         self._keys, chosen_id = None, self._settings.worker_id
         if self._settings.server is not None:
             self._keys, chosen_id = settings.worker_keys(self._settings.keys, chosen_id)
@@ -161,22 +165,22 @@ class DiLoCoWorker(RunView):
         model, counted = start.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
+        self._unstarted: start.Unstarted | None = None
         # In a process that does not lead these are what stands in their place: see `training.group`.
         self._link: Link | None = None
         self._model = model
         if self._settings.server is not None:
-        self._unstarted: start.Unstarted | None = None
             start.check_free(model)
             if ranks is None:
                 self._tensors = ModelTensors.of_module(model)
             else:
                 self._tensors = SpreadTensors.of_group(model, ranks, tied)
             self._tensors.may_pin = self._settings.pin_memory is not False
+            self._unstarted = start.Unstarted(model, counted, self.worker_id)
         self._driver: Driver | None = None
         self._group: LeadingDriver | Follower | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
-            self._unstarted = start.Unstarted(model, counted, self.worker_id)
         self._audit: PushLog | None = None
         self._termination = Termination(self._wake)
         self._clock: Callable[[], float] = time.monotonic
@@ -223,6 +227,9 @@ class DiLoCoWorker(RunView):
             return self
         if self._link is not None:
             raise UsageError("A DiLoCoWorker starts once; make a new one to join again.")
+        if self._unstarted is not None:
+            self._unstarted.over()
+        own_log.speak(leads=self._ranks is None or self._ranks.leads)
         try:
             return self._start(self._settings.server, self._tensors)
         except BaseException:
@@ -307,6 +314,8 @@ class DiLoCoWorker(RunView):
     def _close(self, reason: str, *, failed: bool = False, hasty: bool = False) -> None:
         """Leave, telling the broker why. `hasty`: the process is about to end."""
         self._steps.stop()
+        if self._unstarted is not None:
+            self._unstarted.over()
         link = self._link
         if link is None:
             return
@@ -314,8 +323,6 @@ class DiLoCoWorker(RunView):
         patience = LINK_PATIENCE_S
         try:
             if not failed and self._driver is not None:
-        if self._unstarted is not None:
-            self._unstarted.over()
                 self._driver.leave(hasty=hasty or self._termination.is_asked)
         except KeyboardInterrupt:
             patience = 0.0 if hasty else patience  # the second one waits for nothing
@@ -345,18 +352,18 @@ class DiLoCoWorker(RunView):
             UsageError: a value that is not a single number, a count that is negative, not finite, or
                 makes more than 2**53 - 1 in all, a misspelt keyword. A loss may be NaN.
         """
+        if self._unstarted is not None:
+            self._unstarted.warn()
         if self._link is not None:
             self._reports.add(loss, tokens, samples, extra)
+            self._steps.reported()
 
     def force_sync(self) -> bool:
         """Make the boundary now. Returns whether the delta is in the global parameters.
 
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
-        if self._unstarted is not None:
-            self._unstarted.warn()
         others reach theirs when they do, so this may wait up to a whole round (with fragments P).
         """
-            self._steps.reported()
         if (
             self._driver is None
             or self._link is None
@@ -560,6 +567,7 @@ class DiLoCoWorker(RunView):
         assert driver is not None
         began = self._clock()
         done = self._guarded(lambda: driver.between_steps(action))
+        self._steps.changed()
         self._publish()
         self._pace.leave_out(self._clock() - began)
         return bool(done)
@@ -567,7 +575,6 @@ class DiLoCoWorker(RunView):
     def _guarded(self, action: Callable[[], object]) -> object:
         """Do something for the run that must not end the training, whatever it meets."""
         try:
-        self._steps.changed()
             with self._termination.held():
                 return action()
         except GroupBroken:
@@ -584,6 +591,8 @@ class DiLoCoWorker(RunView):
         """Training goes on, and something is wrong with it: the broker hears of it at once."""
         if self._driver is not None and self._link is not None:
             self._driver.trouble(text)
+            self._publish()
+            self._link.tell(BeatNow())
 
     def _publish(self, waiting: bool = False) -> None:
         """What the next heartbeat tells."""
@@ -591,8 +600,6 @@ class DiLoCoWorker(RunView):
             warning = self._model_change or self._steps.problem or self._reports.problem
             self._link.progress = Heartbeat(
                 session=b"",
-            self._publish()
-            self._link.tell(BeatNow())
                 step=self._step,
                 inner_step=(
                     self._driver.state.schedule.position(self._step) if self._driver else 0

@@ -27,6 +27,7 @@ from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 from diloco_protocol.ranges import MOST
 from diloco_protocol.roles import Role
 from diloco_worker.model.placement import PLACES
+from diloco_worker.shell import own_log
 from diloco_worker.shell.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
@@ -43,6 +44,7 @@ OTHER_VARIABLES = (
     "DILOCO_SHARD_INDEX",
     "DILOCO_NUM_SHARDS",
     "DILOCO_END_FILE",
+    own_log.VARIABLE,
 )
 # What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -103,8 +105,6 @@ def _is_small_dict(value: Any) -> bool:
     )
 
 
-def _is_address(value: Any) -> bool:
-    """Whether it looks like tcp://host:port, host:port, ipc://path, several of these with commas in
 def _can_be_sent(value: Any) -> bool:
     """Whether it is a text or a number that the wire has room for."""
     if isinstance(value, str):
@@ -114,6 +114,8 @@ def _can_be_sent(value: Any) -> bool:
     return isinstance(value, float | None)
 
 
+def _is_address(value: Any) -> bool:
+    """Whether it looks like tcp://host:port, host:port, ipc://path, several of these with commas in
     between and none twice, or file:///path, or is a function.
     """
     if not isinstance(value, str):
@@ -238,8 +240,6 @@ def warn_of_silence(server: Given | None) -> None:
         )
 
 
-@cache
-def say_once(sentence: str, level: int) -> None:
 def warn_once(sentence: str) -> None:
     """Warn once in a process, and only in the first of the processes that a launcher has started.
 
@@ -249,6 +249,8 @@ def warn_once(sentence: str) -> None:
     say_once(sentence, logging.WARNING if rank == "0" else logging.DEBUG)
 
 
+@cache
+def say_once(sentence: str, level: int) -> None:
     """Log a sentence, unless this process has done so before."""
     logger.log(level, "%s", sentence)
 

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from diloco_worker.cli.app import app
 from kit.process_kit import Child, Processes, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -136,6 +138,18 @@ def test_wrong_use_gets_a_sentence_before_anything_is_started(
     assert made.ends() == 2
     assert sentence in made.output
     assert "DILOCO_SERVER =" not in made.output
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [(("train.py", "--lr", "1"), "python train.py --lr 1"), (("python3", "x"), "python3 x")],
+)
+def test_script_in_the_place_of_a_command_is_pointed_to_run(
+    words: tuple[str, ...], command: str
+) -> None:
+    said = CliRunner().invoke(app, words)
+    assert said.exit_code == 2
+    assert f"diloco-worker run -- {command}\n" in said.output
 
 
 def test_program_that_is_not_there_gets_a_sentence(processes: Processes) -> None:

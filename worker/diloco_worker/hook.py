@@ -227,10 +227,10 @@ class DiLoCoWorker(RunView):
             return self
         if self._link is not None:
             raise UsageError("A DiLoCoWorker starts once; make a new one to join again.")
-        if self._unstarted is not None:
-            self._unstarted.over()
-        own_log.speak(leads=self._ranks is None or self._ranks.leads)
         try:
+            if self._unstarted is not None:
+                self._unstarted.over()
+            own_log.speak(leads=self._ranks is None or self._ranks.leads)
             return self._start(self._settings.server, self._tensors)
         except BaseException:
             self._steps.stop()

@@ -95,8 +95,9 @@ class Results:
         return [trial for trial in by_key.values() if trial not in self]
 
 
-def end_with_parent() -> None:
-    """Let this process not outlive the one that started it, also where that was killed."""
+def begin_process() -> None:
+    """Let this process end with its parent, also where that was killed, and its workers only warn."""
+    os.environ.setdefault("DILOCO_LOG", "warning")
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -124,7 +125,7 @@ def train_all(
     began = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     at_a_time = min(jobs or os.cpu_count() or 1, len(missing))
-    with ProcessPoolExecutor(at_a_time, spawn, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(at_a_time, spawn, initializer=begin_process) as pool:
         # The long ones first, so that none of them is alone at the end.
         futures = [pool.submit(measure, trial) for trial in sorted(missing, key=lambda t: -t.work)]
         try:

@@ -151,7 +151,7 @@ class DiLoCoWorker(RunView):
     ) -> None:
         # Its fields have the names of arguments.
         self._settings: settings.Settings = settings.resolve(locals())
-        own_log.asked_level()
+        own_log.asked_level()  # a mistake in it is found now
         self._keys, chosen_id = None, self._settings.worker_id
         if self._settings.server is not None:
             self._keys, chosen_id = settings.worker_keys(self._settings.keys, chosen_id)

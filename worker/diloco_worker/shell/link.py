@@ -60,7 +60,6 @@ LONGEST_FAILURE_PAUSE_S = 30.0
 FAILURES_APART_S = 120.0
 # Unexpected exceptions while the link is closed, after which it ends without a word to the broker.
 FAILURES_AT_THE_END = 3
-RESTARTS = "The link starts again after an unexpected error."
 # The same sentence is not logged again within so many seconds, and so many are remembered for that.
 REPEAT_S = 30.0
 SENTENCES = 100
@@ -136,7 +135,7 @@ class Link(Inbox):
         self._offered: dict[int, int] = {}  # by fragment; the last push id
         self._failures = 0  # unexpected exceptions, one soon after the other
         self._failed_at = -math.inf
-        self._has_failed = False  # the connections are to be made anew
+        self._failure: str | None = None  # why the connections are to be made anew, a sentence
         self._is_closing = threading.Event()
         self._breaks_of_shortcut = 0  # one after the other, of it alone
         self.shortcut = ""
@@ -325,15 +324,13 @@ class Link(Inbox):
         the rest of its life.
         """
         try:
-            if self._has_failed:
-                self._restart()
+            self._restart_after_failure()
             self._turn()
             self.publish(self.session)
         except Exception as error:  # noqa: BLE001  whatever it is
-            self._has_failed = True
             pause = self._failed(error)
             with contextlib.suppress(Exception):  # else it is tried again after the pause
-                self._restart()
+                self._restart_after_failure()
             self._is_closing.wait(pause)
             return False
         return True
@@ -346,8 +343,8 @@ class Link(Inbox):
         self._failed_at = now
         pause = min(FAILURE_PAUSE_S * (1 << self._failures), LONGEST_FAILURE_PAUSE_S)
         self._failures = min(self._failures + 1, 20)
-        self.last_error = f"Unexpected error in the link: {error!r}"
-        if self.said.is_due(self.last_error, now):
+        self._failure = self.last_error = f"Unexpected error in the link: {error!r:.300}."
+        if self.said.is_due(self._failure, now):
             logger.error(
                 "Unexpected error in the link to %s; it starts again in %g s.",
                 self.address,
@@ -356,10 +353,11 @@ class Link(Inbox):
             )
         return pause
 
-    def _restart(self) -> None:
-        self._executor.feed(events.Disconnected(RESTARTS))
-        self._has_failed = False
-        self.publish(self.session)
+    def _restart_after_failure(self) -> None:
+        if self._failure is not None:
+            self._executor.feed(events.Disconnected(self._failure))
+            self._failure = None
+            self.publish(self.session)
 
     def _turn(self) -> None:
         wakes_at = self._look_for_the_broker(self.session.wakes_at())

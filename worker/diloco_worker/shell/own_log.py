@@ -41,6 +41,7 @@ class _OwnHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
+        self.level_after = logging.NOTSET  # of the logger, once the application handles its records
         self.setFormatter(logging.Formatter("%(asctime)s diloco: %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -58,7 +59,7 @@ def _stands_back(record: logging.LogRecord) -> bool:
     if _has_other_handlers():
         logger.removeHandler(_handler)
         logger.removeFilter(_stands_back)
-        logger.setLevel(asked_level() or logging.NOTSET)
+        logger.setLevel(_handler.level_after)
     return record.levelno >= logger.getEffectiveLevel()
 
 
@@ -88,6 +89,7 @@ def speak(*, leads: bool = True) -> None:
         if _handler not in logger.handlers:
             logger.addHandler(_handler)
             logger.addFilter(_stands_back)
+        _handler.level_after = logging.NOTSET if asked is None else level
         logger.setLevel(level)
     elif asked is not None:
         logger.setLevel(level)

@@ -25,7 +25,6 @@ _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -214,8 +214,9 @@ T = TypeVar("T")
 
 
 def suggesting(function: Callable[P, T]) -> Callable[P, T]:
-    """Let this function raise a UsageError that names the nearest keyword for one that it has not."""
+    """Let this method raise a UsageError for an unknown keyword, with the nearest that it has."""
     known = sorted(inspect.signature(function).parameters.keys() - {"self"})
+    owner = function.__qualname__.partition(".")[0]
 
     @wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -223,7 +224,7 @@ def suggesting(function: Callable[P, T]) -> Callable[P, T]:
             if name not in known:
                 near = get_close_matches(name, known, n=1)
                 advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
-                raise UsageError(f"DiLoCoWorker has no keyword {name!r:.80}; {advice}")
+                raise UsageError(f"{owner} has no keyword {name!r:.80}; {advice}")
         return function(*arguments, **keywords)
 
     return checked

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco_protocol import Manifest, Unreachable, UsageError
@@ -170,9 +170,15 @@ class Unstarted:
         warn_once(self.problem)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        # Without a learning rate it moves nothing: readers of checkpoints make the state so.
-        if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        if not self._is_over and any(map(_may_move, optimizer.param_groups)):
             self.warn()
+
+
+def _may_move(group: Mapping[str, Any]) -> bool:
+    """Whether a step may change parameters: readers of checkpoints step at a learning rate of 0."""
+    rate = group.get("lr", 1.0)
+    # One on an accelerator may not be read while a CUDA graph is captured.
+    return (isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) != 0
 
 
 def new_session(

@@ -325,6 +325,18 @@ def test_heartbeat_is_sent_at_once_and_leave_is_heard(talk: Talk) -> None:
     talk.client.leave()  # once is enough
 
 
+def test_number_that_no_message_has_room_for_is_refused_and_the_client_goes_on(talk: Talk) -> None:
+    talk.begins_with()
+    with pytest.raises(UsageError, match="cannot be sent"):
+        talk.client.heartbeat(2**70)
+    with pytest.raises(UsageError, match="cannot be sent"):
+        talk.client.control("set", max_rounds=2**70)
+    with pytest.raises(UsageError, match="cannot be sent"):
+        talk.client.push(ONES, tokens=2**70)
+    talk.client.heartbeat(12)
+    assert talk.broker.hears(Heartbeat).step == 12
+
+
 def test_call_that_needs_joining_says_so(talk: Talk) -> None:
     with pytest.raises(UsageError, match="join"):
         talk.client.push({})

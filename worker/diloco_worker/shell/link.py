@@ -58,7 +58,7 @@ LEAVE_LINGER_MS = 1000
 FAILURE_PAUSE_S = 0.5
 LONGEST_FAILURE_PAUSE_S = 30.0
 FAILURES_APART_S = 120.0
-# Unexpected exceptions while the link is closed, after which it ends without a word to the broker.
+# Unexpected exceptions while the link is closed, after which it ends without leaving the run.
 FAILURES_AT_THE_END = 3
 # The same sentence is not logged again within so many seconds, and so many are remembered for that.
 REPEAT_S = 30.0

@@ -2,7 +2,7 @@
 
 `logging` itself would print warnings only. A handler of ours prints the lines at level info too, on
 stderr, until the application has a handler of its own; from then on ours prints nothing. DILOCO_LOG is
-the level of the worker's logger, whoever handles its records.
+the level of the worker's logger in either case.
 """
 
 from __future__ import annotations

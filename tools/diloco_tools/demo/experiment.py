@@ -1,7 +1,9 @@
-"""One demo from start to end: a broker and its workers, then the single worker, then both curves.
+"""One demo from start to end: a broker and its workers, then two single workers, then the curves.
 
-The global model is pulled by an observer while the workers train; what was pulled is judged while the
-single worker trains, when a core is free, so that looking does not slow what is looked at.
+The single workers are the baselines and train at the same time: one with the steps of a DiLoCo worker,
+one with as many tokens as all DiLoCo workers together. An observer pulls the global model while the
+DiLoCo workers train. What it pulled is evaluated once the shorter baseline is done and a core is free,
+so that it slows no training.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ EVALUATIONS = 12  # points of each curve, about
 BROKER_START = 120.0  # seconds: a cold disk reads torch slowly
 PULL_TIMEOUT = 20.0  # seconds that the observer waits for the broker
 TURN = 0.2  # seconds between two looks at the children
+SAME_STEPS, SAME_TOKENS = "same-steps", "same-tokens"  # the baselines, as the display names them
 
 
 OF_BROKER = ("workers", "sync_every", "outer_lr", "outer_momentum", "wire_dtype", "reply_dtype")
@@ -63,6 +66,15 @@ def single_options(settings: Settings) -> list[str]:
     """Of the same script without a server, on all of the text that the workers share."""
     every = max(1, settings.steps // EVALUATIONS)
     return ["--lr", str(settings.single_lr), "--eval-every", str(every)]
+
+
+def same_tokens_options(settings: Settings) -> list[str]:
+    """Of a single worker that sees as many tokens as all DiLoCo workers, in the same number of steps.
+
+    Its batch is that of all workers together, so it computes what data-parallel training of these
+    workers would compute.
+    """
+    return [*single_options(settings), "--batch", str(settings.workers * settings.batch)]
 
 
 def rounds_to_pull(rounds: int) -> list[int]:
@@ -138,12 +150,18 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
         (out / "log.jsonl").open("w", encoding="utf-8", buffering=1) as merged,
     ):
         workers, pulled = train_diloco(settings, children, merged, display)
-        display.say("the same script without a broker: the single worker")
-        single = Trainee(children, settings, "single", single_options(settings))
+        display.say(
+            "the same script without a broker: one worker with the same steps, and one with the same "
+            "tokens"
+        )
+        single = Trainee(children, settings, SAME_STEPS, single_options(settings))
+        same_tokens = Trainee(children, settings, SAME_TOKENS, same_tokens_options(settings))
+        baselines = (single, same_tokens)
         curve: list[Record] = []
-        while single.is_busy or len(curve) < len(pulled):
-            single.look(merged)
-            if len(curve) < len(pulled):
+        while any(each.is_busy for each in baselines) or len(curve) < len(pulled):
+            for baseline in baselines:
+                baseline.look(merged)
+            if len(curve) < len(pulled) and not single.is_busy:
                 number, tensors = pulled[len(curve)]
                 model.load_state_dict(tensors)
                 step, loss = number * settings.sync_every, validation_loss(model, *validation)
@@ -153,8 +171,9 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
                 merged.write(json.dumps(record) + "\n")
             else:
                 time.sleep(TURN)
-            seen = [f"  validation {point['val_loss']:.3f}" for point in single.curve]
-            single.show(display, seen[-1] if seen else "")
+            for baseline in baselines:
+                seen = [f"  validation {point['val_loss']:.3f}" for point in baseline.curve]
+                baseline.show(display, seen[-1] if seen else "")
             if curve:
                 figures = f"validation {curve[-1]['val_loss']:.3f}"
                 display.show("global model", len(curve), len(pulled), figures)
@@ -165,6 +184,8 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
             diloco_curve=curve,
             single=single.result(),
             single_curve=single.curve,
+            same_tokens=same_tokens.result(),
+            same_tokens_curve=same_tokens.curve,
         )
 
 

@@ -27,7 +27,6 @@ from diloco_tools.demo.data import (
 )
 from diloco_tools.demo.experiment import (
     broker_command,
-    installed,
     rounds_to_pull,
     same_tokens_options,
     single_options,
@@ -38,7 +37,7 @@ from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes, table
 from diloco_tools.demo.settings import Settings
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
-from diloco_tools.terminal import console
+from diloco_tools.terminal import console, installed
 from kit.tool_results import RESULTS, SETTINGS
 from kit.top_text import matches
 

@@ -9,8 +9,6 @@ so that it slows no training.
 from __future__ import annotations
 
 import json
-import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -26,6 +24,7 @@ from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
 from diloco_tools.demo.results import Record, summary
 from diloco_tools.demo.settings import Settings
 from diloco_tools.processes import Children, JsonLines, wait_for_line
+from diloco_tools.terminal import installed
 from diloco_worker import DiLoCoClient
 
 EVALUATIONS = 12  # points of each curve, about
@@ -187,14 +186,6 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
             same_tokens=same_tokens.result(),
             same_tokens_curve=same_tokens.curve,
         )
-
-
-def installed(command: str) -> str:
-    """A command of this package as a shell finds it: by its path where the environment is not active."""
-    if shutil.which(command):
-        return command
-    path, here = Path(sys.executable).with_name(command), Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def train_diloco(

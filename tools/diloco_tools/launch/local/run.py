@@ -19,6 +19,7 @@ from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.launch.local.program import Program
 from diloco_tools.launch.local.status import Status, rounds_of, status_line
 from diloco_tools.processes import Children, environment
+from diloco_tools.terminal import installed
 from diloco_worker.launching import RUN_IS_OVER
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -282,7 +283,8 @@ class Supervisor:
         self._status.say(f"{rounds} round{'s'[: rounds != 1]}{told}; {seconds:.0f} s")
         if any(self._run.checkpoints.glob("checkpoint-*")):
             folder = shlex.quote(str(_shown(self._run.checkpoints)))
-            self._status.say(f"model: diloco-broker export {folder} --to model.safetensors")
+            export = f"{installed('diloco-broker')} export {folder} --to model.safetensors"
+            self._status.say(f"model: {export}")
         self._status.say(f"logs: {_shown(self._run.logs)}")
 
 

@@ -14,7 +14,7 @@ import typer
 from diloco_protocol.errors import UsageError
 from diloco_tools.launch.commands import check_serve_options, serve_words
 from diloco_tools.launch.failures import failing_in_a_sentence
-from diloco_tools.launch.local.run import LocalRun, start
+from diloco_tools.launch.local.run import LocalRun, make_folders, search_path, start
 from diloco_tools.launch.local.status import Status
 from diloco_tools.terminal import console
 
@@ -76,13 +76,13 @@ def local(
         if any(run.checkpoints.glob("checkpoint-*")):
             status.say(f"{run.folder} has a run already; without --folder a new one begins")
         try:
-            code = start(run, status)
+            make_folders(run)
         except OSError as error:
             raise UsageError(
                 f"{error.filename} cannot be written: {error.strerror}; give a --folder in which you "
                 "may write."
             ) from None
-    raise typer.Exit(code)
+    raise typer.Exit(start(run, status))
 
 
 def _command(words: Sequence[str]) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def _command(words: Sequence[str]) -> tuple[str, ...]:
         if not Path(words[0]).is_file():
             raise UsageError(f"There is no script {words[0]!r:.200}.")
         return (sys.executable, *words)
-    if shutil.which(words[0]) is None and not PurePath(words[0]).name.startswith("python"):
+    if shutil.which(words[0], path=search_path()) is None:
         raise UsageError(f"There is no program {words[0]!r:.200}; give the path of one.")
     return tuple(words)
 

@@ -15,7 +15,7 @@ class Program:
 
     Attributes:
         code: exit code of its last life as a shell says it, once it is not started again; else None.
-        is_joined: whether its worker said, as it left, that it was in the run.
+        has_joined: whether its worker said, as it left, that it was in the run.
 
     Args:
         end_file: where its worker writes why it left.
@@ -63,7 +63,7 @@ class Program:
         return self.child.running
 
     @property
-    def is_joined(self) -> bool:
+    def has_joined(self) -> bool:
         return bool(word(self._end_file))
 
     def look(self) -> str | None:

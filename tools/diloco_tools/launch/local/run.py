@@ -20,7 +20,7 @@ from diloco_tools.launch.local.program import Program
 from diloco_tools.launch.local.status import Status, rounds_of, status_line
 from diloco_tools.processes import Children, environment
 from diloco_tools.terminal import installed
-from diloco_worker.launching import RUN_IS_OVER
+from diloco_worker.launching import INTERRUPTED, RUN_IS_OVER, TERMINATED
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.2  # between two looks at the programs
@@ -29,6 +29,8 @@ LEAVE_WITHIN_S = 30.0
 # How long scripts may go on after the broker has ended the run: those that never heard of it would wait.
 AFTER_THE_END_S = 60.0
 ALL_WELL, FAILED = 0, 1
+# Exit codes of a program that is done, whose run is over, or that somebody has asked to end.
+MEANT = (0, RUN_IS_OVER, INTERRUPTED, TERMINATED)
 
 
 @dataclass(frozen=True)
@@ -82,19 +84,28 @@ class LocalRun:
 
     def worker_environment(self, index: int) -> dict[str, str]:
         """The variables of one worker: ours, without those that would lead it to another run."""
-        ours = {k: v for k, v in os.environ.items() if k not in ("DILOCO_KEYS", "DILOCO_SLOT")}
-        threads = max(1, len(os.sched_getaffinity(0)) // self.workers)
+        ours = {name: value for name, value in os.environ.items() if name != "DILOCO_KEYS"}
+        threads = max(1, cores() // self.workers)
         return {
             "PYTHONUNBUFFERED": "1",  # what it prints is in its log at once
             "OMP_NUM_THREADS": str(threads),
             **ours,
-            # `python` is this one, also where its environment is not active.
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), ours.get("PATH", "")]),
+            "PATH": search_path(),
             "DILOCO_SERVER": f"file://{self.address_file}",
             "DILOCO_WORKER_ID": f"w{index}",
             "DILOCO_SHARD_INDEX": str(index),
             "DILOCO_NUM_SHARDS": str(self.workers),
         }
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def search_path() -> str:
+    """Where programs are looked for: `python` is this one, also where its environment is not active."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 class Signals:
@@ -125,6 +136,7 @@ class BrokerFeed:
 
     def __init__(self, address_file: Path) -> None:
         self.newest: Snapshot | None = None
+        self.has_seen_a_round = False  # closed, since the start of this run
         self._file = address_file
         self._feed: FeedSubscriber | None = None
 
@@ -140,6 +152,8 @@ class BrokerFeed:
             self._feed = FeedSubscriber(address)
         try:
             self.newest = self._feed.receive(seconds) or self.newest
+            if self.newest is not None and self.newest.last_round is not None:
+                self.has_seen_a_round = True
         except FeedError:  # no key or version is wrong between programs of one package
             time.sleep(seconds)
 
@@ -192,6 +206,7 @@ class Supervisor:
             )
         self._stop(self.workers)
         self._stop([self.broker])
+        self._tell_failure(self.broker)
         self._feed.close()
         if self._signals.first is not None:
             return 128 + self._signals.first
@@ -210,7 +225,7 @@ class Supervisor:
         self._status.show(status_line(self._feed.newest, self._run.workers))
 
     def _tell_failure(self, program: Program) -> None:
-        if program.code in (None, 0, RUN_IS_OVER) or program.name in self._failures:
+        if program.code is None or program.code in MEANT or program.name in self._failures:
             return
         self._failures.append(program.name)
         self._status.say(str(program.child.failure()))
@@ -220,12 +235,13 @@ class Supervisor:
         if not left:
             return True
         if self._ended_at is not None:
-            has_failed = self.broker.code not in (0, RUN_IS_OVER)
-            return has_failed or time.monotonic() > self._ended_at + AFTER_THE_END_S
+            return (
+                self.broker.code not in MEANT or time.monotonic() > self._ended_at + AFTER_THE_END_S
+            )
         newest = self._feed.newest
         if newest is None or left == len(self.workers):
             return False
-        has_begun = newest.last_round is not None or newest.mode == "async"
+        has_begun = rounds_of(newest) > 0 or newest.mode == "async"
         needed = (newest.min_workers if has_begun else newest.workers_wanted) or 1
         # Those that have not joined may train alone, and end by themselves.
         if not left <= newest.counts.alive < needed:
@@ -246,6 +262,7 @@ class Supervisor:
             if self._signals.is_urgent or time.monotonic() > deadline:
                 for program in programs:
                     if program.is_running:
+                        self._status.say(f"{program.name} has not ended; killing it")
                         program.child.kill()
             left = [program.name for program in programs if program.is_running]
             self._status.show(f"waiting for {', '.join(left)} to end")
@@ -257,15 +274,14 @@ class Supervisor:
         """Say what was wrong; the exit code."""
         wrong = bool(self._failures) or self._is_stuck
         for worker in self.workers:
-            if worker.code in (0, RUN_IS_OVER) and not worker.is_joined:
+            if worker.code in (0, RUN_IS_OVER) and not worker.has_joined:
                 wrong = True
                 self._status.say(
                     f"{worker.name} ended without joining the run: its script entered no DiLoCoWorker "
                     f"(its log: {_shown(worker.child.log)}). For a script that has none: -- python -m "
                     "diloco_worker.auto SCRIPT"
                 )
-        newest = self._feed.newest
-        if not wrong and (newest is None or newest.last_round is None):
+        if not wrong and not self._feed.has_seen_a_round:
             wrong = True
             self._status.say(
                 f"No round closed: each worker ended before it had made {self._run.sync_every} steps. "
@@ -293,14 +309,15 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def start(run: LocalRun, status: Status) -> int:
-    """Run it; the exit code.
-
-    Raises OSError where the folder cannot be written.
-    """
+def make_folders(run: LocalRun) -> None:
+    """Make what is not there yet. Raises OSError."""
     for folder in (run.folder, run.logs, run.ends):
         folder.mkdir(parents=True, exist_ok=True)
     run.address_file.unlink(missing_ok=True)  # of an earlier run
+
+
+def start(run: LocalRun, status: Status) -> int:
+    """Run it in its folders; the exit code."""
     signals = Signals()
     with signals.caught():
         with Children(run.logs) as children, status:

@@ -18,6 +18,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 def rounds_of(snapshot: Snapshot) -> int:
     """Rounds that the run has closed, those before a restart of its broker included."""
+    if snapshot.round is not None:  # the open one; they count from 0
+        return snapshot.round.number
     return 0 if snapshot.last_round is None else snapshot.last_round.number + 1
 
 

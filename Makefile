@@ -24,7 +24,7 @@ COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
-	@echo "make demo      train a small GPT with one broker and two workers, compare with one worker"
+	@echo "make demo      train a small GPT with one broker and two workers, compare with one worker alone"
 	@echo "make chaos     kill, stop and cut off a run in every mode, then audit it: under 7 minutes"
 	@echo "make attack    floods, forgeries and stolen keys against a broker that trains: what got through, what it cost"
 	@echo "make bench     measure this machine's limits and the product against them: half an hour"

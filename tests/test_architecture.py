@@ -54,6 +54,8 @@ RELAY, OF_THE_WORKER = (
 # Both cores with what they are driven by, for who simulates a whole run; nothing else imports them.
 CORES_FOR_OTHERS = ("diloco_broker.pure", "diloco_worker.pure")
 MAY_USE_CORES = ("plan",)
+# How a script ends and when it is started again, for the programs that start scripts.
+FOR_LAUNCHERS, MAY_LAUNCH = "diloco_worker.launching", ("launch",)
 # Measures a part of the broker by itself, which no public name shows.
 OF_PARTS = "diloco_tools.bench.roles.tensor_work"
 MAY_USE_BOTH = ("demo", "bench", "chaos", "evidence", "ray")
@@ -223,7 +225,9 @@ def test_imports_keep_to_the_house(module: str) -> None:
             of_relay = is_in(module, RELAY) and any(is_in(name, part) for part in OF_THE_WORKER)
             simulates = package == "diloco_tools" and module.split(".")[1] in MAY_USE_CORES
             is_core = simulates and name in CORES_FOR_OTHERS
+            launches = package == "diloco_tools" and module.split(".")[1] in MAY_LAUNCH
             of_both = (both and is_public) or is_core or of_relay
+            of_both = of_both or (launches and name == FOR_LAUNCHERS)
             may = of in ALLOWED[package] or of_both or module == OF_PARTS
             assert may, f"{module} imports {name}"
         else:

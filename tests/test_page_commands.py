@@ -68,6 +68,11 @@ NOT_RUN = (
     NotRun("python -m diloco_tools.sites", "minutes, as root", "tests/tools/test_sites.py"),
     NotRun("diloco-bench", "minutes to half an hour", "tests/tools/test_bench.py"),
     NotRun("diloco-top --json --follow", "it has no end", "tests/tools/test_top_follow.py"),
+    NotRun(
+        "diloco-launch local",
+        "a broker and two workers",
+        "tests/tools/test_launch_local.py::test_workers_of_a_script_train_one_model",
+    ),
     NotRun("diloco-launch slurm status", "Slurm", "tests/engines/test_slurm.py"),
     NotRun("diloco-launch slurm stop", "Slurm", "tests/engines/test_slurm.py"),
     NotRun("pip install", "minutes, and a network", "tests/whole_runs/test_fresh_install.py"),

@@ -30,4 +30,6 @@ RESULTS = summary(
     diloco_curve=[{"step": 50, "val_loss": 3.0}, {"step": 100, "val_loss": 2.0}],
     single=last_record(4.0, 0.0, 0, 0),
     single_curve=[{"step": 50, "val_loss": 3.5}, {"step": 100, "val_loss": 2.5}],
+    same_tokens=last_record(8.0, 0.0, 0, 0),
+    same_tokens_curve=[{"step": 50, "val_loss": 2.75}, {"step": 100, "val_loss": 1.75}],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,17 +27,17 @@ from diloco_tools.demo.data import (
 )
 from diloco_tools.demo.experiment import (
     broker_command,
-    installed,
     rounds_to_pull,
+    same_tokens_options,
     single_options,
 )
 from diloco_tools.demo.model import WARMUP, GPTConfig, Recipe, build_model, learning_rate_factor
 from diloco_tools.demo.plot import draw
-from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes, table
+from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes, table, traffic
 from diloco_tools.demo.settings import Settings
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
-from diloco_tools.terminal import console
+from diloco_tools.terminal import console, installed
 from kit.tool_results import RESULTS, SETTINGS
 from kit.top_text import matches
 
@@ -208,12 +209,28 @@ def test_summary_is_the_stored_one() -> None:
     matches("demo_summary.json", json.dumps(RESULTS, indent=1))
 
 
-def test_table_shows_both_losses_and_the_bytes() -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
+def test_baseline_with_the_same_tokens_sees_as_much_text_as_all_workers_together() -> None:
+    settings = replace(SETTINGS, workers=3, batch=8)
+    words = same_tokens_options(settings)
+    assert words[words.index("--batch") + 1] == "24"
+    assert "--server" not in words
+    assert RESULTS["same_tokens"]["tokens"] == RESULTS["diloco"]["tokens"]
+    assert RESULTS["diloco"]["tokens"] == SETTINGS.workers * RESULTS["single"]["tokens"]
+
+
+def test_table_shows_each_loss_beside_its_tokens() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(RESULTS))
-    shown = console.export_text()
-    for words in ("2.5000", "2.0000", "4 (every 25 steps)", "1.2 MB", "int4z (computed)"):
-        assert words in shown
+    rows = [re.split(r"\s*│\s*", line) for line in console.export_text().splitlines()]
+    cells = {row[1]: row[2:5] for row in rows if len(row) == 6}
+    assert cells["validation loss, nats per byte"] == ["2.5000", "1.7500", "2.0000"]
+    assert cells["tokens (bytes of text)"] == ["51,200", "102,400", "102,400"]
+
+
+def test_traffic_is_compared_with_data_parallel_training_by_name() -> None:
+    """1.2 MB against the 64 bytes of the workers above."""
+    assert traffic(RESULTS).startswith("Data-parallel training of 2 workers")
+    assert "18750x" in traffic(RESULTS)
 
 
 @pytest.mark.parametrize("width", [72, 80, 100, 106])

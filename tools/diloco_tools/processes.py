@@ -1,4 +1,4 @@
-"""Child processes of demo, benchmark and drill: started, watched, and ended whatever happens."""
+"""Child processes of launcher, demo, benchmark and drill: started, watched, ended whatever happens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -23,21 +23,35 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """One process, started at once. It works in `folder`, and its output goes to NAME.log there."""
+    """One process, started at once; its output goes to NAME.log in `folder`.
+
+    Args:
+        env: variables of the process; default: `environment()`.
+        work_in: its working folder; default: `folder`.
+        is_next_life: append to the log of the life before.
+    """
 
     def __init__(
-        self, name: str, command: Sequence[str], folder: Path, *, stdin: int = subprocess.DEVNULL
+        self,
+        name: str,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        stdin: int = subprocess.DEVNULL,
+        env: Mapping[str, str] | None = None,
+        work_in: Path | None = None,
+        is_next_life: bool = False,
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        with self.log.open("wb") as output:
+        with self.log.open("ab" if is_next_life else "wb") as output:
             self.process = subprocess.Popen(
                 command,
                 stdin=stdin,
                 stdout=output,
                 stderr=output,
-                cwd=folder,
-                env=environment(),
+                cwd=work_in or folder,
+                env=environment() if env is None else env,
                 # Ctrl-C reaches the parent alone, which then ends its children in order.
                 start_new_session=True,
             )

@@ -4,6 +4,9 @@ Rich takes what stands in square brackets for its markup, and words between colo
 workers and the names of extras have both, so nothing here reads either.
 """
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -54,6 +57,14 @@ def console_for_tables(width: int) -> Console:
     """A console that is so wide where there is no terminal, which would have a width of its own."""
     shown = console()
     return shown if shown.is_terminal else console(width=width)
+
+
+def installed(command: str) -> str:
+    """A command of this package as a shell finds it: by its path where the environment is not active."""
+    if shutil.which(command):
+        return command
+    path, here = Path(sys.executable).with_name(command), Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def fail(command: str, sentence: str, code: int) -> NoReturn:

@@ -1,6 +1,10 @@
 """A plain loop: two processes of this script train one model; without DILOCO_SERVER it trains alone.
 
-diloco-broker serve --workers 2 --sync-every 20
+diloco-launch local -n 2 -- plain_loop.py    # a broker and two workers, on this machine
+
+The same by hand, for several machines:
+
+diloco-broker serve --workers 2 --sync-every 50
 DILOCO_SERVER=tcp://127.0.0.1:8512 python plain_loop.py    # in two terminals
 """
 
@@ -13,7 +17,7 @@ from torch import nn
 from diloco_worker import RUN_IS_OVER, DiLoCoWorker
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=400)
+parser.add_argument("--steps", type=int, default=2000)
 steps = parser.parse_args().steps
 
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`diloco-demo`: one broker, two workers and a small GPT, compared with a worker that trains alone."""
+"""`diloco-demo`: one broker, two workers and a small GPT, compared with single workers."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from diloco_tools.demo.data import DataError
 from diloco_tools.demo.display import Display
 from diloco_tools.demo.experiment import run
 from diloco_tools.demo.plot import draw
-from diloco_tools.demo.results import Record, table
+from diloco_tools.demo.results import Record, table, traffic
 from diloco_tools.demo.settings import Settings, with_options
 from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 from diloco_tools.terminal import console, fail
@@ -34,7 +34,10 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/demo"),
     **given: Any,
 ) -> None:
-    """Train a small GPT with one broker and some workers, then alone, and compare.
+    """Train a small GPT with one broker and some workers, then with one worker, and compare.
+
+    The one worker trains twice: for as many steps as each DiLoCo worker, and on
+    as many tokens as all of them together.
 
     Everything runs on this machine, in separate processes that talk over TCP.
     Writes summary.json, log.jsonl and loss.png to the folder of results; a few
@@ -75,9 +78,9 @@ def write(summary: Record, out: Path, shown: Console) -> None:
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     shown.print()
     shown.print(table(summary))
-    # A terminal would break it in the middle of a number.
-    formula = summary["bytes"]["data_parallel_formula"]
-    shown.print(formula, soft_wrap=not shown.is_terminal)
+    # A terminal would break these in the middle of a number.
+    for sentence in (traffic(summary), summary["bytes"]["data_parallel_formula"]):
+        shown.print(sentence, soft_wrap=not shown.is_terminal)
     written = "summary.json, log.jsonl"
     try:
         draw(summary, out / "loss.png")

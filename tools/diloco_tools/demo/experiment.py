@@ -1,14 +1,14 @@
-"""One demo from start to end: a broker and its workers, then the single worker, then both curves.
+"""One demo from start to end: a broker and its workers, then two single workers, then the curves.
 
-The global model is pulled by an observer while the workers train; what was pulled is judged while the
-single worker trains, when a core is free, so that looking does not slow what is looked at.
+The single workers are the baselines and train at the same time: one with the steps of a DiLoCo worker,
+one with as many tokens as all DiLoCo workers together. An observer pulls the global model while the
+DiLoCo workers train. What it pulled is evaluated once the shorter baseline is done and a core is free,
+so that it slows no training.
 """
 
 from __future__ import annotations
 
 import json
-import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -24,12 +24,14 @@ from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
 from diloco_tools.demo.results import Record, summary
 from diloco_tools.demo.settings import Settings
 from diloco_tools.processes import Children, JsonLines, wait_for_line
+from diloco_tools.terminal import installed
 from diloco_worker import DiLoCoClient
 
 EVALUATIONS = 12  # points of each curve, about
 BROKER_START = 120.0  # seconds: a cold disk reads torch slowly
 PULL_TIMEOUT = 20.0  # seconds that the observer waits for the broker
 TURN = 0.2  # seconds between two looks at the children
+SAME_STEPS, SAME_TOKENS = "same-steps", "same-tokens"  # the baselines, as the display names them
 
 
 OF_BROKER = ("workers", "sync_every", "outer_lr", "outer_momentum", "wire_dtype", "reply_dtype")
@@ -63,6 +65,15 @@ def single_options(settings: Settings) -> list[str]:
     """Of the same script without a server, on all of the text that the workers share."""
     every = max(1, settings.steps // EVALUATIONS)
     return ["--lr", str(settings.single_lr), "--eval-every", str(every)]
+
+
+def same_tokens_options(settings: Settings) -> list[str]:
+    """Of a single worker that sees as many tokens as all DiLoCo workers, in the same number of steps.
+
+    Its batch is that of all workers together, so it computes what data-parallel training of these
+    workers would compute.
+    """
+    return [*single_options(settings), "--batch", str(settings.workers * settings.batch)]
 
 
 def rounds_to_pull(rounds: int) -> list[int]:
@@ -138,12 +149,18 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
         (out / "log.jsonl").open("w", encoding="utf-8", buffering=1) as merged,
     ):
         workers, pulled = train_diloco(settings, children, merged, display)
-        display.say("the same script without a broker: the single worker")
-        single = Trainee(children, settings, "single", single_options(settings))
+        display.say(
+            "the same script without a broker: one worker with the same steps, and one with the same "
+            "tokens"
+        )
+        single = Trainee(children, settings, SAME_STEPS, single_options(settings))
+        same_tokens = Trainee(children, settings, SAME_TOKENS, same_tokens_options(settings))
+        baselines = (single, same_tokens)
         curve: list[Record] = []
-        while single.is_busy or len(curve) < len(pulled):
-            single.look(merged)
-            if len(curve) < len(pulled):
+        while any(each.is_busy for each in baselines) or len(curve) < len(pulled):
+            for baseline in baselines:
+                baseline.look(merged)
+            if len(curve) < len(pulled) and not single.is_busy:
                 number, tensors = pulled[len(curve)]
                 model.load_state_dict(tensors)
                 step, loss = number * settings.sync_every, validation_loss(model, *validation)
@@ -153,8 +170,9 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
                 merged.write(json.dumps(record) + "\n")
             else:
                 time.sleep(TURN)
-            seen = [f"  validation {point['val_loss']:.3f}" for point in single.curve]
-            single.show(display, seen[-1] if seen else "")
+            for baseline in baselines:
+                seen = [f"  validation {point['val_loss']:.3f}" for point in baseline.curve]
+                baseline.show(display, seen[-1] if seen else "")
             if curve:
                 figures = f"validation {curve[-1]['val_loss']:.3f}"
                 display.show("global model", len(curve), len(pulled), figures)
@@ -165,15 +183,9 @@ def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
             diloco_curve=curve,
             single=single.result(),
             single_curve=single.curve,
+            same_tokens=same_tokens.result(),
+            same_tokens_curve=same_tokens.curve,
         )
-
-
-def installed(command: str) -> str:
-    """A command of this package as a shell finds it: by its path where the environment is not active."""
-    if shutil.which(command):
-        return command
-    path, here = Path(sys.executable).with_name(command), Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def train_diloco(

@@ -1,25 +1,26 @@
-"""loss.png: the two validation curves of a demo."""
+"""loss.png: the validation curves of a demo."""
 
 from pathlib import Path
 from typing import Any, Literal
 
 from diloco_tools.demo.results import Record
 
-SINGLE, DILOCO, QUIET = "#8a8f98", "#c2410c", "#5b6068"
+SAME_STEPS, SAME_TOKENS, DILOCO, QUIET = "#8a8f98", "#2563eb", "#c2410c", "#5b6068"
 
 
 def draw(summary: Record, path: Path) -> None:
-    """Write both curves to `path` as a PNG. Needs matplotlib (the `plot` extra), else ImportError."""
+    """Write the curves to `path` as a PNG. Needs matplotlib (the `plot` extra), else ImportError."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")
     axes = figure.add_subplot()
 
-    single, diloco = summary["single"], summary["diloco"]
+    diloco = summary["diloco"]
     labels = (
-        (single, SINGLE, "one worker"),
+        (summary["single"], SAME_STEPS, "one worker, same steps"),
         (diloco, DILOCO, f"DiLoCo, {diloco['workers']} workers, {diloco['rounds']} rounds"),
+        (summary["same_tokens"], SAME_TOKENS, "one worker, same tokens (data-parallel)"),
     )
     for run, colour, name in labels:
         steps = [point["step"] for point in run["curve"]]

@@ -20,29 +20,43 @@ def summary(
     diloco_curve: Sequence[Record],
     single: Record,
     single_curve: Sequence[Record],
+    same_tokens: Record,
+    same_tokens_curve: Sequence[Record],
 ) -> dict[str, Any]:
     """What goes into summary.json; KeyError if a figure is missing.
 
     Args:
         parameters: trainable ones of the model.
-        workers, single: the last record of each log.
-        diloco_curve, single_curve: of the global model and the single worker, `val_loss` in nats per
-            byte after `step` inner steps of each worker.
+        workers, single, same_tokens: the last record of each log. `single` has trained for the steps
+            of one DiLoCo worker, `same_tokens` on as many tokens as all of them together.
+        diloco_curve, single_curve, same_tokens_curve: of the global model and of each baseline,
+            `val_loss` in nats per byte after `step` inner steps of each worker.
     """
     synced = [worker["sync_metrics"] for worker in workers]
     data_parallel, formula = data_parallel_bytes(settings, parameters)
+    tokens = settings.steps * settings.batch * settings.context  # of one worker
     return {
         "single": {
             "val_loss": single_curve[-1]["val_loss"],
             "steps": settings.steps,
+            "tokens": tokens,
             "seconds": single["seconds"],
             "curve": single_curve,
+        },
+        "same_tokens": {
+            "val_loss": same_tokens_curve[-1]["val_loss"],
+            "steps": settings.steps,
+            "batch": settings.workers * settings.batch,
+            "tokens": settings.workers * tokens,
+            "seconds": same_tokens["seconds"],
+            "curve": same_tokens_curve,
         },
         "diloco": {
             "val_loss": diloco_curve[-1]["val_loss"],
             "workers": settings.workers,
             "rounds": settings.rounds,
             "steps": settings.steps,
+            "tokens": settings.workers * tokens,
             "seconds": max(worker["seconds"] for worker in workers),
             "seconds_waited": sum(each["seconds_waited"] for each in synced) / len(synced),
             "curve": diloco_curve,
@@ -85,27 +99,36 @@ def few_bits_bytes(settings: Settings, parameters: int) -> int:
 
 def table(found: Record) -> Table:
     """The small table that ends the demo, of its summary."""
-    single, diloco, sent = found["single"], found["diloco"], found["bytes"]
-    data_parallel = megabytes(sent["data_parallel"])
-    if moved := sent["up"] + sent["down"]:
-        data_parallel += f" ({sent['data_parallel'] / moved:.0f}x)"
+    single, same_tokens, diloco = found["single"], found["same_tokens"], found["diloco"]
+    sent, runs = found["bytes"], (single, same_tokens, diloco)
     shown = Table(title=f"{found['parameters']:,} parameters, {diloco['steps']} steps each")
     shown.add_column("")
-    shown.add_column("single worker", justify="right")
-    shown.add_column(f"DiLoCo, {diloco['workers']} workers", justify="right", style="bold")
-    per_step = f"every {found['settings']['sync_every']} steps"
-    losses = (f"{each['val_loss']:.4f}" for each in (single, diloco))
-    shown.add_row("validation loss (nats per byte)", *losses)
-    shown.add_row("rounds", "-", f"{diloco['rounds']} ({per_step})")
-    shown.add_row("bytes on the wire, up", "-", megabytes(sent["up"]))
-    shown.add_row("bytes on the wire, down", "-", megabytes(sent["down"]))
-    computed = megabytes(sent["int4z_computed"])
-    shown.add_row("both ways in int4z (computed)", "-", f"about {computed}")
-    shown.add_row("data-parallel would have sent", "-", data_parallel)
-    seconds = (f"{each['seconds']:.0f}" for each in (single, diloco))
-    shown.add_row("seconds of training", *seconds)
-    shown.add_row("of these in communication (mean)", "-", f"{diloco['seconds_waited']:.1f}")
+    shown.add_column("one worker,\nsame steps", justify="right")
+    shown.add_column("one worker,\nsame tokens", justify="right")
+    shown.add_column(f"DiLoCo,\n{diloco['workers']} workers", justify="right", style="bold")
+    shown.add_row("validation loss, nats per byte", *(f"{each['val_loss']:.4f}" for each in runs))
+    shown.add_row("tokens (bytes of text)", *(f"{each['tokens']:,}" for each in runs))
+    shown.add_row("seconds of training", *(f"{each['seconds']:.0f}" for each in runs))
+    waited = f"{diloco['seconds_waited']:.1f}"
+    shown.add_row("  of these in communication (mean)", "-", "-", waited)
+    shown.add_row("rounds", "-", "-", str(diloco["rounds"]))
+    shown.add_row("sent up", "-", "-", megabytes(sent["up"]))
+    shown.add_row("sent down", "-", "-", megabytes(sent["down"]))
+    shown.add_row("  both in int4z (computed)", "-", "-", megabytes(sent["int4z_computed"]))
     return shown
+
+
+def traffic(found: Record) -> str:
+    """How much data-parallel training would have sent, and how many times what DiLoCo sent that is."""
+    sent, workers = found["bytes"], found["diloco"]["workers"]
+    moved = sent["up"] + sent["down"]
+    ratio = (
+        f", {sent['data_parallel'] / moved:.0f}x the {megabytes(moved)} of DiLoCo" if moved else ""
+    )
+    return (
+        f"Data-parallel training of {workers} workers, for the steps and tokens of the middle column, "
+        f"would have sent {megabytes(sent['data_parallel'])}{ratio}."
+    )
 
 
 def megabytes(count: int) -> str:

@@ -40,7 +40,7 @@ def with_options(record: Any) -> Callable[[Callable[..., None]], Callable[..., N
 class Settings:
     """Everything that decides how a demo goes, apart from the text itself."""
 
-    steps: int = option(1500, "Inner steps of each worker, and of the single worker.")
+    steps: int = option(1500, "Inner steps of each worker, and of the single workers.")
     workers: int = option(2, "DiLoCo workers.")
     seed: int = option(0, "Decides parameters and batches.")
     sync_every: int = option(50, "H: inner steps between two rounds; divides the steps.")
@@ -48,7 +48,7 @@ class Settings:
     context: int = option(64, "Bytes in each window.")
     schedule: str = "cosine"
     lr: float = option(3e-3, "Peak learning rate of the DiLoCo workers' AdamW.")
-    single_lr: float = option(3e-3, "Peak learning rate of the single worker's AdamW.")
+    single_lr: float = option(3e-3, "Peak learning rate of the single workers' AdamW.")
     outer_lr: float = option(0.8, "Learning rate of the broker's outer optimizer.")
     outer_momentum: float = option(0.5, "Nesterov momentum of the outer optimizer.")
     wire_dtype: str = "bf16"

@@ -1,1 +1,1 @@
-"""`diloco-launch`: a run on the cluster that somebody already has, by files of its engine."""
+"""`diloco-launch`: a run on this machine, or on a cluster by files of its engine."""

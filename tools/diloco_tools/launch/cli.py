@@ -1,17 +1,20 @@
-"""`diloco-launch`: which engine."""
+"""`diloco-launch`: where a run is started."""
 
 from __future__ import annotations
 
 import typer
 
 from diloco_tools.launch.kubernetes.cli import kubernetes
+from diloco_tools.launch.local.cli import local
 from diloco_tools.launch.slurm.cli import app as slurm
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+# What follows the name of the script belongs to it, with or without -- in front.
+app.command("local", context_settings={"allow_interspersed_args": False})(local)
 app.add_typer(slurm, name="slurm")
 app.command("kubernetes")(kubernetes)
 
 
 @app.callback()
 def main() -> None:
-    """Start a run on the cluster that you have: files for its engine, keys, and a folder."""
+    """Start a run: on this machine, or on the cluster that you have."""

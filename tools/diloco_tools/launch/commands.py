@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,14 @@ def make_keys(folder: Path, workers: Sequence[str]) -> None:
 
 def _keygen(folder: Path, *words: str) -> None:
     output_of([sys.executable, "-m", "diloco_broker", "keygen", str(folder), *words])
+
+
+def serve_words(text: str) -> tuple[str, ...]:
+    """The words of `--serve`, split as a shell splits them. Raises UsageError."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--serve {text!r:.80} cannot be read: {error}.") from None
 
 
 def check_serve_options(options: Sequence[str], cwd: Path) -> None:

@@ -24,8 +24,8 @@ FINAL: dict[int, str] = {
     INTERRUPTED: "it was asked to end, by Ctrl-C",
     TERMINATED: "it was asked to end",
 }
-# What a worker says as it leaves: the run is over, or it was asked to end.
-OVER, ASKED = "over", "asked"
+# Why a worker left: the run is over, it was asked to end, or its script came to an end by itself.
+OVER, ASKED, LEFT = "over", "asked", "left"
 # Seconds before the first restart, doubled for each that follows in a row, and the longest of them.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0

@@ -1,7 +1,8 @@
-"""What a worker leaves for the program that started it: why it left the run, where an exit code is lost.
+"""The end file: a worker writes there why it left the run, for the program that started its script.
 
 `torchrun` ends with 1 whatever its processes end with, and `srun` with the greatest of several codes. So
-`diloco-worker run` names a file, and each process of the worker writes one word there as it leaves.
+`diloco-worker run` names a file, and each process of the worker writes one word there as it leaves. A
+script that ended without a word has joined no run, or was killed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from diloco_worker.core.restarts import ASKED, OVER
+from diloco_worker.core.restarts import ASKED, LEFT, OVER
 
 logger = logging.getLogger("diloco.worker")
 
@@ -20,15 +21,15 @@ LONGEST = 100  # bytes
 
 
 def tell_launcher(is_over: bool, *, asked: bool) -> None:
-    """Write why this worker has left, if a file is named and there is something to say.
+    """Write why this worker has left, if a file is named.
 
     Args:
         is_over: the run is.
         asked: SIGTERM, or an operator, has asked the script to end.
     """
-    if (name := os.environ.get(VARIABLE, "").strip()) and (is_over or asked):
+    if name := os.environ.get(VARIABLE, "").strip():
         try:
-            Path(name).write_text(OVER if is_over else ASKED)
+            Path(name).write_text(OVER if is_over else ASKED if asked else LEFT)
         except OSError as error:
             logger.warning(
                 "%s cannot be written (%s): who started this script may start it again.",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from diloco_protocol.errors import UsageError
-from diloco_tools.launch.commands import check_serve_options, make_keys
+from diloco_tools.launch.commands import check_serve_options, make_keys, serve_words
 from diloco_tools.launch.failures import failing_in_a_sentence
 from diloco_tools.launch.kubernetes.manifest import as_yaml
 from diloco_tools.launch.kubernetes.run import KubernetesRun
@@ -94,7 +93,7 @@ def kubernetes(  # noqa: PLR0913  each is an option
             grace=grace,
             restarts=restarts,
             replacements=replacements,
-            serve=_words(serve),
+            serve=serve_words(serve),
         )
         check_serve_options(["--insecure", *run.serve], Path.cwd())
         make_keys(run.keys, run.workers)
@@ -104,10 +103,3 @@ def kubernetes(  # noqa: PLR0913  each is an option
 def _check(text: str, pattern: re.Pattern[str], option: str, what: str) -> None:
     if not pattern.fullmatch(text):
         raise UsageError(f"--{option} is {text!r:.80}; write {what}.")
-
-
-def _words(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"--serve {text!r:.80} cannot be read: {error}.") from None

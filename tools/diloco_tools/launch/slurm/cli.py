@@ -14,7 +14,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from diloco_protocol.errors import UsageError
-from diloco_tools.launch.commands import MONITOR, OPERATOR, check_serve_options
+from diloco_tools.launch.commands import MONITOR, OPERATOR, check_serve_options, serve_words
 from diloco_tools.launch.failures import failing_in_a_sentence
 from diloco_tools.launch.slurm import folder as folders
 from diloco_tools.launch.slurm import jobs
@@ -112,7 +112,7 @@ def start(  # noqa: PLR0913  each is an option
             grace=grace,
             restarts=restarts,
             requeues=requeues,
-            serve=_words(serve),
+            serve=serve_words(serve),
             sbatch=_options(sbatch),
             broker_sbatch=_options(broker_sbatch),
         )
@@ -201,13 +201,6 @@ def _shared(path: Path) -> Path:
     if not str(path).isprintable() or "%" in str(path):
         raise UsageError(f"The path {str(path)!r:.200} has characters that Slurm takes for others.")
     return path
-
-
-def _words(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"--serve {text!r:.80} cannot be read: {error}.") from None
 
 
 def _options(given: list[str] | None) -> tuple[str, ...]:

@@ -1,0 +1,167 @@
+"""`diloco-launch local`: a broker and the workers of one script, as real processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco_protocol.feed import Counts, End, LastRound, Snapshot
+from diloco_tools.launch.cli import app
+from diloco_tools.launch.local.run import LocalRun
+from diloco_tools.launch.local.status import status_line
+from kit.examples import FOLDER
+from kit.process_kit import Child, Processes, wait_for
+
+pytest_plugins = ("kit.process_fixtures",)
+
+# Each test starts Python and torch several times.
+pytestmark = pytest.mark.timeout(240)
+WITHIN_S = 120.0
+TRAINS_UNTIL_IT_IS_STOPPED = """
+import os, threading, torch
+from diloco_worker import DiLoCoWorker
+
+print("pid", os.getpid(), flush=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with DiLoCoWorker(model, optimizer) as diloco:
+    while not diloco.should_stop:
+        model(torch.ones(1, 2)).pow(2).mean().backward()
+        optimizer.step()
+        threading.Event().wait(0.01)
+print("left", flush=True)
+"""
+
+
+def launch(processes: Processes, *words: str) -> Child:
+    """The command, with `run` as the folder of its run."""
+    return processes.run("-m", "diloco_tools.launch", "local", "--folder", "run", *words)
+
+
+def write(processes: Processes, script: str) -> str:
+    (processes.folder / "script.py").write_text(script)
+    return "script.py"
+
+
+def log(processes: Processes, name: str) -> str:
+    file = processes.folder / "run" / "logs" / f"{name}.log"
+    return file.read_text() if file.exists() else ""
+
+
+def pids(processes: Processes, name: str) -> list[int]:
+    lines = [line.split() for line in log(processes, name).splitlines()]
+    return [int(words[1]) for words in lines if words[:1] == ["pid"]]
+
+
+def test_workers_of_a_script_train_one_model(processes: Processes) -> None:
+    script = str(FOLDER / "plain_loop.py")
+    made = launch(processes, "-n", "2", "--sync-every", "10", "--", script, "--steps", "40")
+    assert made.ends(WITHIN_S) == 0, made.output
+    assert "4 rounds, loss" in made.output
+    for name in ("w0", "w1"):
+        assert "after 4 rounds" in log(processes, name)
+    program, *export = shlex.split(made.says("model: ").partition(": ")[2])
+    assert Path(program).name == "diloco-broker"
+    assert processes.asks(*export) == 0
+    assert (processes.folder / "model.safetensors").is_file()
+
+
+def test_a_killed_worker_is_started_again_and_ctrl_c_stops_workers_before_the_broker(
+    processes: Processes,
+) -> None:
+    script = write(processes, TRAINS_UNTIL_IT_IS_STOPPED)
+    made = launch(processes, "--sync-every", "10", "--", script)
+    wait_for(lambda: "closed" in log(processes, "broker"), WITHIN_S)
+    os.kill(pids(processes, "w0")[0], signal.SIGKILL)
+    wait_for(lambda: len(pids(processes, "w0")) == 2, WITHIN_S)
+    assert "restart 1 of" in made.says("w0 was killed by SIGKILL")
+    wait_for(lambda: log(processes, "broker").count("w0 joins") == 2, WITHIN_S)
+    made.gets(signal.SIGINT)
+    assert made.ends(WITHIN_S) == 128 + signal.SIGINT, made.output
+    assert [log(processes, name).count("left") for name in ("w0", "w1")] == [1, 1]
+    broker = log(processes, "broker")
+    assert broker.rindex("w1 leaves") < broker.rindex("The run is saved")
+    assert list((processes.folder / "run" / "broker").glob("checkpoint-*"))
+
+
+def test_a_script_that_fails_is_restarted_as_often_as_allowed_and_its_last_lines_are_shown(
+    processes: Processes,
+) -> None:
+    script = write(processes, "raise ValueError('no such data set')")
+    made = launch(processes, "-n", "1", "--restarts", "1", "--", script)
+    assert made.ends(WITHIN_S) == 1, made.output
+    assert log(processes, "w0").count("ValueError: no such data set") == 2
+    assert "ValueError: no such data set" in made.output
+
+
+def test_a_script_that_never_joins_is_named(processes: Processes) -> None:
+    made = launch(processes, "-n", "2", "--", write(processes, "print('trained alone')"))
+    assert made.ends(WITHIN_S) == 1, made.output
+    for name in ("w0", "w1"):
+        made.says(f"{name} ended without joining the run")
+
+
+def test_workers_that_end_before_the_first_round_are_a_failure(processes: Processes) -> None:
+    script = str(FOLDER / "plain_loop.py")
+    made = launch(processes, "-n", "1", "--sync-every", "500", "--", script, "--steps", "5")
+    assert made.ends(WITHIN_S) == 1, made.output
+    assert "--sync-every" in made.says("No round closed")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nothing.py"], "nothing.py"),
+        (["no-such-program"], "no-such-program"),
+        (["--serve", "--save-dir there", "script.py"], "--folder"),
+        (["--serve", "--no-such-option 1", "script.py"], "--no-such-option"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    answer = CliRunner().invoke(app, ["local", *words])
+    assert answer.exit_code == 2
+    assert told in answer.stderr
+    assert answer.stderr.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["script.py"], "and nothing is written"
+
+
+def test_each_worker_has_a_name_a_shard_and_its_part_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_KEYS", "of-another-run.key")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    run = LocalRun(tmp_path, ("train.py",), workers=3, sync_every=50)
+    one, other = (run.worker_environment(index) for index in (0, 2))
+    assert (one["DILOCO_WORKER_ID"], other["DILOCO_WORKER_ID"]) == ("w0", "w2")
+    assert (other["DILOCO_SHARD_INDEX"], other["DILOCO_NUM_SHARDS"]) == ("2", "3")
+    assert one["OMP_NUM_THREADS"] == "2"
+    assert "DILOCO_KEYS" not in one
+    assert one["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run.worker_environment(0)["OMP_NUM_THREADS"] == "7"
+
+
+def test_status_line_has_rounds_loss_workers_and_what_the_run_waits_for() -> None:
+    assert "2 workers" in status_line(None, 2)
+    begun = Snapshot(feed=1, sequence=1, epoch="e", counts=Counts(alive=1), waiting_for="for w1")
+    assert status_line(begun, 2) == "round 0, 1 of 2 workers, waiting for w1"
+    later = replace(
+        begun,
+        waiting_for=None,
+        end=End(max_rounds=9),
+        last_round=LastRound(number=4, loss=0.5),
+        counts=Counts(alive=2),
+    )
+    assert status_line(later, 2) == "round 5 of 9, loss 0.5000, 2 of 2 workers"

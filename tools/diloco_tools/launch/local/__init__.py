@@ -1,0 +1,1 @@
+"""A run on this machine alone: a broker and the workers of one script."""

@@ -1,0 +1,101 @@
+"""One program of a local run, started again where it fails, by the rules of `diloco-worker run`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from diloco_tools.processes import Child, Children, ended
+from diloco_worker.launching import END_FILE, Restarts, code_of, forget, meant, word
+
+
+class Program:
+    """Started at once.
+
+    Attributes:
+        code: exit code of its last life as a shell says it, once it is not started again; else None.
+        has_joined: whether its worker said, as it left, that it was in the run.
+
+    Args:
+        end_file: where its worker writes why it left.
+        restarts: how many failures in a row are followed by a restart.
+    """
+
+    def __init__(
+        self,
+        children: Children,
+        name: str,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        end_file: Path,
+        restarts: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.code: int | None = None
+        self._children = children
+        self._command = command
+        self._env = {**env, END_FILE: str(end_file)}
+        self._end_file = end_file
+        self._restarts = Restarts(restarts)
+        self._clock = clock
+        self._again_at = 0.0
+        self.child = self._start(is_next_life=False)
+
+    def _start(self, *, is_next_life: bool) -> Child:
+        forget(self._end_file)
+        self._began = self._clock()
+        return self._children.add(
+            Child(
+                self.name,
+                self._command,
+                self._children.folder,
+                env=self._env,
+                work_in=Path.cwd(),
+                is_next_life=is_next_life,
+            )
+        )
+
+    @property
+    def is_running(self) -> bool:
+        return self.child.running
+
+    @property
+    def has_joined(self) -> bool:
+        return bool(word(self._end_file))
+
+    def look(self) -> str | None:
+        """Take note of its end, or start it again when that is due; what happened, in a sentence."""
+        if self.code is not None or self.child.running:
+            return None
+        if self._again_at:
+            if self._clock() >= self._again_at:
+                self._again_at = 0.0
+                self.child = self._start(is_next_life=True)
+            return None
+        code = self._exit_code()
+        pause = self._restarts.pause(code, self._clock() - self._began)
+        if pause is None:
+            self.code = code
+            return None
+        self._again_at = self._clock() + pause
+        number, most = self._restarts.in_a_row, self._restarts.most
+        how = ended(self.child.process.returncode)
+        return f"{self.name} {how}; restart {number} of {most} in {pause:g} s"
+
+    def start_no_more(self) -> None:
+        """A life that has ended was the last one."""
+        if self.code is None and not self.child.running:
+            self.code = self._exit_code()
+        self._restarts.most = 0
+
+    def ask_to_end(self) -> None:
+        """SIGTERM, and no restart."""
+        self.start_no_more()
+        if self.child.running:
+            self.child.process.terminate()
+
+    def _exit_code(self) -> int:
+        return meant(code_of(self.child.process.returncode), word(self._end_file))

@@ -1,0 +1,328 @@
+"""A local run from start to end: watches its programs and the feed, and stops them in order."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from diloco_protocol.clients.address_file import NoAddress, read_address
+from diloco_protocol.feed import FeedError, Snapshot
+from diloco_tools.feed.listener import FeedSubscriber
+from diloco_tools.launch.local.program import Program
+from diloco_tools.launch.local.status import Status, rounds_of, status_line
+from diloco_tools.processes import Children, environment
+from diloco_tools.terminal import installed
+from diloco_worker.launching import INTERRUPTED, RUN_IS_OVER, TERMINATED
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_S = 0.2  # between two looks at the programs
+# How long workers may take to leave, and then the broker to save, before they are killed.
+LEAVE_WITHIN_S = 30.0
+# How long scripts may go on after the broker has ended the run: those that never heard of it would wait.
+AFTER_THE_END_S = 60.0
+ALL_WELL, FAILED = 0, 1
+# Exit codes of a program that is done, whose run is over, or that somebody has asked to end.
+MEANT = (0, RUN_IS_OVER, INTERRUPTED, TERMINATED)
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """What is started.
+
+    Attributes:
+        folder: for everything of the run; absolute.
+        command: starts the script of each worker, in the current folder.
+        workers: how many.
+        sync_every: H, inner steps between two rounds.
+        serve: further options of `diloco-broker serve`.
+        restarts: of each program, in a row.
+    """
+
+    folder: Path
+    command: tuple[str, ...]
+    workers: int
+    sync_every: int
+    serve: tuple[str, ...] = ()
+    restarts: int = 3
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "broker"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def ends(self) -> Path:
+        return self.folder / "ends"
+
+    @property
+    def address_file(self) -> Path:
+        return self.folder / "address"
+
+    @property
+    def serve_options(self) -> list[str]:
+        """All of them. Of an option that is given twice the later counts, which is the user's."""
+        own = {
+            "--workers": str(self.workers),
+            "--sync-every": str(self.sync_every),
+            "--bind": "tcp://127.0.0.1:*",
+            "--feed": "tcp://127.0.0.1:*",
+            "--save-dir": str(self.checkpoints),
+            "--address-file": str(self.address_file),
+        }
+        return [word for pair in own.items() for word in pair] + list(self.serve)
+
+    def worker_environment(self, index: int) -> dict[str, str]:
+        """The variables of one worker: ours, without those that would lead it to another run."""
+        ours = {name: value for name, value in os.environ.items() if name != "DILOCO_KEYS"}
+        threads = max(1, cores() // self.workers)
+        return {
+            "PYTHONUNBUFFERED": "1",  # what it prints is in its log at once
+            "OMP_NUM_THREADS": str(threads),
+            **ours,
+            "PATH": search_path(),
+            "DILOCO_SERVER": f"file://{self.address_file}",
+            "DILOCO_WORKER_ID": f"w{index}",
+            "DILOCO_SHARD_INDEX": str(index),
+            "DILOCO_NUM_SHARDS": str(self.workers),
+        }
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def search_path() -> str:
+    """Where programs are looked for: `python` is this one, also where its environment is not active."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+class Signals:
+    """The signals to end: the first stops the run in order, the second at once."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.is_urgent = False
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self.is_urgent = self.first is not None
+        self.first = self.first or number
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """What is ignored here, by nohup for instance, stays ignored."""
+        meant = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        former = {number: signal.signal(number, self._take) for number in meant}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+class BrokerFeed:
+    """The feed of a broker that writes its address to a file, and may come back at another one."""
+
+    def __init__(self, address_file: Path) -> None:
+        self.newest: Snapshot | None = None
+        self.has_seen_a_round = False  # closed, since the start of this run
+        self._file = address_file
+        self._feed: FeedSubscriber | None = None
+
+    def look(self, seconds: float) -> None:
+        """Wait at most so long for the next snapshot."""
+        try:
+            address = read_address(self._file, line=1)
+        except NoAddress:
+            time.sleep(seconds)
+            return
+        if self._feed is None or self._feed.address != address:
+            self.close()
+            self._feed = FeedSubscriber(address)
+        try:
+            self.newest = self._feed.receive(seconds) or self.newest
+            if self.newest is not None and self.newest.last_round is not None:
+                self.has_seen_a_round = True
+        except FeedError:  # no key or version is wrong between programs of one package
+            time.sleep(seconds)
+
+    def close(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
+
+
+class Supervisor:
+    """The programs of a run while it lasts."""
+
+    def __init__(self, run: LocalRun, children: Children, status: Status, signals: Signals) -> None:
+        self._run = run
+        self._status = status
+        self._signals = signals
+        self._feed = BrokerFeed(run.address_file)
+        self._began = time.monotonic()
+        self._ended_at: float | None = None  # when the broker ended, for good
+        self._failures: list[str] = []  # names of the programs whose end has been told
+        self._is_stuck = False  # too few workers are left
+        serve = [sys.executable, "-m", "diloco_broker", "serve", *run.serve_options]
+        self.broker = Program(
+            children,
+            "broker",
+            serve,
+            env=environment(),
+            end_file=run.ends / "broker",
+            restarts=run.restarts,
+        )
+        self.workers = [
+            Program(
+                children,
+                f"w{index}",
+                run.command,
+                env=run.worker_environment(index),
+                end_file=run.ends / f"w{index}",
+                restarts=run.restarts,
+            )
+            for index in range(run.workers)
+        ]
+
+    def supervise(self) -> int:
+        """Until all workers have ended, a signal comes, or nothing can go on; then the exit code."""
+        while self._signals.first is None and not self._is_over():
+            self._look()
+        if self._signals.first is not None:
+            name = signal.Signals(self._signals.first).name
+            self._status.say(
+                f"Received {name}; stopping the workers, then the broker. A second signal kills them."
+            )
+        self._stop(self.workers)
+        self._stop([self.broker])
+        self._tell_failure(self.broker)
+        self._feed.close()
+        if self._signals.first is not None:
+            return 128 + self._signals.first
+        return self._verdict()
+
+    def _look(self) -> None:
+        self._feed.look(LOOK_S)
+        for program in (self.broker, *self.workers):
+            if told := program.look():
+                self._status.say(told)
+            self._tell_failure(program)
+        if self.broker.code is not None and self._ended_at is None:
+            self._ended_at = time.monotonic()
+            for worker in self.workers:  # it would wait for a broker that does not come back
+                worker.start_no_more()
+        self._status.show(status_line(self._feed.newest, self._run.workers))
+
+    def _tell_failure(self, program: Program) -> None:
+        if program.code is None or program.code in MEANT or program.name in self._failures:
+            return
+        self._failures.append(program.name)
+        self._status.say(str(program.child.failure()))
+
+    def _is_over(self) -> bool:
+        left = sum(worker.code is None for worker in self.workers)
+        if not left:
+            return True
+        if self._ended_at is not None:
+            return (
+                self.broker.code not in MEANT or time.monotonic() > self._ended_at + AFTER_THE_END_S
+            )
+        newest = self._feed.newest
+        if newest is None or left == len(self.workers):
+            return False
+        has_begun = rounds_of(newest) > 0 or newest.mode == "async"
+        needed = (newest.min_workers if has_begun else newest.workers_wanted) or 1
+        # Those that have not joined may train alone, and end by themselves.
+        if not left <= newest.counts.alive < needed:
+            return False
+        what, verb = "a round" if has_begun else "round one", "is" if left == 1 else "are"
+        self._status.say(
+            f"The run cannot go on: {what} needs {needed} workers, and {left} {verb} left."
+        )
+        self._is_stuck = True
+        return True
+
+    def _stop(self, programs: Sequence[Program]) -> None:
+        """Ask them to end, all at once, and kill those that do not in time."""
+        for program in programs:
+            program.ask_to_end()
+        deadline = time.monotonic() + LEAVE_WITHIN_S
+        while any(program.is_running for program in programs):
+            if self._signals.is_urgent or time.monotonic() > deadline:
+                for program in programs:
+                    if program.is_running:
+                        self._status.say(f"{program.name} has not ended; killing it")
+                        program.child.kill()
+            left = [program.name for program in programs if program.is_running]
+            self._status.show(f"waiting for {', '.join(left)} to end")
+            self._feed.look(LOOK_S)
+        for program in programs:
+            program.look()
+
+    def _verdict(self) -> int:
+        """Say what was wrong; the exit code."""
+        wrong = bool(self._failures) or self._is_stuck
+        for worker in self.workers:
+            if worker.code in (0, RUN_IS_OVER) and not worker.has_joined:
+                wrong = True
+                self._status.say(
+                    f"{worker.name} ended without joining the run: its script entered no DiLoCoWorker "
+                    f"(its log: {_shown(worker.child.log)}). For a script that has none: -- python -m "
+                    "diloco_worker.auto SCRIPT"
+                )
+        if not wrong and not self._feed.has_seen_a_round:
+            wrong = True
+            self._status.say(
+                f"No round closed: each worker ended before it had made {self._run.sync_every} steps. "
+                "Train for longer, or lower --sync-every."
+            )
+        return FAILED if wrong else ALL_WELL
+
+    def summarise(self) -> None:
+        """What the run came to, and where its model is."""
+        newest = self._feed.newest
+        rounds = 0 if newest is None else rounds_of(newest)
+        loss = newest.last_round.loss if newest is not None and newest.last_round else None
+        told = "" if loss is None else f", loss {loss:.4f} in the last"
+        seconds = time.monotonic() - self._began
+        self._status.say(f"{rounds} round{'s'[: rounds != 1]}{told}; {seconds:.0f} s")
+        if any(self._run.checkpoints.glob("checkpoint-*")):
+            folder = shlex.quote(str(_shown(self._run.checkpoints)))
+            export = f"{installed('diloco-broker')} export {folder} --to model.safetensors"
+            self._status.say(f"model: {export}")
+        self._status.say(f"logs: {_shown(self._run.logs)}")
+
+
+def _shown(path: Path) -> Path:
+    """As a user would write it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def make_folders(run: LocalRun) -> None:
+    """Make what is not there yet. Raises OSError."""
+    for folder in (run.folder, run.logs, run.ends):
+        folder.mkdir(parents=True, exist_ok=True)
+    run.address_file.unlink(missing_ok=True)  # of an earlier run
+
+
+def start(run: LocalRun, status: Status) -> int:
+    """Run it in its folders; the exit code."""
+    signals = Signals()
+    with signals.caught():
+        with Children(run.logs) as children, status:
+            status.say(f"{run.workers} workers; everything of the run is in {_shown(run.folder)}")
+            supervisor = Supervisor(run, children, status, signals)
+            code = supervisor.supervise()
+        supervisor.summarise()
+    return code

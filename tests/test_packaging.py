@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diloco_tools.exporter.catalogue import LABELS, TABLES
 from kit.paths import ROOT
@@ -18,6 +19,7 @@ from kit.paths import ROOT
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PROJECT = (ROOT / "pyproject.toml").read_text()
 COMMANDS = dict(re.findall(r"^(diloco-\S+) = \"(\S+):app\"$", PROJECT, re.MULTILINE))
+ALERTS = yaml.safe_load((ROOT / "tools" / "prometheus-alerts.yml").read_text())
 BOARD = json.loads((ROOT / "tools" / "grafana-board.json").read_text())
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -149,10 +151,16 @@ def queries() -> list[str]:
     ]
 
 
-def test_board_asks_for_series_and_labels_that_the_exporter_has() -> None:
+def alerts() -> list[str]:
+    """The condition of every alert rule."""
+    return [rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]]
+
+
+def test_board_and_alerts_ask_for_series_and_labels_that_the_exporter_has() -> None:
     tables = {f"diloco_{name}": table for table, rows in TABLES.items() for name in rows}
     assert len(queries()) > 10
-    for query in queries():
+    assert "diloco_workers_alive < diloco_workers_due" in alerts()
+    for query in queries() + alerts():
         names = set(re.findall(r"diloco_\w+", query))
         assert names and names <= set(tables), query
         known = {"job", "instance"} | {label for n in names for label in LABELS.get(tables[n], ())}

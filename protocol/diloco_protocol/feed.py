@@ -23,6 +23,7 @@ FEED_VERSION = 1
 KEYS = "keys"  # whoever has one of its keys
 LOOPBACK = "loopback"  # whoever is on its machine: it listens to no other, and asks for no keys
 INSECURE = "INSECURE"  # whoever reaches it from any machine
+DEAD = "dead"  # the health of a worker that died: it stays in displays, marked
 TOPIC = b"status "  # first bytes of a frame: what a SUB socket filters on
 MAX_SNAPSHOT_BYTES = 16 << 20  # 16 MiB: tens of thousands of workers fit
 MAX_DEPTH = 32  # levels of nesting: a snapshot has four, `extra` may add some
@@ -64,9 +65,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Counts:
-    """Workers alive, participating in this round, averaged in the last; of a relay, those behind it."""
+    """Workers alive, participating in this round, averaged in the last; of a relay, those behind it.
+
+    `due` are those that should be alive: the `workers_wanted` less those that left properly, or those
+    alive together with the dead where these are more.
+    """
 
     alive: int = 0
+    due: int = 0
     participating: int = 0
     averaged: int = 0
 
@@ -189,7 +195,8 @@ class Worker:
     sync_age_s: float | None = None  # since its work was last counted
     staleness: int = 0
     merge_delay: int | None = None  # steps from slot to merge, of its last merge
-    warning: str | None = None  # what it warns of in its heartbeats, a sentence
+    # What it warns of in its heartbeats, a sentence; of a dead one, what it died of.
+    warning: str | None = None
     bytes_up: int = 0
     bytes_down: int = 0
     pushes: int = 0
@@ -404,6 +411,8 @@ class Snapshot:
     save_every: int | None = None
     fragments: tuple[Fragment, ...] = ()
     workers: tuple[Worker, ...] = ()
+    # Those that died and neither came back nor were replaced, as they were: 100 at most, for two days.
+    dead: tuple[Worker, ...] = ()
     sites_away: tuple[SiteAway, ...] = ()
     parent: Parent | None = None  # None: it is no relay
     totals: Totals = Totals()
@@ -419,6 +428,24 @@ class Snapshot:
     raw: Mapping[str, object] = field(
         default_factory=dict, repr=False, compare=False, metadata=NOT_SENT
     )
+
+    @property
+    def listed(self) -> tuple[Worker, ...]:
+        """What tables of workers show: those that are here, and the dead."""
+        return self.workers + self.dead
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """Ids of those that the round waits for and that train towards their push, as they should."""
+        well = {
+            each.id for each in self.workers if each.health == "ok" and each.state == "training"
+        }
+        return tuple(sorted(well.intersection(self.round.missing))) if self.round else ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Ids of the others that the round waits for."""
+        return tuple(sorted(set(self.round.missing) - set(self.training))) if self.round else ()
 
 
 def parse_snapshot(frame: bytes) -> Snapshot:

@@ -61,7 +61,7 @@ def status(**keys: Any) -> dict[str, Any]:
             "missing": ["mac", "rtx", "xeon"],
             "floor": 1,
         },
-        "counts": {"alive": 5, "participating": 4, "averaged": 3},
+        "counts": {"alive": 5, "due": 5, "participating": 4, "averaged": 3},
         "model": {"parameters": 151_200_000, "tensors": 291, "bytes": 604_800_000},
         "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True},
         "sync_every": 500,

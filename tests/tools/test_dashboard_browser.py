@@ -309,7 +309,7 @@ class TestLook:
         publisher.says(workers=workers)
         sees(page, "#round", "412")
         for text in (
-            "1 of 4 arrived; missing mac, rtx, xeon",
+            "1 of 4 arrived; missing mac, xeon; training: rtx",
             "120 to 500",
             "4 alive, 3 participating, 4 averaged",
             "1644 counted, 1650 pushes",

@@ -43,8 +43,9 @@ class TestMapping:
     def test_workers_are_counted_by_health(self) -> None:
         healths = ("ok", "ok", "slow", "stalled", "lost", "sleepy")
         crew = [worker(str(number), health=health) for number, health in enumerate(healths)]
-        assert by_label("diloco_workers", exported(status(workers=crew))) == (
-            {"ok": 2, "slow": 1, "stalled": 1, "lost": 1, "other": 1}
+        seen = exported(status(workers=crew, dead=[worker("6", health="dead")]))
+        assert by_label("diloco_workers", seen) == (
+            {"ok": 2, "slow": 1, "stalled": 1, "lost": 1, "dead": 1, "other": 1}
         )
 
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -199,10 +200,24 @@ def test_limits_give_way_before_anything_else_on_a_full_screen() -> None:
 # `diloco-broker status`.
 
 
+def test_round_says_who_trains_towards_it_and_who_is_missing() -> None:
+    stage, (a, b, c) = a_run("a", "b", "c")
+    a.begins(2)
+    b.beats(2)
+    c.beats(2)
+    news = stage.shown()
+    for said in (as_text(news), drawn(news), full(news, 140, 40)):
+        assert re.search(r"training:? +b, c", said) and "missing" not in said
+    c.loses_connection()
+    news = stage.shown()
+    for said in (as_text(news), drawn(news), full(news, 140, 40)):
+        assert re.search(r"missing +c", said) and re.search(r"training:? +b", said)
+
+
 def test_status_has_what_people_look_for() -> None:
     text = as_text(document(1, **TOLD))
     for words in (
-        "2 of 4 here, needs 2, missing rtx-home xeon",
+        "2 of 4 here, needs 2\nmissing     rtx-home\ntraining    xeon\n",
         "dn paper, lr 0.7, momentum 0.9, buffer 3 of 4",
         "2 balanced, merged 3 steps after the push, at most 9, alpha 0.5",
         "silent 90 s: dead, no step: not stalled, 4 s to reconnect",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diloco_broker.cli.status_text import as_text
+from diloco_protocol import tree
 from diloco_protocol.feed import Snapshot, parse_snapshot
-from diloco_tools.feed import tree
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top.drawing import sentences
@@ -79,14 +79,14 @@ def test_one_screen_has_each_worker_below_its_relay() -> None:
     assert names(text) == BELOW
     assert "north (4)" in text
     assert "cellar (2)" in text
-    assert "missing north (4)" in text
+    assert "training: north (4)" in text
 
 
 def test_status_has_each_worker_below_its_relay() -> None:
     text = as_text(snapshot(tree_of()).raw)
     told = ["direct", "north", "  a", "  cellar", "    y", "    x", "  b", "south"]
     assert names(text) == told
-    assert "missing north (4)" in text
+    assert "training    north (4)" in text
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])

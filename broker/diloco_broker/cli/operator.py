@@ -1,6 +1,7 @@
 """Commands that ask a running broker for something, from `status` to `stop-all`.
 
-Exit codes: 0 it was done, 1 the broker refused, 2 wrong usage or no broker there, 130 given up.
+Exit codes: 0 it was done, 1 the broker refused or (`status`) the run is degraded, 2 wrong usage or no
+broker there, 130 given up.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.clients.keys import VARIABLE
 from diloco_protocol.errors import Unreachable, UsageError
+from diloco_protocol.feed import read_snapshot
 from diloco_protocol.messages import Result
 from diloco_protocol.roles import Role
+from diloco_protocol.verdict import verdict_on
 
-REFUSED, GIVEN_UP = 1, 130
+REFUSED, IS_DEGRADED, GIVEN_UP = 1, 1, 130
 ASK_AGAIN_S = 0.5
 
 Address = Annotated[
@@ -86,17 +89,26 @@ def status(
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
 ) -> None:
-    """Show how a running broker is doing. For a display that keeps running: diloco-top."""
+    """Show how a running broker is doing. For a display that keeps running: diloco-top.
+
+    Exit code 1 while the run is DEGRADED, as diloco-top has it.
+    """
     result = _ask(address, timeout, "status", as_json, keys)
     if not result.ok:
         _finish(result, as_json)
-    elif as_json:
+        return
+    is_standby = (
+        "hears_hub" in result.data
+    )  # it has no run to judge, only how it stands with its hub
+    if as_json:
         typer.echo(json.dumps(result.data))
-    elif "hears_hub" in result.data:  # a standby, which has nothing to show but how it stands
+    elif is_standby:
         typer.echo(result.text)
     else:
         is_seen = sys.stdout.isatty()
         typer.echo(as_text(result.data, get_terminal_size().lines - 2 if is_seen else None))
+    if not is_standby and verdict_on(read_snapshot(result.data)).word == "degraded":
+        raise typer.Exit(IS_DEGRADED)
 
 
 @_control

@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK, share_of_processes
+from diloco_protocol.feed import (
+    DEAD,
+    INSECURE,
+    KEYS,
+    LOOPBACK,
+    read_snapshot,
+    share_of_processes,
+)
+from diloco_protocol.verdict import Verdict, verdict_on
 
 Data = Mapping[str, Any]
-NAMES = 8  # of missing workers
+NAMES = 8  # of workers in one part of a row
+REASONS = 4  # of a degraded run; the table has the rest
 LEAST_WORKERS = 3  # lines of the table, however small the window
 LONGEST_ID, LONGEST_HOST = 24, 16  # columns
 TITLES = ("worker", "host", "health", "doing", "step", "inner", "steps/s", "loss", "stale", "heard")
@@ -25,17 +34,22 @@ LEFT = 4  # columns of words; the others are figures
 
 def as_text(data: Data, room: int | None = None) -> str:
     """All of it in lines; `room`: how many there may be, at the cost of workers that are well."""
+    snapshot = read_snapshot(data)
+    verdict = verdict_on(snapshot)
     rows = (
         ("run", _run(data)),
+        ("verdict", [verdict.word.upper()]),
+        *(("", [reason]) for reason in _reasons(verdict)),
         ("state", [_state(data)]),
         ("security", [_SECURITY.get(data.get("security", ""), "")]),
         ("pushes" if data["mode"] == "async" else "round", _round(data)),
+        ("missing", [*_named(snapshot.missing, data), *map(_away, data.get("sites_away", ()))]),
+        ("training", _named(snapshot.training, data)),
         ("last", _last(data)),
         ("ends", _ends(data.get("end") or {})),
         ("asked", _asked(data.get("orders", ()))),
         *(("data", _data_set(each)) for each in data.get("data_sets", ())),
         ("workers", _workers(data)),
-        ("missing", map(_away, data.get("sites_away", ()))),
         ("parent", _parent(data.get("parent"))),
         ("model", _model(data)),
         ("optimizer", _optimizer(data["outer"], data.get("fragments", ()), data["round"] or {})),
@@ -49,14 +63,23 @@ def as_text(data: Data, room: int | None = None) -> str:
     )
     said = ((label, ", ".join(filter(None, parts))) for label, parts in rows)
     lines = [f"{label:<12}{text}" for label, text in said if text]
-    if not data["workers"]:
+    listed = [*data["workers"], *data.get("dead", ())]
+    if not listed:
         return "\n".join(lines)
     left = None if room is None else max(LEAST_WORKERS, room - len(lines) - 2)
-    return "\n".join([*lines, "", *_table(list(_tree(data["workers"])), left)])
+    return "\n".join([*lines, "", *_table(list(_tree(listed)), left)])
 
 
 def _run(data: Data) -> Iterable[str]:
     return (data["run"] or "not begun", data["mode"], f"up {span(data['uptime_s'])}")
+
+
+def _reasons(verdict: Verdict) -> Iterable[str]:
+    """Why a run is degraded. Of one that only waits or has ended `state` says it."""
+    if verdict.word != "degraded":
+        return ()
+    more = len(verdict.reasons) - REASONS
+    return (*verdict.reasons[:REASONS], f"and {more} more" if more > 0 else "")
 
 
 def _state(data: Data) -> str:
@@ -112,15 +135,20 @@ def _round(data: Data) -> Iterable[str]:
             f"{reducer.get('waiting', 0)} waiting for a slot",
         )
     now = data["round"]
-    behind = {w["id"]: w["workers"] for w in data["workers"] if w.get("workers") is not None}
-    missing = [f"{n} ({behind[n]})" if n in behind else n for n in sorted(now["missing"])]
-    more = " ..." if len(missing) > NAMES else ""
     return (
         f"{now['number']} {now['phase']} for {span(now['age_s'])}: "
         f"{len(now['arrived'])} of {len(now['expected'])} here",
         f"needs {now['floor']}" if now.get("floor") else "",
-        f"missing {' '.join(missing[:NAMES])}{more}" if missing else "",
     )
+
+
+def _named(ids: Sequence[str], data: Data) -> Iterable[str]:
+    """Those that the open round waits for, a relay with how many are behind it."""
+    if data["mode"] == "async":
+        return
+    behind = {w["id"]: w["workers"] for w in data["workers"] if w.get("workers") is not None}
+    yield from (f"{n} ({behind[n]})" if n in behind else n for n in ids[:NAMES])
+    yield f"and {len(ids) - NAMES} more" if len(ids) > NAMES else ""
 
 
 def _last(data: Data) -> Iterable[str]:
@@ -162,8 +190,10 @@ def _workers(data: Data) -> Iterable[str]:
 
 def _not_listed(relay: Data) -> int:
     """Workers behind a relay that it has not told of, since there are so many."""
-    told = sum(each.get("workers") is None for each in relay.get("behind", ()))
-    return max(0, (relay.get("workers") or 0) - told)
+    told = sum(
+        each.get("workers") is None and each["health"] != DEAD for each in relay.get("behind", ())
+    )
+    return max(0, int(relay.get("workers") or 0) - told)
 
 
 def _away(site: Data) -> str:
@@ -325,8 +355,8 @@ def _tree(workers: Iterable[Data]) -> Iterator[Data]:
     for each in sorted(workers, key=lambda worker: str(worker["id"])):
         yield each
         for told in each.get("behind", ()):
-            lost = each["health"] == "lost"
-            level, health = 1 + told["level"], "unknown" if lost else told["health"]
+            is_unknown = each["health"] == "lost" and told["health"] != DEAD
+            level, health = 1 + told["level"], "unknown" if is_unknown else told["health"]
             yield {**told, "id": told["worker_id"], "level": level, "health": health}
 
 
@@ -363,7 +393,7 @@ def _title(worker: Data) -> str:
 
 
 def _cells(worker: Data) -> tuple[str, ...]:
-    is_lost, pace = worker["health"] == "lost", worker.get("steps_per_s")
+    is_lost, pace = worker["health"] in ("lost", DEAD), worker.get("steps_per_s")
     loss = worker.get("loss")
     return (
         _clipped(_title(worker), LONGEST_ID),

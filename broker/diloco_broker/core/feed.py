@@ -123,6 +123,7 @@ def _snapshot(
         round=_round(state, now),
         counts=feed.Counts(
             alive=state.members.workers,
+            due=_due(state),
             participating=state.round.participants if state.round else 0,
             averaged=report.averaged if report else 0,
         ),
@@ -168,6 +169,7 @@ def _snapshot(
             if each.version
         ),
         workers=_workers(state, usual, now),
+        dead=_dead(state, usual, now),
         sites_away=tuple(
             feed.SiteAway(name, each.workers, _age(each.at, now))
             for name, each in state.sites_away.items()
@@ -380,13 +382,35 @@ def _workers(
 ) -> tuple[feed.Worker, ...]:
     room, found = MOST_LISTED, []
     for member in state.members:
-        found.append(_worker(state, member, usual, now, room))
+        health = listing.health_of(member, now)
+        found.append(_worker(state, member, usual, now, health=health, room=room))
         room -= len(found[-1].behind)
     return tuple(found)
 
 
+def _dead(
+    state: RunState, usual: Mapping[int, float | None], now: float
+) -> tuple[feed.Worker, ...]:
+    deaths = state.absences.dead.values()
+    shown = [_worker(state, each.member, usual, now, health=feed.DEAD) for each in deaths]
+    for worker, death in zip(shown, deaths, strict=True):
+        worker.warning, worker.connections = death.why, 0
+    return tuple(shown)
+
+
+def _due(state: RunState) -> int:
+    behind = sum(each.health == feed.DEAD for m in state.members for each in m.listed)
+    return state.absences.due(state.config.workers, state.members.workers, behind)
+
+
 def _worker(
-    state: RunState, member: Member, usual: Mapping[int, float | None], now: float, room: int
+    state: RunState,
+    member: Member,
+    usual: Mapping[int, float | None],
+    now: float,
+    *,
+    health: str,
+    room: int = 0,
 ) -> feed.Worker:
     # Written out, since there may be hundreds of them.
     figures = member.figures
@@ -397,7 +421,7 @@ def _worker(
         host=figures.host,
         pid=figures.pid,
         state=figures.state,
-        health=listing.health_of(member, now),
+        health=health,
         round=figures.last_round,
         inner_step=figures.inner_step,
         inner_age_s=_age_if(figures.told_at, now),

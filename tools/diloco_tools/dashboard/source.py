@@ -135,7 +135,7 @@ def encoded(value: object) -> str:
 def picture(snapshot: Snapshot, series: RunSeries) -> str:
     """The JSON of one snapshot, with the bytes a second of each worker."""
     plain = to_plain(snapshot, with_none=True)
-    for worker in plain["workers"]:
+    for worker in plain["workers"] + plain["dead"]:
         del worker["extra"]  # of any size, and nothing on the page shows it
     rates = {worker.id: series.rate_of(worker.id) for worker in snapshot.workers}
     known = {name: (rate.up, rate.down) for name, rate in rates.items() if rate is not None}

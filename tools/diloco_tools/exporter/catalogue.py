@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from diloco_protocol.feed import INSECURE
+from diloco_protocol.feed import DEAD, INSECURE
 
+UNHEARD = ("lost", DEAD)  # healths of workers of which nobody knows what they do
 Value = Callable[[Any], float | None]  # of a record; None where it is not known
 
 # fmt: off
@@ -107,6 +108,9 @@ TABLES: dict[str, dict[str, tuple[str | Value, str]]] = {
         "parent_lost_seconds": (lambda of: None if of.parent is None else of.parent.lost_s or 0.0,
             "Of a relay: time since its parent is not there; 0 while it is."),
         "workers_alive": ("counts.alive", "Workers that are alive."),
+        "workers_due": ("counts.due",
+            "Workers that should be alive: --workers less those that left properly, or the living and "
+            "the dead together where these are more."),
         "workers_participating": ("counts.participating",
             "Workers whose push for the coming version is under way or here."),
         "workers_averaged": ("counts.averaged", "Workers averaged in the last round."),
@@ -187,29 +191,31 @@ TABLES: dict[str, dict[str, tuple[str | Value, str]]] = {
         "data_set_counted_units_total": ("counted",
             "Units in the global parameters, of all epochs together."),
     },
-    "healths": {"workers": (float, "Workers, by health; those behind relays as these tell.")},
+    "healths": {
+        "workers": (float, "Workers, by health, the dead included; those behind relays as these tell."),
+    },
     "without_series": {
         "workers_without_series": (float,
             "Workers that have no series of their own: there are more than --max-workers."),
     },
     "workers": {
         "worker_healthy": (lambda of: of.health == "ok",
-            "1 if the worker is well, 0 if it is slow, stalled or lost."),
+            "1 if the worker is well, 0 if it is slow, stalled, lost or dead."),
         "worker_heartbeat_age_seconds": ("beat_age_s", "Time since the worker was last heard."),
         "worker_sync_age_seconds": ("sync_age_s",
             "Time since work of the worker was last counted; absent before the first."),
         "worker_round": ("round", "Last round that the worker pushed for."),
         "worker_steps_total": ("step", "Inner steps that the worker has made."),
-        "worker_inner_steps": (lambda of: None if of.health == "lost" else of.inner_step,
-            "Inner steps since the worker's last boundary; absent while it is lost."),
+        "worker_inner_steps": (lambda of: None if of.health in UNHEARD else of.inner_step,
+            "Inner steps since the worker's last boundary; absent while it is lost or dead."),
         "worker_sync_every_steps": (lambda of: of.sync_every or None,
             "Inner steps to a push of the worker (H, with DyLU its own)."),
         "worker_workers": ("workers", "Workers behind it, where it is a relay."),
         "worker_processes": ("processes", "Processes that are this worker together."),
         "worker_connections": ("connections",
             "Connections for chunks that the worker has; one for each of its processes."),
-        "worker_steps_per_second": (lambda of: None if of.health == "lost" else of.steps_per_s,
-            "Inner steps a second, as the worker reports; absent while it is lost."),
+        "worker_steps_per_second": (lambda of: None if of.health in UNHEARD else of.steps_per_s,
+            "Inner steps a second, as the worker reports; absent while it is lost or dead."),
         "worker_loss": (lambda of: of.loss if of.loss_is_finite else math.nan,
             "Loss that the worker reported last; NaN if that was not finite."),
         "worker_delta_norm": ("delta_norm",

@@ -20,13 +20,13 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from diloco_protocol.errors import Code
-from diloco_protocol.feed import Snapshot, Totals
+from diloco_protocol.feed import DEAD, Snapshot, Totals
+from diloco_protocol.tree import without_relays
 from diloco_tools.exporter.catalogue import LABELS, TABLES, Value
 from diloco_tools.feed.listener import Reading
-from diloco_tools.feed.tree import without_relays
 
 STATES = ("training", "waiting", "paused", "stopping")
-HEALTHS = ("ok", "slow", "stalled", "lost")
+HEALTHS = ("ok", "slow", "stalled", "lost", DEAD)
 REASONS = tuple(code.value for code in Code)
 ACTIONS = ("save_all", "stop_all")
 OTHER = "other"  # for words of a newer broker: they cannot add label values
@@ -168,11 +168,11 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
 
 
 def _of_workers(snapshot: Snapshot, places: Places, now: float) -> dict[str, Records]:
-    workers = snapshot.workers
+    workers = snapshot.listed
     labels = places.take((worker.id for worker in workers), now)
     named: Records = {(labels[worker.id],): worker for worker in workers if worker.id in labels}
     return {
-        "healths": _by_word(HEALTHS, Counter(worker.health for worker in without_relays(workers))),
+        "healths": _by_word(HEALTHS, Counter(each.health for each in without_relays(workers))),
         "without_series": {(): len(workers) - len(named)},
         "workers": named,
     }

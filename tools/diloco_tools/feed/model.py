@@ -26,7 +26,7 @@ from diloco_protocol.feed import (
     Worker,
 )
 from diloco_protocol.messages import Behind
-from diloco_tools.feed import tree
+from diloco_protocol.verdict import Verdict, verdict_on
 
 LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
@@ -39,23 +39,6 @@ class Freshness(Enum):
     LIVE = "LIVE"
     LATE = "LATE"
     STALE = "STALE"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How the run is, with one sentence for each reason of any word but "healthy".
-
-    `word` is "healthy"; "waiting" before the first round, as long as nothing is wrong; "ended" once
-    all workers have left as done; else "degraded".
-    """
-
-    reasons: tuple[str, ...] = ()
-    word: str = "healthy"
-
-    @property
-    def healthy(self) -> bool:
-        """Nothing is wrong, and nothing has to happen before training goes on."""
-        return self.word in ("healthy", "ended")
 
 
 @dataclass
@@ -112,6 +95,7 @@ class FeedModel:
             round=snapshot.round and _older(snapshot.round, more),
             checkpoint=snapshot.checkpoint and _older(snapshot.checkpoint, more),
             workers=tuple(_older_worker(worker, more) for worker in snapshot.workers),
+            dead=tuple(_older(worker, more) for worker in snapshot.dead),
             sites_away=tuple(_older(away, more) for away in snapshot.sites_away),
             parent=snapshot.parent and _older(snapshot.parent, more),
             rejections=tuple(_older(rejection, more) for rejection in snapshot.rejections),
@@ -127,22 +111,7 @@ class FeedModel:
         reasons = [self.refusal] if self.refusal else []
         if self.freshness(now) is Freshness.STALE:
             reasons.append(f"the broker has sent nothing for {self.age_s(now):.0f} s")
-        reasons += _broker_reasons(snapshot)
-        reasons += [
-            f"site {away.name} is missing, with {away.workers} "
-            f"worker{'s'[: away.workers != 1]}, for {_seconds(away.away_s)}"
-            for away in snapshot.sites_away
-        ]
-        for worker in tree.arranged(snapshot.workers, lambda w: w.id):
-            if worker.health not in ("ok", tree.UNKNOWN):
-                heard = f"last heard {_seconds(worker.beat_age_s)} ago"
-                reasons.append(f"{worker.id} is {worker.health}, {heard}")
-            if not worker.loss_is_finite or not math.isfinite(worker.loss or 0.0):
-                reasons.append(f"the loss of {worker.id} is not finite")
-        if not reasons:
-            return Verdict((_ending(snapshot),), "ended") if snapshot.ended else Verdict()
-        waits = reasons == _waiting(snapshot) and not _has_begun(snapshot)
-        return Verdict(tuple(reasons), "waiting" if waits else "degraded")
+        return verdict_on(snapshot, reasons)
 
 
 Aging = TypeVar(
@@ -171,43 +140,6 @@ def _older_worker(worker: Worker, more: float) -> Worker:
     if worker.behind:
         older = replace(older, behind=tuple(_older(each, more) for each in worker.behind))
     return older
-
-
-def _broker_reasons(snapshot: Snapshot) -> list[str]:
-    floor = snapshot.round.floor if snapshot.round else 0
-    saved, alive = snapshot.checkpoint, snapshot.counts.alive
-    if snapshot.state == "stopping":
-        return ["the broker is stopping"]
-    if snapshot.state == "paused":
-        return [f"the run is paused, for {_seconds(snapshot.paused_for_s or 0.0)}"]
-    if saved is not None and saved.error is not None:
-        return [f"no checkpoint can be written: {saved.error}"]
-    if snapshot.state == "waiting":
-        return [] if snapshot.ended else _waiting(snapshot)
-    short = f"the run waits for workers: {alive} here, the round needs {floor}"
-    return [short] if alive < floor else []
-
-
-def _waiting(snapshot: Snapshot) -> list[str]:
-    return [f"the run waits {snapshot.waiting_for or 'for workers'}"]
-
-
-def _has_begun(snapshot: Snapshot) -> bool:
-    """A version was made, or somebody who was to make one has died."""
-    return any(part.version for part in snapshot.fragments) or snapshot.totals.deaths > 0
-
-
-def _ending(snapshot: Snapshot) -> str:
-    """Counts are of this life of the broker: one that was started again may have made no round."""
-    count, one, many = snapshot.totals.rounds, "round", "rounds"
-    if snapshot.mode == "async":
-        count, one, many = snapshot.totals.contributions, "push", "pushes"
-    after = f", after {count} {one if count == 1 else many}" if count else ""
-    return f"all workers have left{after}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
 def inner_step_now(snapshot: Snapshot, worker: Worker, fresh: Freshness) -> int | None:

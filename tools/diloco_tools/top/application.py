@@ -198,7 +198,7 @@ class Top(App[None]):
 
     def _rows(self) -> list[Worker]:
         snapshot = self.scene().snapshot()
-        return self.view.rows(snapshot.workers) if snapshot else []
+        return self.view.rows(snapshot.listed) if snapshot else []
 
     def _marked(self) -> Worker | None:
         return next((worker for worker in self._rows() if worker.id == self.view.marked), None)

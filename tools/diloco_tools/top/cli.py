@@ -17,11 +17,11 @@ from diloco_protocol.clients import Keys, ask_once
 from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
+from diloco_protocol.tree import everyone
 from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.feed.model import FeedModel, Freshness, inner_step_now
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.series import RunSeries
-from diloco_tools.feed.tree import everyone
 from diloco_tools.terminal import KeysOption, console, fail, keys_of
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.scene import Scene

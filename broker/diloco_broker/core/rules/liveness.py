@@ -93,6 +93,7 @@ def stood_still(state: RunState, event: events.StoodStill) -> effects.Effects:
 def tick(state: RunState, event: events.Tick) -> effects.Effects:
     """Time has passed: who is dead, who should be tried?"""
     now = state.now
+    state.absences.tick(now)
     if event.lost:
         due = set(state.to_probe)
         state.to_probe += [
@@ -153,3 +154,4 @@ def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     if any(member.versions) and not state.model.is_done:
         state.model.holder_lost_at = state.now
     yield from admission.remove(state, member, why)
+    state.absences.died(member, why, state.now)

@@ -126,6 +126,10 @@ def _kick(state: RunState, request: Request) -> effects.Effects:
     if member is None and isinstance(name, str) and (relay := state.members.relay_of(name)):
         yield from _kick_behind(state, request, relay, name)
         return
+    if isinstance(name, str) and member is None and state.absences.kicked(name):
+        yield request.noted("kick", f"{name}, which is dead, is no longer missed", name)
+        yield request.yes(f"{name} is dead; the run no longer counts on it.")
+        return
     if member is None:
         names = [n for m in state.members for n in (m.worker_id, *(e.worker_id for e in m.listed))]
         here = ", ".join(names)[:300] or "nobody"

@@ -150,6 +150,8 @@ def want(state: RunState, planned: Sequence[Change]) -> None:
     if state.has_own_optimizer:
         own = {name: values.pop(name) for name in _OF_THE_OPTIMIZER if name in values}
         state.wanted_outer = state.wanted_outer | own
+    if "workers" in values:
+        state.absences.left = 0  # the operator says anew how many there should be
     state.wanted = _with(state.wanted or state.config, values)
 
 

@@ -179,6 +179,11 @@ class Member:
     def is_relay(self) -> bool:
         return self.workers is not None
 
+    @property
+    def has_trained(self) -> bool:
+        """Has it taken part, be it with one step?"""
+        return self.figures.step > 0 or self.figures.pushes > 0
+
     def is_before(self, worker_id: str) -> bool:
         """Is that worker, or relay, behind this relay, as far as is known?"""
         return worker_id in self.behind or any(e.worker_id == worker_id for e in self.listed)
@@ -219,6 +224,12 @@ class Member:
     def take_deferred(self, fragment: int) -> messages.Push | None:
         """The push of a fragment that waits, which does so no longer."""
         return self.deferred.pop(fragment, None)
+
+    def forget_work(self) -> None:
+        """Drop all that was under way: it is gone, or has to be sent again on new connections."""
+        self.uploads.clear()
+        self.deferred.clear()
+        self.early_pulls.clear()
 
     def unfinished_pushes(self) -> list[messages.Push]:
         """Pushes under way, whole, or waiting for their turn, that no version contains."""
@@ -333,9 +344,7 @@ class Membership:
         member.liveness.probed_at = now
         member.sync_every = own_sync_every(join.wants)
         member.versions = join.versions
-        member.uploads.clear()
-        member.deferred.clear()
-        member.early_pulls.clear()
+        member.forget_work()
 
     def remove(self, member: Member) -> None:
         self.gone += 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
+from diloco_broker.core.state.absences import Absences
 from diloco_broker.core.state.data_sets import DataSets
 from diloco_broker.core.state.flights import Flight
 from diloco_broker.core.state.members import Member, Membership
@@ -201,6 +202,7 @@ class RunState:
     epoch: str  # this life of the broker, 16 hexadecimal digits
     model: RunModel
     members: Membership = field(default_factory=Membership)
+    absences: Absences = field(default_factory=Absences)
     shards: Shards = field(default_factory=Shards)  # who samples which part of the data
     data: DataSets = field(default_factory=DataSets)  # of which units are handed out
     # At a relay: what the parent said of its last version. None: this broker makes versions of its own.

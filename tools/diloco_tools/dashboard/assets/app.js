@@ -99,7 +99,7 @@ function render() {
   const { snapshot, rates } = view.picture;
   const isRecorded = view.session.mode === "replay";
   // A history has no health and no heartbeats.
-  const workers = isRecorded ? snapshot.workers.map((worker) => ({ ...worker, health: null, beat_age_s: null })) : snapshot.workers;
+  const workers = isRecorded ? snapshot.workers.map((worker) => ({ ...worker, health: null, beat_age_s: null })) : [...snapshot.workers, ...(snapshot.dead ?? [])];
   table.show(workers, rates);
   say($("no-workers"), snapshot.ended ? "All workers have left." : "No workers yet.");
   const now = seconds();

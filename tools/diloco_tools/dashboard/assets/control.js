@@ -159,10 +159,11 @@ export class Control {
       await this.kickRelay(worker);
       return;
     }
+    const isDead = worker.health === "dead";
     const rounds = this.snapshot?.mode === "async" ? "the others go on" : "rounds go on without it";
     const agreed = await ask({
       title: `Kick ${worker.id}?`,
-      text: `${worker.id} is removed from the run and told so; ${rounds}. What it has not sent by then is not counted. It does not come back by itself, only when it is started anew.`,
+      text: isDead ? `${worker.id} is dead. The run no longer counts on it, and it leaves the table.` : `${worker.id} is removed from the run and told so; ${rounds}. What it has not sent by then is not counted. It does not come back by itself, only when it is started anew.`,
       yes: "Kick",
       isDangerous: true,
     });

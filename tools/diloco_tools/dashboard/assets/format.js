@@ -56,7 +56,7 @@ export const plural = (count, one, many = `${one}s`) => `${count} ${count === 1 
 export const SIGNS = { good: "●", uneasy: "◐", bad: "○", quiet: "·" };
 
 /** Tone of a worker's health; a word unknown here is shown as it is, uneasy; null was not recorded. */
-export const healthTone = (health) => (health === null ? "quiet" : health === "ok" ? "good" : health === "lost" ? "bad" : "uneasy");
+export const healthTone = (health) => (health === null ? "quiet" : health === "ok" ? "good" : ["lost", "dead"].includes(health) ? "bad" : "uneasy");
 
 export const levelTone = (level) => ({ info: "quiet", warning: "uneasy", error: "bad" })[level] ?? "uneasy";
 

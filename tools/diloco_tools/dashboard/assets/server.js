@@ -130,11 +130,20 @@ function merging({ fragment_delay_auto: isAuto, fragment_sync_delay: delay, frag
   return `${when}${limit}, ${merge === "alpha" ? `alpha ${setting(alpha)}` : merge}`;
 }
 
-function pending({ mode, round, reducer }) {
+/** Ids of those that the round waits for: those that train towards their push, and the others. As feed.py. */
+function awaited(round, workers) {
+  const well = new Set(workers.filter(({ health, state }) => health === "ok" && state === "training").map(({ id }) => id));
+  return { training: round.missing.filter((id) => well.has(id)), missing: round.missing.filter((id) => !well.has(id)) };
+}
+
+function pending({ mode, round, reducer, workers }) {
   if (mode === "async") return `${reducer.submissions} under way, ${reducer.waiting} waiting for a slot`;
   if (!round || (!round.number && !round.expected.length)) return "no round yet";
-  const missing = round.missing.length ? `; missing ${names(round.missing)}` : "";
-  return `${round.arrived.length} of ${round.expected.length} arrived${missing}`;
+  const { training, missing } = awaited(round, workers);
+  const parts = [`${round.arrived.length} of ${round.expected.length} arrived`];
+  if (missing.length) parts.push(`missing ${names(missing)}`);
+  if (training.length) parts.push(`training: ${names(training)}`);
+  return parts.join("; ");
 }
 
 function dylu({ workers, sync_every }) {

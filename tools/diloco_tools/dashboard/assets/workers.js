@@ -3,7 +3,7 @@
 
 import { NONE, SIGNS, duration, healthTone, make, number, rate, say, scaled } from "./format.js";
 
-const lost = (worker) => worker.health === "lost"; // of those nobody knows what they do
+const lost = (worker) => ["lost", "dead"].includes(worker.health); // of those nobody knows what they do
 
 const HEARTBEAT_S = 30; // between two heartbeats, unless the broker tolerates less than three of these
 const STANDS_OUT = 5; // times the usual norm of a push, after which the broker warns of it
@@ -48,7 +48,7 @@ function below(relay, behind) {
     under.length = level;
     const path = [...under];
     under.push(told.worker_id);
-    const health = relay.health === "lost" ? "unknown" : relay.health === null ? null : told.health;
+    const health = relay.health === "lost" && told.health !== "dead" ? "unknown" : relay.health === null ? null : told.health;
     return { ...told, id: told.worker_id, level, under: path, health, beat_age_s: relay.health === null ? null : told.beat_age_s };
   });
 }

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from diloco_protocol import tree
 from diloco_protocol.feed import Fragment, Rejection, Snapshot
-from diloco_tools.feed import tree
 from diloco_tools.top.drawing.notation import (
     BAD,
     OK,
@@ -22,7 +22,7 @@ from diloco_tools.top.drawing.notation import (
 from diloco_tools.top.drawing.sheet import Part
 
 Parts = Sequence[Part]
-NAMES = 4  # of missing workers in one row
+NAMES = 4  # of workers in one part of a row
 
 
 def run_name(snapshot: Snapshot) -> str:
@@ -42,7 +42,7 @@ def has_round(snapshot: Snapshot) -> bool:
 
 
 def now(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, Parts]:
-    """Label and parts of what goes on: the open round and who is missing, or pushes."""
+    """Label and parts of what goes on: the open round and whom it waits for, or pushes."""
     if snapshot.mode == "async":
         count = sum(part.gradients for part in snapshot.fragments)
         reducer = snapshot.reducer
@@ -55,15 +55,21 @@ def now(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, Parts]:
     if now_open is None or not has_round(snapshot):
         return "round", ()
     arrived, expected = len(now_open.arrived), len(now_open.expected)
-    titles = {worker.id: worker.title for worker in snapshot.workers if worker.workers is not None}
-    missing = [titles.get(name, name) for name in sorted(now_open.missing)]
-    more = f" and {len(missing) - NAMES} more" if len(missing) > NAMES else ""
     return "round", (
         f"{now_open.number} {now_open.phase} {duration(now_open.age_s)}",
         f"fragment {now_open.fragment}" if len(snapshot.fragments) > 1 else "",
         Text(f"{arrived}/{expected} arrived {glyphs.bar(arrived, expected)}"),
-        f"missing {', '.join(missing[:NAMES])}{more}" if missing else "",
+        _named("missing", snapshot.missing, snapshot),
+        _named("training:", snapshot.training, snapshot),
     )
+
+
+def _named(what: str, ids: Sequence[str], snapshot: Snapshot) -> str:
+    """Some workers by name, a relay with how many are behind it; nothing where there are none."""
+    titles = {worker.id: worker.title for worker in snapshot.workers if worker.workers is not None}
+    shown = ", ".join(titles.get(name, name) for name in ids[:NAMES])
+    more = f" and {len(ids) - NAMES} more" if len(ids) > NAMES else ""
+    return f"{what} {shown}{more}" if ids else ""
 
 
 def state(snapshot: Snapshot, glyphs: Glyphs) -> Text:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from diloco_protocol import tree
 from diloco_protocol.feed import Snapshot, Worker
-from diloco_tools.feed import tree
 from diloco_tools.top.drawing import facts, panes
 from diloco_tools.top.drawing.keys import footer, keys_for
 from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs
@@ -66,7 +66,7 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
     if width < MIN_WIDTH or height < MIN_HEIGHT - 1:  # the filter may have the last line
         said = f"{width}x{height} is too small: diloco-top needs 80x24"
         scene = replace(scene, said=Said(said, UNEASY))
-    rows = view.rows(snapshot.workers)
+    rows = view.rows(snapshot.listed)
     # Without header, the table's head, what is said, the footer, and the air before the events.
     inner = height - 1 - 1 - len(_status(scene, "", sheet)) - 1 - len(air)
     # Long rows, limits and long events only where everybody has room as well.
@@ -151,7 +151,7 @@ def _verdict(scene: Scene, sheet: Sheet, most: int) -> list[Text]:
 
 
 def _nobody(snapshot: Snapshot, view: View, sheet: Sheet) -> Text:
-    if not snapshot.workers:
+    if not snapshot.listed:
         return Text(facts.nobody(snapshot), QUIET)
     return sheet.text(f"no worker has {view.wanted!r} in it", QUIET)
 
@@ -160,7 +160,7 @@ def _counted(snapshot: Snapshot, view: View, rows: list[Worker], room: int) -> s
     """How many of the workers are in sight, and in which order."""
     words = []
     if view.wanted:
-        whole = len(tree.everyone(snapshot.workers))
+        whole = len(tree.everyone(snapshot.listed))
         words.append(f"{len(rows)} of {whole} workers have {view.wanted!r}")
     if len(rows) > room:
         words.append(f"{view.offset + 1}-{view.offset + room} of {len(rows)}")

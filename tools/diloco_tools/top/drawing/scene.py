@@ -5,13 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from diloco_protocol import tree
 from diloco_protocol.feed import Snapshot, Worker
-from diloco_tools.feed import tree
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top.playing import Player
 
-SERIOUS = ("lost", "stalled", "slow")  # by what needs a look first; a word unknown here is next
+SERIOUS = (
+    "dead",
+    "lost",
+    "stalled",
+    "slow",
+)  # by what needs a look first; a word unknown here is next
 
 
 @dataclass(frozen=True)

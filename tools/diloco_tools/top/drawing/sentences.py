@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from diloco_protocol.feed import Snapshot, Worker
+from diloco_protocol.feed import DEAD, Snapshot, Worker
 from diloco_tools.feed.series import Rate
 from diloco_tools.top.drawing import facts
 from diloco_tools.top.drawing.keys import Key, sign
@@ -22,6 +22,8 @@ from diloco_tools.top.drawing.notation import (
 
 def kick(worker: Worker, snapshot: Snapshot, glyphs: Glyphs) -> Text:
     """Removing a worker: what happens to its work, to it, and to the round."""
+    if worker.health == DEAD:
+        return Text("It is dead. The run no longer counts on it, and it leaves the table.")
     said = (
         "The round no longer waits for it. It is told; it trains on alone or stops, and does not "
         "come back by itself. "
@@ -131,6 +133,7 @@ def details(worker: Worker, rate: Rate | None, glyphs: Glyphs) -> Text:
         ("host, process", f"{worker.host}, {worker.pid}"),
         *_of_several(worker),
         ("health, state", f"{worker.health}, {worker.state}"),
+        *([("warning", worker.warning)] if worker.warning else ()),
         ("round", none if worker.round is None else str(worker.round)),
         ("inner steps", f"{worker.inner_step} of {worker.sync_every} since its last boundary"),
         ("all steps", f"{worker.step}, {scaled(worker.tokens)} tokens since it joined"),

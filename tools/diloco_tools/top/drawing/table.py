@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rich.cells import cell_len
 from rich.text import Text
 
-from diloco_protocol.feed import Snapshot, Worker
+from diloco_protocol.feed import DEAD, Snapshot, Worker
 from diloco_tools.feed.model import Freshness, inner_step_now
 from diloco_tools.feed.series import Rate, RunSeries
 from diloco_tools.top.drawing import notation
@@ -37,7 +37,7 @@ class Row:
     @property
     def lost(self) -> bool:
         """Nobody knows what it does."""
-        return self.worker.health == "lost"
+        return self.worker.health in ("lost", DEAD)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ parts flow onto a next line where they do not fit, and one table.
 
 from rich.text import Text
 
+from diloco_protocol import tree
 from diloco_protocol.feed import Snapshot
-from diloco_tools.feed import tree
 from diloco_tools.top.drawing import facts, panes
 from diloco_tools.top.drawing.notation import QUIET, Glyphs, duration
 from diloco_tools.top.drawing.scene import Scene
@@ -33,8 +33,8 @@ def screen(scene: Scene, width: int, glyphs: Glyphs) -> Text:
     if snapshot is None:
         return Text("\n").join(lines)
     lines += [*_facts(snapshot, sheet), Text()]
-    if snapshot.workers:
-        workers = tree.arranged(snapshot.workers, lambda worker: worker.id)
+    if snapshot.listed:
+        workers = tree.arranged(snapshot.listed, lambda worker: worker.id)
         rows = rows_of(workers, snapshot, scene.fresh, scene.series)
         lines += table(ONE_SCREEN, rows, sheet, names_first=NAMES_FIRST)
     else:

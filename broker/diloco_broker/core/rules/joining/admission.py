@@ -40,6 +40,7 @@ def join(
     if member is None:
         member = state.members.admit(join, session, route, state.now)
         state.sites_away.pop(join.worker_id, None)
+        state.absences.joined(member)
         listing.are_here(state, [join.worker_id])
         if join.worker_id in state.model.known:
             member.goes_on_from(state.model.known[join.worker_id])
@@ -242,6 +243,7 @@ def kick(state: RunState, member: Member) -> effects.Effects:
     text = f"{member.worker_id} was removed from the run by an operator."
     yield member.tell(messages.Notice("kicked", text))
     yield from remove(state, member, "an operator removed it")
+    state.absences.left_properly(member)
 
 
 def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
@@ -251,9 +253,14 @@ def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
         member = state.members.named(peer.name) if peer.role is Role.WORKER else None
         if member is not None:
             yield from remove(state, member, "its key was revoked")
+            state.absences.left_properly(member)
 
 
 def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:
     why = message.reason[:200]
     yield effects.info(f"{member.worker_id} leaves: {why or 'it is done'}.")
     yield from remove(state, member, why)
+    if why and member.has_trained:
+        state.absences.died(member, why, state.now)
+    elif not why:
+        state.absences.left_properly(member)

@@ -14,6 +14,7 @@ from diloco_broker.core.rules import orders
 from diloco_broker.core.rules.joining.compatibility import sync_every_of
 from diloco_broker.core.state.members import MAX_STATE_LENGTH, Member
 from diloco_broker.core.state.run import RunState, SiteAway
+from diloco_protocol.feed import DEAD
 from diloco_protocol.messages import MOST_BEHIND, MOST_LEVELS, Behind, Heartbeat, is_worker_id
 
 LONGEST_HOST = 64  # characters
@@ -23,7 +24,7 @@ SLOW_AFTER_S = 75.0
 
 
 def health_of(member: Member, now: float) -> str:
-    """ok, slow, stalled or lost."""
+    """ok, slow, stalled or lost; a dead worker is not a member."""
     if member.liveness.disconnected_at is not None:
         return "lost"
     if member.liveness.is_stalled:
@@ -32,7 +33,7 @@ def health_of(member: Member, now: float) -> str:
 
 
 def listed(state: RunState) -> tuple[Behind, ...]:
-    """Those here, in the order of the tree; at most `MOST_BEHIND`."""
+    """Those here, in the order of the tree, then the dead; at most `MOST_BEHIND`."""
     members = sorted(state.members, key=lambda member: member.worker_id)
     # Those that are not well stay where there is no room for all.
     members.sort(key=lambda member: health_of(member, state.now) == "ok")
@@ -40,14 +41,15 @@ def listed(state: RunState) -> tuple[Behind, ...]:
     room = MOST_BEHIND - len(members)
     found: list[Behind] = []
     for member in members:
-        found.append(_entry(state, member))
+        found.append(_entry(state, member, health_of(member, state.now)))
         below = behind(state, member, room)
         room -= len(below)
         found += (replace(each, level=each.level + 1) for each in below)
-    return tuple(found)
+    dead = [_entry(state, each.member, DEAD) for each in state.absences.dead.values()]
+    return tuple(found + dead[: MOST_BEHIND - len(found)])
 
 
-def _entry(state: RunState, member: Member) -> Behind:
+def _entry(state: RunState, member: Member, health: str) -> Behind:
     figures, now = member.figures, state.now
     is_finite = figures.loss is None or math.isfinite(figures.loss)
     return Behind(
@@ -55,7 +57,7 @@ def _entry(state: RunState, member: Member) -> Behind:
         workers=member.workers,
         host=figures.host[:LONGEST_HOST],
         state=figures.state,
-        health=health_of(member, now),
+        health=health,
         round=figures.last_round,
         step=figures.step,
         inner_step=figures.inner_step,
@@ -82,14 +84,16 @@ def heard(state: RunState, member: Member, beat: Heartbeat) -> None:
     if beat.behind is not None:
         member.listed = _sound(beat.behind)
         member.listed_at = state.now
-        are_here(state, {each.worker_id for each in member.listed})
+        are_here(state, {each.worker_id for each in member.listed if each.health != DEAD})
     orders.replied(state, member, beat.replies or ())
 
 
 def is_away(state: RunState, relay: Member) -> None:
     """A relay is given up, with workers behind it: it is shown as missing until it is back."""
     state.sites_away.pop(relay.worker_id, None)
-    names = frozenset(each.worker_id for each in relay.listed if each.workers is None)
+    names = frozenset(
+        each.worker_id for each in relay.listed if each.workers is None and each.health != DEAD
+    )
     state.sites_away[relay.worker_id] = SiteAway(state.now, relay.workers or 0, names)
     while len(state.sites_away) > MOST_AWAY:
         del state.sites_away[next(iter(state.sites_away))]
@@ -97,6 +101,7 @@ def is_away(state: RunState, relay: Member) -> None:
 
 def are_here(state: RunState, names: Collection[str]) -> None:
     """These are named here: a site that is away is not missing once all of its workers are elsewhere."""
+    state.absences.are_alive(names)
     for site, away in list(state.sites_away.items()):
         left = away.names.difference(names)
         if away.names and not left:

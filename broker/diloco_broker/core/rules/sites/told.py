@@ -39,5 +39,5 @@ def _kick(state: RunState, notice: Notice) -> effects.Effects:
         yield from admission.kick(state, member)
     elif relay is not None:
         yield relay.tell(notice)
-    else:
+    elif not state.absences.kicked(name):
         yield effects.warning(f"The parent asks to remove {name!r:.80}, which is not here.")

@@ -6,24 +6,24 @@ its own; what is not told is left out of displays (`Worker.level` above 0).
 
 from collections.abc import Callable, Iterable, Sequence
 
-from diloco_protocol.feed import Worker
+from diloco_protocol.feed import DEAD, Worker
 from diloco_protocol.messages import Behind
 
-UNKNOWN = "unknown"  # the health of those behind a relay that nobody hears of
+UNKNOWN = "unknown"  # the health of those behind a lost relay
 
 
 def below(relay: Worker) -> list[Worker]:
     """Those behind a relay, in the order in which they are told."""
-    lost = relay.health == "lost"
-    return [_worker(each, relay.level + 1, lost=lost) for each in relay.behind]
+    is_lost = relay.health == "lost"
+    return [_worker(each, relay.level + 1, is_lost=is_lost) for each in relay.behind]
 
 
-def _worker(told: Behind, level: int, *, lost: bool) -> Worker:
+def _worker(told: Behind, level: int, *, is_lost: bool) -> Worker:
     return Worker(
         told.worker_id,
         host=told.host,
         state=told.state,
-        health=UNKNOWN if lost else told.health,
+        health=UNKNOWN if is_lost and told.health != DEAD else told.health,
         round=told.round,
         inner_step=told.inner_step,
         inner_age_s=told.inner_age_s,
@@ -102,5 +102,5 @@ def without_relays(workers: Iterable[Worker]) -> list[Worker]:
 
 def not_listed(relay: Worker) -> int:
     """How many workers behind a relay it has not told of, since there are so many."""
-    told = sum(each.workers is None for each in relay.behind)
+    told = sum(each.workers is None and each.health != DEAD for each in relay.behind)
     return max(0, (relay.workers or 0) - told) if relay.level == 0 else 0

@@ -1,0 +1,108 @@
+"""How a run is, in one word and why: one judgement for every display, metric and exit code. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from diloco_protocol import tree
+from diloco_protocol.feed import DEAD, Snapshot, Worker
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the run is, with one sentence for each reason of any word but "healthy".
+
+    `word` is "healthy"; "waiting" before the first round, as long as nothing is wrong; "ended" once
+    all workers have left as done; else "degraded".
+    """
+
+    reasons: tuple[str, ...] = ()
+    word: str = "healthy"
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing is wrong, and nothing has to happen before training goes on."""
+        return self.word in ("healthy", "ended")
+
+
+def verdict_on(snapshot: Snapshot, others: Sequence[str] = ()) -> Verdict:
+    """The verdict on one snapshot.
+
+    Args:
+        others: what is wrong besides, such as a silent broker. These reasons come first.
+    """
+    reasons = [*others, *_of_the_broker(snapshot)]
+    reasons += [
+        f"site {away.name} is missing, with {away.workers} "
+        f"worker{'s'[: away.workers != 1]}, for {_seconds(away.away_s)}"
+        for away in snapshot.sites_away
+    ]
+    listed = snapshot.workers if _is_over(snapshot) else snapshot.listed
+    for worker in tree.arranged(listed, lambda w: w.id):
+        reasons += _of_a_worker(worker)
+    if not reasons:
+        return Verdict((_ending(snapshot),), "ended") if snapshot.ended else Verdict()
+    waits = reasons == _waiting(snapshot) and not _has_begun(snapshot)
+    return Verdict(tuple(reasons), "waiting" if waits else "degraded")
+
+
+def _of_the_broker(snapshot: Snapshot) -> list[str]:
+    floor = snapshot.round.floor if snapshot.round else 0
+    saved, alive = snapshot.checkpoint, snapshot.counts.alive
+    if snapshot.state == "stopping":
+        return ["the broker is stopping"]
+    if snapshot.state == "paused":
+        return [f"the run is paused, for {_seconds(snapshot.paused_for_s or 0.0)}"]
+    if saved is not None and saved.error is not None:
+        return [f"no checkpoint can be written: {saved.error}"]
+    if snapshot.state == "waiting":
+        return [] if snapshot.ended else _waiting(snapshot)
+    if alive < floor:
+        return [f"the run waits for workers: {alive} here, the round needs {floor}"]
+    due = snapshot.counts.due
+    if alive + _dead(snapshot) < due and _has_begun(snapshot) and not _is_over(snapshot):
+        return [f"{alive} of {due} workers are here"]
+    return []
+
+
+def _of_a_worker(worker: Worker) -> Iterator[str]:
+    if worker.health not in ("ok", tree.UNKNOWN):
+        why = f": {worker.warning}" if worker.health == DEAD and worker.warning else ""
+        heard = f"last heard {_seconds(worker.beat_age_s)} ago"
+        yield f"{worker.id} is {worker.health}, {heard}{why}"
+    if worker.health != DEAD and not (worker.loss_is_finite and math.isfinite(worker.loss or 0.0)):
+        yield f"the loss of {worker.id} is not finite"
+
+
+def _dead(snapshot: Snapshot) -> int:
+    """Workers that are named as dead, those behind relays included."""
+    return sum(each.health == DEAD for each in tree.everyone(snapshot.listed))
+
+
+def _is_over(snapshot: Snapshot) -> bool:
+    """No further version will be made, or none need be: nobody is missed any more."""
+    return snapshot.ended or (snapshot.end is not None and snapshot.end.is_over)
+
+
+def _waiting(snapshot: Snapshot) -> list[str]:
+    return [f"the run waits {snapshot.waiting_for or 'for workers'}"]
+
+
+def _has_begun(snapshot: Snapshot) -> bool:
+    """A version was made, or a worker that was to make one has died."""
+    return any(part.version for part in snapshot.fragments) or snapshot.totals.deaths > 0
+
+
+def _ending(snapshot: Snapshot) -> str:
+    """Counts are of this incarnation of the broker: after a restart it may have closed no round."""
+    count, one, many = snapshot.totals.rounds, "round", "rounds"
+    if snapshot.mode == "async":
+        count, one, many = snapshot.totals.contributions, "push", "pushes"
+    after = f", after {count} {one if count == 1 else many}" if count else ""
+    return f"all workers have left{after}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"

@@ -304,12 +304,13 @@ class TestLook:
         workers = [
             a_worker("a100-0", sync_every=500),
             a_worker("mac", health="lost", beat_age_s=41.0),
-            a_worker("rtx", health="slow", sync_every=120, sync_age_s=None),
+            a_worker("rtx", health="slow", sync_every=120),
+            a_worker("xeon"),
         ]
-        publisher.says(workers=workers)
+        publisher.says(workers=workers, dead=[a_worker("zed", health="dead", sync_age_s=None)])
         sees(page, "#round", "412")
         for text in (
-            "1 of 4 arrived; missing mac, xeon; training: rtx",
+            "1 of 4 arrived; missing mac, rtx; training: xeon",
             "120 to 500",
             "4 alive, 3 participating, 4 averaged",
             "1644 counted, 1650 pushes",
@@ -325,7 +326,7 @@ class TestLook:
         sees(page, "#event-list", "◐ warning: mac-mini left")
         sees(page, "#rejection-list", "rtx: non_finite: Chunk 3 has a NaN.")
         health = page.locator("#worker-rows .health .main").all_inner_texts()
-        assert health == ["● ok", "○ lost", "◐ slow"]
+        assert health == ["● ok", "○ lost", "◐ slow", "● ok", "○ dead"]
         sees(page, "#worker-rows tr:last-child .sync", "—")
 
     def test_columns_sort_and_focus_stays_where_it_was(

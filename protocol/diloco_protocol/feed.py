@@ -195,6 +195,8 @@ class Worker:
     sync_age_s: float | None = None  # since its work was last counted
     staleness: int = 0
     merge_delay: int | None = None  # steps from slot to merge, of its last merge
+    # Another worker that sent the same update, bit for bit, when both last pushed from one version.
+    same_as: str | None = None
     # What it warns of in its heartbeats, a sentence; of a dead one, what it died of.
     warning: str | None = None
     bytes_up: int = 0

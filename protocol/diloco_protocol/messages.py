@@ -171,6 +171,7 @@ class Behind:
     pushes: int = 0
     beat_age_s: float = 0.0
     sync_age_s: float | None = None  # since its work was last counted
+    same_as: str | None = None  # another worker of the site, that sent the same update
 
 
 @dataclass(frozen=True)

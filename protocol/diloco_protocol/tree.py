@@ -36,6 +36,7 @@ def _worker(told: Behind, level: int, *, is_lost: bool) -> Worker:
         sync_age_s=told.sync_age_s,
         staleness=told.staleness,
         pushes=told.pushes,
+        same_as=told.same_as,
         workers=told.workers,
         level=level + told.level,
     )

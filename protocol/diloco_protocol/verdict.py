@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from diloco_protocol import tree
 from diloco_protocol.feed import DEAD, Snapshot, Worker
 
+NAMES = 5  # of workers in one sentence
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -42,6 +44,7 @@ def verdict_on(snapshot: Snapshot, others: Sequence[str] = ()) -> Verdict:
     listed = snapshot.workers if _is_over(snapshot) else snapshot.listed
     for worker in tree.arranged(listed, lambda w: w.id):
         reasons += _of_a_worker(worker)
+    reasons += _alike(snapshot)
     if not reasons:
         return Verdict((_ending(snapshot),), "ended") if snapshot.ended else Verdict()
     waits = reasons == _waiting(snapshot) and not _has_begun(snapshot)
@@ -74,6 +77,23 @@ def _of_a_worker(worker: Worker) -> Iterator[str]:
         yield f"{worker.id} is {worker.health}, {heard}{why}"
     if worker.health != DEAD and not (worker.loss_is_finite and math.isfinite(worker.loss or 0.0)):
         yield f"the loss of {worker.id} is not finite"
+
+
+def _alike(snapshot: Snapshot) -> list[str]:
+    """One for each group of workers that sent the same. All name its first, which names another."""
+    groups: dict[str, set[str]] = {}
+    for worker in tree.everyone(snapshot.workers):
+        if worker.same_as is not None:
+            pair = {worker.id, worker.same_as}
+            groups.setdefault(min(pair), set()).update(pair)
+    return [identical_updates(sorted(groups[first])) for first in sorted(groups)]
+
+
+def identical_updates(ids: Sequence[str]) -> str:
+    """What is said of workers, two at least, that sent the same update."""
+    shown = list(ids) if len(ids) <= NAMES else [*ids[: NAMES - 1], f"{len(ids) - NAMES + 1} more"]
+    names = f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"{names} sent identical updates; do they read the same data?"
 
 
 def _dead(snapshot: Snapshot) -> int:

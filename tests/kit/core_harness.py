@@ -425,12 +425,13 @@ class Puppet:
         *,
         is_finite: bool = True,
         size: int = 0,
-        squares: float = 1.0,
+        **found: Any,
     ) -> None:
+        """Send these chunks. `found` is what a look at them finds: squares, fingerprint."""
         for index in indexes:
             chunk = Chunk(self.fragment, index, session=self.session, push_id=self.push_id)
             nbytes = size or 4 * CHUNK_ELEMENTS
-            payload = Payload(nbytes, is_finite=is_finite, squares=squares)
+            payload = Payload(nbytes, is_finite=is_finite, **found)
             self.sends(chunk, payload, on=self.bulk)
 
     def completes(self, *indexes: int) -> None:
@@ -442,14 +443,20 @@ class Puppet:
         self.sends(Commit(self.token(), self.push_id, self.fragment))
 
     def pushes(
-        self, push_id: int, *, weight: float = 1.0, squares: float = 1.0, **fields: Any
+        self,
+        push_id: int,
+        *,
+        weight: float = 1.0,
+        squares: float = 1.0,
+        fingerprint: int = 0,
+        **fields: Any,
     ) -> None:
         """A whole push, as a well-behaved worker makes it: what is held is not sent again."""
         grant = self.offers(push_id, weight=weight, **fields)
         assert grant.standing.value in ("new", "resume"), grant
         size = self.stage.state.versions[self.fragment].layout.chunks
         held = Bitmap.from_bytes(grant.held, size) if grant.held else Bitmap(size)
-        self.delivers(held.missing(), squares=squares)
+        self.delivers(held.missing(), squares=squares, fingerprint=fingerprint)
         self.commits()
 
     def beats(self, step: int = 1, state: str = "training") -> None:

@@ -25,11 +25,13 @@ class Payload:
         *,
         is_finite: bool = True,
         squares: float = 1.0,
+        fingerprint: int = 0,
         contents: tuple[tuple[str, int], ...] = (),
     ) -> None:
         self.nbytes = nbytes
         self.is_finite = is_finite
         self.squares = squares
+        self.fingerprint = fingerprint
         self.contents = contents
 
 
@@ -105,7 +107,7 @@ class NotedTensors:
                 if not payload.is_finite:
                     return events.WorkRefused(work)
                 self._sums.setdefault((fragment, index), []).append((worker, push_id, weight))
-                return events.WorkDone(work, payload.squares)
+                return events.WorkDone(work, payload.squares, payload.fingerprint)
             case effects.Step(fragment, index, weight):
                 self.steps.append(work)
                 parts = self._sums.pop((fragment, index), [])
@@ -118,7 +120,7 @@ class NotedTensors:
             case effects.Inspect(payload=payload):
                 if not payload.is_finite:
                     return events.WorkRefused(work)
-                return events.WorkDone(work, payload.squares)
+                return events.WorkDone(work, payload.squares, payload.fingerprint)
             case effects.AggregateAndStep(fragment, index, groups):
                 self.merges.append(work)
                 assert all(p.payloads[index] is not None for group in groups for p in group)

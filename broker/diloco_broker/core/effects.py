@@ -137,6 +137,8 @@ class CountedPush:
     staleness: int  # versions between the push's base and the one that it goes into
     # Euclidean length of its parameters, as they came; None where some were counted before.
     norm: float | None = None
+    # Equal updates have the same; 0 where some of it was counted before, or all of it is zeros.
+    fingerprint: int = 0
 
 
 @dataclass(frozen=True)

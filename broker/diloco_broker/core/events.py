@@ -68,6 +68,7 @@ class WorkDone:
 
     work: effects.Fold | effects.Inspect
     squares: float = 0.0  # the sum of its squared values; 0 unless they are parameters
+    fingerprint: int = 0  # of its bytes, as `tensors.fingerprint` has it; 0 where `squares` is
 
 
 @dataclass(frozen=True)

@@ -435,6 +435,7 @@ def _worker(
         sync_age_s=_age_if(figures.counted_at, now),
         staleness=figures.staleness,
         merge_delay=figures.merge_delay,
+        same_as=listing.same_as(state, member),
         warning=figures.warning,
         bytes_up=member.account.bytes_up,
         bytes_down=member.account.bytes_down,

@@ -16,6 +16,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.relay.local_rounds import LocalOuter, Way
 from diloco_broker.relay.means import Mean, Residuals, room_for
+from diloco_broker.shell.tensor_work.executor import looked_at
 from diloco_broker.tensors.aggregate import StagedReducer
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout
@@ -101,9 +102,7 @@ class RelayTensors:
         span = self._span(work.fragment, work.index)
         match work:
             case effects.Inspect(payload=payload, wire_dtype=wire_dtype):
-                squares = self._reducer.squares(span, payload, wire_dtype)
-                is_good = squares is not None
-                yield events.WorkDone(work, squares or 0.0) if is_good else events.WorkRefused(work)
+                yield looked_at(work, self._reducer.squares(span, payload, wire_dtype))
             case effects.AggregateAndStep(groups=(parts,)):
                 if self._mean is None:
                     self._mean = Mean(self._part(work.fragment), self._wire_dtype)

@@ -222,6 +222,8 @@ TABLES: dict[str, dict[str, tuple[str | Value, str]]] = {
             "Euclidean norm of the worker's last pseudo-gradient, as the broker measured it."),
         "worker_times_usual_norm": ("times_usual",
             "That over the median of the workers, of the same fragment; absent with fewer than three."),
+        "worker_updates_identical": (lambda of: of.same_as is not None,
+            "1 if the worker last sent the same update as another worker, else 0."),
         "worker_staleness_versions": ("staleness",
             "Versions between the base of the worker's last push and the version that it went into."),
         "worker_tokens_total": ("tokens", "Tokens that the worker reported."),

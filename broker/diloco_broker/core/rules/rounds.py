@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import checkpoints, ending, norms, settings
+from diloco_broker.core.rules import checkpoints, ending, identical, norms, settings
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.rules.standby import fence
@@ -197,6 +197,7 @@ def hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     yield state.last_report
     yield from rules_of(state).tell(state, ended, unreleased.pushes)
     yield from norms.counted(state, unreleased.pushes)
+    yield from identical.counted(state, unreleased.pushes)
     yield from ending.look(state, ended.number)
     yield from ending.tell_all(state)  # first: whoever has the last version makes no step more
     yield from state.versions.release(fragment, unreleased.record)

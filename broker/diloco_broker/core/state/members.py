@@ -70,6 +70,14 @@ class Liveness:
         return self.beat_at - self.moved_at
 
 
+@dataclass(frozen=True)
+class SentUpdate:
+    """The last whole update of a worker for one fragment, by which others are recognised as the same."""
+
+    base: VersionId | None
+    fingerprint: int  # as `tensors.fingerprint` has it
+
+
 @dataclass
 class Figures:
     """What displays show of a worker: what it last told about itself, and what it has contributed."""
@@ -93,6 +101,11 @@ class Figures:
     # Euclidean length of its last whole push of each fragment, as the broker found it; the last push is
     # the last entry.
     norms: dict[int, float] = field(default_factory=dict)
+    sent: dict[int, SentUpdate] = field(default_factory=dict)  # by fragment
+    same_as: str | None = (
+        None  # another worker, whose last update from the same version was the same
+    )
+    is_known_as_alike: bool = False  # that has been said of it
     staleness: int = 0
     last_round: int | None = None
     # When a version last took in work of this worker; `staleness` is that work's.

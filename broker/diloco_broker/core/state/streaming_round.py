@@ -121,11 +121,10 @@ class StreamingRound(Update):
             raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
         return contribution
 
-    def folded(self, key: PushKey, index: int, squares: float) -> list[int]:
+    def folded(self, key: PushKey, index: int, squares: float, fingerprint: int = 0) -> list[int]:
         """A chunk has been added. Returns the chunks that are ready through it."""
         contribution = self.contributions[key]
-        contribution.taken.add(index)
-        contribution.squares += squares
+        contribution.looked_at(index, squares, fingerprint)
         self.reached[index] += contribution.weight
         return self._settle([index])
 

@@ -49,10 +49,9 @@ class Submission(PushInProgress):
             self.push.fragment, index, *self.key, wire_dtype=self.push.wire_dtype, payload=payload
         )
 
-    def take(self, index: int, payload: Any, squares: float, now: float) -> None:
-        self.taken.add(index)
+    def take(self, index: int, payload: Any, squares: float, fingerprint: int, now: float) -> None:
+        self.looked_at(index, squares, fingerprint)
         self.payloads[index] = payload
-        self.squares += squares
         self._settle(now)
 
     def commit(self, now: float) -> None:

@@ -48,6 +48,7 @@ class PushInProgress(ABC):
     arrived: Bitmap = field(init=False)  # chunks received, taken or waiting to be
     taken: Bitmap = field(init=False)  # chunks received and found finite
     squares: float = field(default=0.0, init=False)  # sum of the squared parameters in these
+    fingerprint: int = field(default=0, init=False)  # of these together; 0 while all are zeros
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.push.chunks)
@@ -65,6 +66,12 @@ class PushInProgress(ABC):
     def norm(self) -> float:
         """Euclidean length of the parameters taken; what its worker says of it is in the push."""
         return math.sqrt(self.squares)
+
+    def looked_at(self, index: int, squares: float, fingerprint: int) -> None:
+        """A chunk was found finite: it counts, unless the push is given up."""
+        self.taken.add(index)
+        self.squares += squares
+        self.fingerprint = (self.fingerprint + fingerprint) % 2**64  # chunks come in any order
 
     @property
     @abstractmethod
@@ -172,6 +179,7 @@ class Update(ABC):
                 weight=each.weight,
                 staleness=each.staleness,
                 norm=each.norm if each.taken.is_full else None,
+                fingerprint=each.fingerprint if each.taken.is_full else 0,
             )
             for each in self.pushes
         )

@@ -21,6 +21,7 @@ from diloco_broker.shell.tensor_work.queue import WorkQueue
 from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into, put_back
+from diloco_broker.tensors.fingerprint import fingerprint_of
 from diloco_broker.tensors.outer.make import Outer, make_outer, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Parameters, pool_sizes
@@ -213,10 +214,10 @@ def _piece_of(work: effects.TensorWork, tensors: Parameters) -> Piece[list[event
     match work:
         case effects.Fold(fragment, index, _, _, weight, dtype, payload):
             folding = tensors.folding(fragment, index, payload, weight, dtype)
-            return _telling(folding, lambda squares: [_looked_at(work, squares)])
+            return _telling(folding, lambda squares: [looked_at(work, squares)])
         case effects.Inspect(fragment, index, _, _, dtype, payload):
             inspecting = tensors.inspecting(fragment, index, payload, dtype)
-            return _telling(inspecting, lambda squares: [_looked_at(work, squares)])
+            return _telling(inspecting, lambda squares: [looked_at(work, squares)])
         case effects.Step(fragment, index, weight, count):
             return _telling(tensors.stepping(fragment, index, weight, count), list)
         case effects.AggregateAndStep(fragment, index, groups, count):
@@ -240,5 +241,13 @@ def _stored(work: effects.StoreInitial, tensors: Parameters) -> events.Event:
     return events.InitialStored(work, wire, digest_of([wire]) if is_frozen else b"")
 
 
-def _looked_at(work: effects.Fold | effects.Inspect, squares: float | None) -> events.Event:
-    return events.WorkRefused(work) if squares is None else events.WorkDone(work, squares)
+def looked_at(
+    work: effects.Fold | effects.Inspect, squares: float | None
+) -> events.WorkDone | events.WorkRefused:
+    """What a look at a chunk found; `squares` is None where a value is not finite."""
+    if squares is None:
+        return events.WorkRefused(work)
+    # Zeros, and buffers, are alike whatever data a worker reads.
+    return events.WorkDone(
+        work, squares, fingerprint_of(work.index, work.payload) if squares else 0
+    )

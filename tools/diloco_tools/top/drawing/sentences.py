@@ -134,6 +134,7 @@ def details(worker: Worker, rate: Rate | None, glyphs: Glyphs) -> Text:
         *_of_several(worker),
         ("health, state", f"{worker.health}, {worker.state}"),
         *([("warning", worker.warning)] if worker.warning else ()),
+        *([("same as", f"the updates of {worker.same_as}")] if worker.same_as else ()),
         ("round", none if worker.round is None else str(worker.round)),
         ("inner steps", f"{worker.inner_step} of {worker.sync_every} since its last boundary"),
         ("all steps", f"{worker.step}, {scaled(worker.tokens)} tokens since it joined"),

@@ -71,7 +71,7 @@ def find(state: RunState, worker_id: str, push: Push) -> Submission | None:
 def done(state: RunState, event: WorkDone) -> Effects:
     work, submission = event.work, _at_work(state, event)
     if submission is not None and work.index not in submission.taken:
-        submission.take(work.index, work.payload, event.squares, state.now)
+        submission.take(work.index, work.payload, event.squares, event.fingerprint, state.now)
         yield from grants.acknowledge_work(state, work)
 
 

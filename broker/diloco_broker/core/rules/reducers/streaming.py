@@ -116,7 +116,7 @@ def done(state: RunState, event: WorkDone) -> Effects:
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment
     key = (work.worker_id, work.push_id)
-    ready = round_.folded(key, work.index, event.squares)
+    ready = round_.folded(key, work.index, event.squares, event.fingerprint)
     yield from grants.acknowledge_work(state, work)
     yield from step(state, ready)
     if round_.contributions[key].ended is Ended.VOIDED:

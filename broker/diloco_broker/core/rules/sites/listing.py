@@ -70,7 +70,14 @@ def _entry(state: RunState, member: Member, health: str) -> Behind:
         pushes=figures.pushes,
         beat_age_s=round(now - member.liveness.last_seen, 3),
         sync_age_s=_since(figures.counted_at, now),
+        same_as=same_as(state, member),
     )
+
+
+def same_as(state: RunState, member: Member) -> str | None:
+    """Who sent the same update as this worker, and is still here."""
+    other = member.figures.same_as
+    return other if other is not None and other in state.members else None
 
 
 def _since(at: float | None, now: float) -> float | None:
@@ -127,6 +134,7 @@ def _sound(told: Sequence[Behind]) -> tuple[Behind, ...]:
                     health=each.health[:MAX_STATE_LENGTH],
                     loss=each.loss if is_finite else None,
                     loss_is_finite=each.loss_is_finite and is_finite,
+                    same_as=each.same_as if is_worker_id(each.same_as or "") else None,
                 )
             )
     return tuple(found)

@@ -24,11 +24,14 @@ from diloco_tools.dashboard import serving as streams
 from diloco_tools.dashboard.orders import read_order, steering_address
 from diloco_tools.dashboard.security import HEADERS, Policy, Refusal, new_token
 from diloco_tools.dashboard.serving import EventStream, Streams
-from diloco_tools.dashboard.source import encoded, history, picture, thinned
+from diloco_tools.dashboard.source import FeedSource, encoded, history, picture, thinned
 from diloco_tools.feed.series import RunSeries
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
 from kit.feed_snapshots import PATIENCE_S, frame
+from kit.process_kit import wait_for
 from kit.web_commands import NOBODY
+from kit.whole_run import an_mlp, make_config
+from kit.whole_run import run as train
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 JSON = {"Content_Type": "application/json"}
@@ -497,3 +500,27 @@ class TestEnd:
                 while site.server.server_state.connections and time.monotonic() < began + 10:
                     time.sleep(0.01)
                 assert time.monotonic() - began < 5
+
+
+def plotted(source: FeedSource) -> list[int]:
+    """The rounds that a page is sent that asks for everything."""
+    return [number for _, number, *_ in json.loads(source.state()[0])["series"]["rounds"]]
+
+
+def test_dashboard_that_is_opened_late_shows_the_rounds_before(tmp_path: Path) -> None:
+    config = make_config(workers=1, sync_every=2, save_dir=str(tmp_path))
+    with Broker(config) as broker:
+        train(broker, [an_mlp(0)], steps=6)
+        with FeedSource(broker.feed_address) as late:
+            wait_for(lambda: plotted(late) == [0, 1, 2])
+            train(broker, [an_mlp(0)], steps=2)
+            wait_for(lambda: plotted(late) == [0, 1, 2, 3])
+
+
+def test_history_of_another_run_is_not_shown(tmp_path: Path, publisher: Publisher) -> None:
+    with Broker(make_config(workers=1, sync_every=2, save_dir=str(tmp_path))) as broker:
+        train(broker, [an_mlp(0)], steps=6)
+    with FeedSource(publisher.address) as source:
+        publisher.says(checkpoint={"folder": str(tmp_path)}, unix_s=time.time())
+        wait_for(lambda: source.read().received)
+        assert plotted(source) == [411]

@@ -21,7 +21,7 @@ from diloco_protocol.clients import Keys
 from diloco_protocol.feed import MAX_DEPTH, FeedError, FeedRefusedError, Snapshot, json_safe
 from diloco_protocol.records import to_plain
 from diloco_tools.feed.listener import FeedWatcher
-from diloco_tools.feed.replay import History, read_history
+from diloco_tools.feed.replay import HISTORY, History, read_history, rounds_of
 from diloco_tools.feed.series import RunSeries
 
 POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second
@@ -39,6 +39,7 @@ class FeedSource(FeedWatcher):
         super().__init__(address, self._cannot_read, self._note, keys)
         self._series = RunSeries(points=POINTS)
         self._problem: str | None = None
+        self._recalled_at = -math.inf  # when the past was read: pages lack it that are older
         self._encoded = (0, "null")  # `received` and JSON of the newest picture that was asked for
 
     def pulse(self) -> dict[str, Any]:
@@ -50,6 +51,7 @@ class FeedSource(FeedWatcher):
         """Everything for a page that has the points up to `after`, as JSON, and the new `after`."""
         with self.lock:
             now = time.monotonic()
+            after = -math.inf if after < self._recalled_at else after
             if self._encoded[0] != self.received and self.model.snapshot is not None:
                 self._encoded = (self.received, picture(self.model.snapshot, self._series))
             verdict = self.model.verdict(now)
@@ -73,8 +75,21 @@ class FeedSource(FeedWatcher):
         }
 
     def _note(self, snapshot: Snapshot, now: float) -> None:
+        if self._recalled_at == -math.inf:
+            self._recall(snapshot, now)
+            self._recalled_at = now
         self._series.update(snapshot, now)
         self._problem = None
+
+    def _recall(self, snapshot: Snapshot, now: float) -> None:
+        """Begin with the rounds that the broker has written down, where its folder can be read here."""
+        saved, unix_s = snapshot.checkpoint, snapshot.unix_s
+        if saved is None or unix_s is None:
+            return
+        past = RunSeries(points=POINTS)
+        for moment in rounds_of(Path(saved.folder) / HISTORY, snapshot.epoch, POINTS):
+            past.update(moment.snapshot, now - max(0.0, unix_s - moment.at))
+        self._series.go_on_from(past)
 
     def _cannot_read(self, error: FeedError) -> None:
         if not isinstance(error, FeedRefusedError):

@@ -12,6 +12,7 @@ Times are those of the broker's wall clock; they step back where somebody set it
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +21,16 @@ from typing import Any
 from diloco_protocol import feed
 from diloco_protocol.feed import Fragment, Snapshot, Worker
 from diloco_protocol.records import to_plain
-from diloco_tools.feed.history_lines import Line, line_of, parsed, snapshot_of, texts_of
+from diloco_tools.feed.history_lines import (
+    Line,
+    checked,
+    line_of,
+    parsed,
+    snapshot_of,
+    texts_of,
+)
 
+HISTORY = "history.jsonl"  # in the folder that the broker saves to
 EVENTS = 20  # in a snapshot, as in the feed
 LOOK_BACK = 400  # rounds searched for the last work of each worker and fragment
 GIVE = "give the history.jsonl in the folder that diloco-broker serve saves to"
@@ -123,6 +132,37 @@ class History(Sequence[Moment]):
         }
 
 
+def rounds_of(path: Path, epoch: str, most: int) -> list[Moment]:
+    """The rounds in the history that the broker of this epoch keeps, evenly spread.
+
+    Only lines that are shown are parsed: a history has up to 32 MiB, and may be growing.
+
+    Args:
+        most: how many, the newest among them.
+
+    Returns:
+        What each round's line says, with its time as `uptime_s`. Nothing where the file is missing,
+        cannot be read, or is another broker's.
+    """
+    mark, found = f'"epoch": "{epoch}"'.encode(), []
+    try:
+        texts = list(texts_of(path))
+    except OSError:
+        return []
+    if not any(mark in text for text in reversed(texts)):
+        return []
+    rounds = [text for text in texts if b'"kind": "round"' in text]
+    stride = -(-len(rounds) // most) or 1
+    for text in rounds[(len(rounds) - 1) % stride :: stride]:
+        with suppress(feed.MalformedFeedError):
+            document = checked(text)
+            if document["kind"] == "round":
+                at = float(document["at"])
+                moment = replace(snapshot_of(document), uptime_s=at, sequence=len(found))
+                found.append(Moment(at, moment))
+    return found
+
+
 def read_history(path: Path) -> History:
     """Read `path`, a history or the folder that has one, after the older file beside it.
 
@@ -133,7 +173,7 @@ def read_history(path: Path) -> History:
     skipped = 0
     try:
         if path.is_dir():
-            path = path / "history.jsonl"
+            path = path / HISTORY
         for text in texts_of(path):
             try:
                 line = line_of(text, lines[-1] if lines else None)

@@ -97,6 +97,16 @@ class RunSeries:
         (began, before), (ended, after) = self._cpu[0], self._cpu[-1]
         return max(0.0, after - before) / (ended - began)
 
+    def go_on_from(self, past: "RunSeries") -> None:
+        """Put the figures of what came before in front; called before the first `update`.
+
+        A round of the same broker that both have is kept once. Rates begin with the next snapshot.
+        """
+        self.rounds = past.rounds[-self._points :]
+        self.network = past.network[-self._points :]
+        self.speeds = {name: points[-self._points :] for name, points in past.speeds.items()}
+        self._epoch, self._last_round = past._epoch, past._last_round
+
     def update(self, snapshot: Snapshot, now: float) -> None:
         """Take a snapshot; one that is not newer than the last changes nothing."""
         if snapshot.epoch != self._epoch:

@@ -11,7 +11,7 @@ export class History {
   constructor(parent, isRecorded) {
     this.isRecorded = isRecorded;
     const time = isRecorded ? "elapsed" : "past";
-    const none = "No round has closed since the dashboard began to listen.";
+    const none = "No round has closed yet, as far as the dashboard knows.";
     const loss = (value) => (value !== 0 && Math.abs(value) < 0.01 ? number(value) : String(Number(value.toPrecision(4))));
     const seconds = (value, exact) => (value === null ? "—" : exact ? duration(value) : `${scaled(value)} s`);
     const count = (value) => (value === 0 ? "0" : scaled(value));

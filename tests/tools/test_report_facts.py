@@ -183,6 +183,25 @@ def test_worker_that_died_and_came_back_is_seen_to(tmp_path: Path) -> None:
     assert speed.absent == ((AT + 14, AT + 25),), "no line is drawn where it was gone"
 
 
+def test_restarted_worker_with_a_new_drawn_id_keeps_its_line(tmp_path: Path) -> None:
+    old, new, other = "vm-a-0a1b2c3d", "vm-a-99887766", "vm-a-55555555"
+    facts = facts_of(
+        tmp_path,
+        start(AT),
+        event(AT + 1, f"{old} joins from vm-a."),
+        event(AT + 2, f"{other} joins from vm-a."),
+        closed(AT + 10, 0, old, other),
+        event(AT + 14, f"{old} counts as dead: {DIED}.", level="warning"),
+        event(AT + 25, f"{new} joins from vm-a."),
+        closed(AT + 30, 1, new, other),
+    )
+    assert {each.id for each in facts.workers} == {new, other}, "two at a time are two"
+    back = worker(facts, new)
+    assert words(facts, new) == ["joined", "died", "back"]
+    assert (back.restarts, back.returns, back.contributions, back.rounds_here) == (1, 1, 2, 2)
+    assert {each.name for each in facts.curves["loss of workers"]} == {other, new}
+
+
 def test_worker_that_stood_still_or_reconnected_stays(tmp_path: Path) -> None:
     facts = facts_of(
         tmp_path,

@@ -173,6 +173,14 @@ def test_value_that_would_flatten_all_others_is_told_instead() -> None:
     assert "to 5.00e+03 (round 0)" in shown.text()
 
 
+def test_round_that_a_pause_interrupted_does_not_flatten_the_others(tmp_path: Path) -> None:
+    took = [2.0 + n % 5 / 10 for n in range(40)]
+    took[35] = 36_000.0
+    lines = [closed(AT + 40_000 * n, n, "a", seconds=s) for n, s in enumerate(took, start=0)]
+    shown = page(facts_of(tmp_path, start(AT), *lines))
+    assert "1 value (10 h) is off the scale." in shown.text()
+
+
 def test_many_lines_have_colours_for_eight_and_say_how_many_more() -> None:
     curves = [a_curve(1.0, float(n), name=f"w{n}") for n in range(20)]
     shown = drawn(curves, NumberAxis(curves[0].points, "round"))

@@ -36,7 +36,7 @@ def draw(summary: Record, path: Path) -> None:
     axes.set_xlim(0, diloco["steps"] * 1.02)
     axes.yaxis.set_major_locator(MaxNLocator(6))
     recede(axes)
-    axes.legend(frameon=False, loc="upper right")
+    figure.legend(frameon=False, loc="outside lower left", ncols=2)  # it covers no curve
     figure.savefig(path)
 
 

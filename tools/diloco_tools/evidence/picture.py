@@ -51,7 +51,7 @@ def _curves(axes: Any, of: Conducted) -> None:
     axes.set_xlim(left=0)
     axes.set_xlabel(AXES[of.part.axis], color=QUIET)
     axes.set_ylabel("held-out loss (nats per byte)", color=QUIET)
-    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.figure.legend(frameon=False, loc="outside lower left", ncols=2, fontsize=9)
     recede(axes)
 
 

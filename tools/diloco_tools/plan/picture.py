@@ -106,5 +106,5 @@ def draw(question: Question, found: list[Curve], path: Path, target: float | Non
     axes.tick_params(colors=QUIET)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#c9ccd1")
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, loc="outside lower left", ncols=2)  # it covers no curve
     figure.savefig(path)

@@ -47,7 +47,13 @@ def figures(facts: Facts, axis: TimeAxis) -> list[Html]:
         return line_chart(plot, found, along_rounds)
 
     loss = Plot("Loss", mean, word=word, from_zero=False, empty=NO_LOSS)
-    seconds = Plot(*time, word=word, format=duration, axis_format=lambda s: f"{on_axis(s)} s")
+    seconds = Plot(
+        *time,
+        word=word,
+        format=duration,
+        axis_format=lambda s: f"{on_axis(s)} s",
+        may_jump=True,  # a pause, or a night without workers, belongs to its round
+    )
     network = Plot("Network", "at the broker", word=word, format=rate, axis_format=rate)
     speed = Plot("Speed", "inner steps/s of each worker", word=word, format=quantity)
     found = [

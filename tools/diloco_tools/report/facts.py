@@ -58,7 +58,8 @@ class Mark:
 class Worker:
     """One worker over the whole run. Figures are what the lines of rounds say of it."""
 
-    id: str
+    id: str  # the newest, of a worker that had another one after each restart
+    restarts: int = 0  # under another id
     hosts: tuple[str, ...] = ()
     behind: int | None = None  # of a relay: how many workers, in its last round
     first_seen: float = 0.0

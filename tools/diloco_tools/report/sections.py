@@ -92,6 +92,8 @@ def _worker_row(worker: Worker, is_async: bool) -> list[str]:
     hosts = ", ".join(worker.hosts)
     if worker.behind is not None:
         hosts = f"relay of {plural(worker.behind, 'worker')}" + (f", {hosts}" if hosts else "")
+    if worker.restarts:
+        hosts += f"{', ' * bool(hosts)}{plural(worker.restarts + 1, 'id')} in turn"
     name = [tag("b", worker.id, class_="main"), tag("span", hosts, class_="more")]
     tones = {"here": "good", "died": "bad", "left": "quiet"}
     of = f"{worker.contributions:,}"

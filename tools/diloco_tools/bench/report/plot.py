@@ -127,7 +127,7 @@ def _growth(axes: Axes, figures: Sequence[Figure]) -> None:
     axes.set_ylim(bottom=0)
     recede(axes)
     axes.set_title("how a round grows: bf16 up, fp32 down", loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _bars(axes: Axes, labels: Sequence[str]) -> None:

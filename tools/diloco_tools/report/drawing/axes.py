@@ -34,6 +34,9 @@ STEPS_S = (
 )
 # A time without a broker that would take more of the axis than this is drawn as long as this.
 LONGEST_AWAY = 0.06
+LEAST_FOR_JUMPS = 4  # of fewer values nobody can tell which is the usual
+JITTER = 0.1  # of a value: so much it varies at least
+JUMPS_ABOVE = 0.95  # of all values, those that are far above that share are jumps
 OFF_SCALE = 8.0  # times the newer half's range: then that decides the scale
 
 
@@ -67,10 +70,14 @@ class Scale(NamedTuple):
         return (value - self.low) / (self.high - self.low)
 
 
-def scale_of(values: Sequence[float], *, from_zero: bool) -> Scale:
-    """Room for all values; where a few would flatten all others, for those near the newer half."""
+def scale_of(values: Sequence[float], *, from_zero: bool, may_jump: bool = False) -> Scale:
+    """Room for all values; where a few would flatten all others, for those near the newer half.
+
+    `may_jump`: a few high ones may be left out wherever they are, also among the newest.
+    """
     low, high = min(values), max(values)
-    near_low, near_high = recent_scale(values)
+    usual = _without_jumps(values) if may_jump else values
+    near_low, near_high = recent_scale(usual)
     if high - low > OFF_SCALE * (near_high - near_low) > 0:
         low, high = near_low, near_high
     low = min(0.0, low) if from_zero else low
@@ -79,6 +86,16 @@ def scale_of(values: Sequence[float], *, from_zero: bool) -> Scale:
     if room <= ALIKE * size:  # a flat line lies in the middle
         room = size if size > TINY else 1.0
     return Scale(low if from_zero and low == 0 else low - 0.06 * room, high + 0.06 * room)
+
+
+def _without_jumps(values: Sequence[float]) -> Sequence[float]:
+    """Without those far above 95% of all (or all but one): rounds that a pause interrupted."""
+    if len(values) < LEAST_FOR_JUMPS:
+        return values
+    ranked = sorted(values)
+    most = ranked[min(len(ranked) - 2, int(JUMPS_ABOVE * len(ranked)))]
+    room = OFF_SCALE * max(most - ranked[0], JITTER * abs(most))
+    return [value for value in values if value <= most + room]
 
 
 def is_within(times: Sequence[tuple[float, float]], before: Point, after: Point) -> bool:

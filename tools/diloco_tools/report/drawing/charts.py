@@ -46,6 +46,7 @@ class Plot:
     format: Format = figure
     axis_format: Format = on_axis
     from_zero: bool = True
+    may_jump: bool = False  # a few values may be far above all others, and say nothing of these
     empty: str = "Nothing of it is in the history."
 
 
@@ -59,7 +60,9 @@ def line_chart(
         return tag("figure", heading, tag("p", plot.empty, class_="empty"), class_="plot")
     points = [point for curve in curves for point in curve.points]
     across = axis(points)
-    scale = scale_of([point.value for point in points], from_zero=plot.from_zero)
+    scale = scale_of(
+        [point.value for point in points], from_zero=plot.from_zero, may_jump=plot.may_jump
+    )
     lines = [
         _line(curve, place, across, scale) for place, curve in reversed(list(enumerate(curves)))
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -36,6 +37,7 @@ from diloco_tools.report.thinning import Point, Spread, Thinned
 BUCKETS = 160  # of a curve of the whole run: at most four points each, about one for each pixel
 RATE_OVER_S = 1.0  # bytes a second are measured over at least as long
 MOST_WORKERS = 500  # that are followed one by one
+MOST_RESTARTS = 100_000  # of workers that come under new ids; later ones are workers of their own
 MOST_LIVES = 1000
 MOST_EVENTS = 300  # the newest
 MOST_CHANGES = 300
@@ -46,6 +48,10 @@ SLOWEST = 10
 STALEST = 30  # what is older is counted together
 # Of the loop's own state, or known only after the first moment: no setting that somebody changed.
 _NO_SETTING = ("reducer.submissions", "reducer.waiting")
+
+
+# The id of a worker to which nobody has given one, as diloco_worker makes it.
+DRAWN_ID = re.compile(r"(?P<host>.*)-[0-9a-f]{8}", re.DOTALL)
 
 
 class Digest:
@@ -60,6 +66,9 @@ class Digest:
         self._at = 0.0  # of the newest line; a clock that was set back does not go back here
         self._workers: dict[str, WorkerTally] = {}
         self._here: set[str] = set()
+        self._earlier: dict[
+            str, str
+        ] = {}  # of a restarted worker's newer ids, the first that it had
         self._others: set[int] = set()  # hashes of names beyond `MOST_WORKERS`
         self._activity = Activity()
         self._curves = {key: Thinned(BUCKETS) for key in ("loss", "seconds", "averaged", "alive")}
@@ -160,7 +169,7 @@ class Digest:
         for each in contributors if isinstance(contributors, list) else ():
             self._take_contribution(at, round_, mapping(each))
         for name in self._here:
-            self._workers[name].rounds_here += 1
+            self._workers[self._earlier.get(name, name)].rounds_here += 1
         slow = SlowRound(round_, at, fragment, seconds, averaged)
         heapq.heappush(self._slowest, (seconds, self.lines, slow))
         if len(self._slowest) > SLOWEST:
@@ -187,7 +196,7 @@ class Digest:
             self._staleness[min(staleness, STALEST + 1)] += 1
         worker.track.is_here(at)
         self._here.add(name)
-        self._activity.add(at, name)
+        self._activity.add(at, worker.name)
 
     def _take_event(self, at: float, line: Mapping[str, Any]) -> None:
         level, sentence = text(line.get("level"), 20) or "info", text(line.get("text"))
@@ -221,13 +230,36 @@ class Digest:
             self._here.add(sign.worker)
 
     def _worker(self, name: str, at: float) -> WorkerTally | None:
-        """The tally of a worker; None for one that came when too many had come."""
-        found = self._workers.get(name)
+        """The tally of a worker; None for one that came when too many had come.
+
+        A worker without an id of its own has a new one after each restart: host and random digits. It
+        goes on with the tally of the one that was gone from its host.
+        """
+        found = self._workers.get(self._earlier.get(name, name))
+        if found is None and (found := self._gone_from(name)) is not None:
+            self._earlier[name] = found.name
+            found.id = name
+            found.restarts += 1
         if found is None and len(self._workers) < MOST_WORKERS:
             found = self._workers[name] = WorkerTally(name, at)
         elif found is None and len(self._others) < 1_000_000:
             self._others.add(hash(name))
         return found
+
+    def _gone_from(self, name: str) -> WorkerTally | None:
+        """Who went last from the host that `name` was made from; None if it is no such name."""
+        drawn = DRAWN_ID.fullmatch(name)
+        if drawn is None or len(self._earlier) >= MOST_RESTARTS:
+            return None
+        gone = [
+            each
+            for each in self._workers.values()
+            if each.track.now is None
+            and not each.track.was_here_at_end  # it may come back to the next broker under its id
+            and drawn["host"] in each.hosts
+            and DRAWN_ID.fullmatch(each.id)
+        ]
+        return max(gone, key=lambda each: each.last_seen, default=None)
 
     def facts(self, actions: list[Action], actions_left_out: int, damaged: int) -> Facts:
         """What it all comes to. `take` has been called, and is not called afterwards."""

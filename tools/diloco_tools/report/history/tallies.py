@@ -41,10 +41,11 @@ class WorkerTally:
 
     def __init__(self, name: str, at: float) -> None:
         self.name, self.first_seen, self.last_seen = name, at, at
+        self.id, self.restarts = name, 0  # its newest, and how many it had before
         self.track = Track()
         self.contributions = self.rounds_here = 0
         self.curves = {key: Thinned(BUCKETS_OF_WORKER) for key in ("loss", "norm", "speed")}
-        self._hosts: list[str] = []
+        self.hosts: list[str] = []
         self._behind: int | None = None  # of a relay: how many workers, last
         self._step: int | None = None
         self._loss: float | None = None
@@ -55,8 +56,8 @@ class WorkerTally:
 
     def came_from(self, host: str) -> None:
         host = text(host, LONGEST_NAME)
-        if host and host not in self._hosts and len(self._hosts) < MOST_HOSTS:
-            self._hosts.append(host)
+        if host and host not in self.hosts and len(self.hosts) < MOST_HOSTS:
+            self.hosts.append(host)
 
     def contributed(
         self, at: float, round_: int, line: Mapping[str, Any], life: LifeTally
@@ -89,13 +90,14 @@ class WorkerTally:
         thinned = self.curves[key]
         pairs = pairwise(self.track.spans)
         absent = ((a.ended_at, b.began_at) for a, b in pairs if a.ended_at < b.began_at)
-        return Curve(self.name, tuple(thinned), thinned.count, tuple(absent))
+        return Curve(self.id, tuple(thinned), thinned.count, tuple(absent))
 
     def facts(self, active: tuple[tuple[float, float], ...]) -> Worker:
         track, told = self.track, self._staleness_told
         return Worker(
-            id=self.name,
-            hosts=tuple(self._hosts),
+            id=self.id,
+            restarts=self.restarts,
+            hosts=tuple(self.hosts),
             behind=self._behind,
             first_seen=self.first_seen,
             last_seen=self.last_seen,

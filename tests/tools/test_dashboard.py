@@ -511,7 +511,8 @@ def test_dashboard_that_is_opened_late_shows_the_rounds_before(tmp_path: Path) -
     config = make_config(workers=1, sync_every=2, save_dir=str(tmp_path))
     with Broker(config) as broker:
         train(broker, [an_mlp(0)], steps=6)
-        with FeedSource(broker.feed_address) as late:
+        late = FeedSource(broker.feed_address)
+        with late:
             wait_for(lambda: plotted(late) == [0, 1, 2])
             train(broker, [an_mlp(0)], steps=2)
             wait_for(lambda: plotted(late) == [0, 1, 2, 3])
@@ -520,7 +521,8 @@ def test_dashboard_that_is_opened_late_shows_the_rounds_before(tmp_path: Path) -
 def test_history_of_another_run_is_not_shown(tmp_path: Path, publisher: Publisher) -> None:
     with Broker(make_config(workers=1, sync_every=2, save_dir=str(tmp_path))) as broker:
         train(broker, [an_mlp(0)], steps=6)
-    with FeedSource(publisher.address) as source:
+    source = FeedSource(publisher.address)
+    with source:
         publisher.says(checkpoint={"folder": str(tmp_path)}, unix_s=time.time())
         wait_for(lambda: source.read().received)
         assert plotted(source) == [411]

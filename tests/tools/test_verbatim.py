@@ -128,7 +128,7 @@ def test_one_screen_and_status_show_names_as_they_are(name: str) -> None:
     assert f"{name}: {name}" in text
     assert f"\n{name} " in text
     told = as_text(strangers(name))
-    assert f"missing {name}" in told and f"\n{name} " in told and f"NOT WRITTEN: {name}" in told
+    assert f"missing     {name}" in told and f"\n{name} " in told and f"NOT WRITTEN: {name}" in told
 
 
 @EVERY_NAME

@@ -190,10 +190,10 @@ def _workers(data: Data) -> Iterable[str]:
 
 def _not_listed(relay: Data) -> int:
     """Workers behind a relay that it has not told of, since there are so many."""
-    told = sum(
+    told: int = sum(
         each.get("workers") is None and each["health"] != DEAD for each in relay.get("behind", ())
     )
-    return max(0, int(relay.get("workers") or 0) - told)
+    return max(0, (relay.get("workers") or 0) - told)
 
 
 def _away(site: Data) -> str:

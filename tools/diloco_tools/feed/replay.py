@@ -144,7 +144,8 @@ def rounds_of(path: Path, epoch: str, most: int) -> list[Moment]:
         What each round's line says, with its time as `uptime_s`. Nothing where the file is missing,
         cannot be read, or is another broker's.
     """
-    mark, found = f'"epoch": "{epoch}"'.encode(), []
+    mark = f'"epoch": "{epoch}"'.encode()
+    found: list[Moment] = []
     try:
         texts = list(texts_of(path))
     except OSError:

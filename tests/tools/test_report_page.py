@@ -225,6 +225,12 @@ def test_weeks_without_a_broker_take_little_of_the_axis() -> None:
     assert 2 <= len(texts) <= 7 and all(re.fullmatch(r"\d\d:\d\d|\d\d \w{3}", t) for t in texts)
 
 
+def test_long_pause_takes_little_of_the_axis() -> None:
+    axis = TimeAxis(AT, AT + 40_000, [], [(AT + 100, AT + 39_900)])
+    assert axis.at(AT + 100) > 0.4 and axis.at(AT + 39_900) < 0.6
+    assert not axis.is_break(Point(AT, 0, 1.0), Point(AT + 40_000, 1, 1.0)), "the broker was there"
+
+
 def test_times_of_a_run_are_those_between_its_lives(tmp_path: Path) -> None:
     lines = [closed(AT, 0, "a"), {**closed(AT + 50, 1, "a"), "epoch": "b1"}]
     axis = time_axis(facts_of(tmp_path, *lines, {**closed(AT + 60, 2, "a"), "epoch": "b1"}))

@@ -17,9 +17,12 @@ NO_LOSS = "No worker has told a loss: diloco.report(loss=loss) does."
 
 
 def time_axis(facts: Facts) -> TimeAxis:
-    """The time of a run; where one broker had ended and the next had not begun, there was none."""
+    """The time of a run; where one broker had ended and the next had not begun, there was none.
+
+    A pause, too, takes no more of the axis than that.
+    """
     away = [(before.ended_at, after.began_at) for before, after in pairwise(facts.lives)]
-    return TimeAxis(facts.began_at, facts.ended_at, away)
+    return TimeAxis(facts.began_at, facts.ended_at, away, facts.pauses)
 
 
 def figures(facts: Facts, axis: TimeAxis) -> list[Html]:

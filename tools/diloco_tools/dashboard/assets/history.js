@@ -17,7 +17,7 @@ export class History {
     const count = (value) => (value === 0 ? "0" : scaled(value));
     const nothing = (format) => (value, exact) => (value === null ? "—" : format(value, exact));
     this.charts = {
-      loss: new Chart({ id: "plot-loss", title: "Loss", unit: "mean of a round", format: nothing(loss), x: "round", fromZero: false, recent: true, empty: none }),
+      loss: new Chart({ id: "plot-loss", title: "Loss", unit: "mean of a round", format: nothing(loss), x: "round", fromZero: false, recent: true, empty: "No worker has reported a loss yet." }),
       seconds: new Chart({ id: "plot-seconds", title: "Round time", unit: "from opening to release", format: nothing(seconds), x: "round", recent: true, empty: none }),
       norm: new Chart({ id: "plot-norm", title: "Pseudo-gradient norm", unit: "mean of a round", format: nothing((v) => (v === 0 ? "0" : Math.abs(v) < 0.001 ? v.toExponential(1) : String(Number(v.toPrecision(3))))), x: "round", recent: true, empty: none }),
       network: new Chart({ id: "plot-network", title: "Network", unit: "at the broker", format: nothing((v) => (v === 0 ? "0" : rate(v))), x: time, empty: "No bytes have been counted yet." }),

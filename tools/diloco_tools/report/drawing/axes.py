@@ -130,18 +130,36 @@ class NumberAxis:
         return [Tick(place, text) for place, text in zip(places, texts, strict=True)]
 
 
-class TimeAxis:
-    """Time by the broker's clock; long times without a broker are drawn short."""
+def _joined(times: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same in order; those that overlap are one."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(times):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
 
-    def __init__(self, began: float, ended: float, away: Sequence[tuple[float, float]]) -> None:
-        """`away`: times without a broker, in order, within the other two."""
+
+class TimeAxis:
+    """Time by the broker's clock; long times without a broker, and long pauses, are drawn short."""
+
+    def __init__(
+        self,
+        began: float,
+        ended: float,
+        away: Sequence[tuple[float, float]],
+        pauses: Sequence[tuple[float, float]] = (),
+    ) -> None:
+        """`away`: times without a broker; like `pauses` in order, within the other two."""
         self.began, self.ended = began, max(ended, began + 1.0)
         self.away = list(away)
-        absent = sum(end - start for start, end in self.away)
+        self._short = _joined([*away, *pauses])
+        absent = sum(end - start for start, end in self._short)
         longest = LONGEST_AWAY * max(1.0, self.ended - self.began - absent)
         # Pairs of (moment, place); between two of them time goes evenly.
         self._moments, self._places = [self.began], [0.0]
-        for start, end in self.away:
+        for start, end in self._short:
             self._reach(start, start - self._moments[-1])
             self._reach(end, min(end - start, longest))
         self._reach(self.ended, self.ended - self._moments[-1])
@@ -168,7 +186,7 @@ class TimeAxis:
         return is_within(self.away, before, after)
 
     def ticks(self) -> list[Tick]:
-        shown = self.ended - self.began - sum(end - start for start, end in self.away)
+        shown = self.ended - self.began - sum(end - start for start, end in self._short)
         step = next((each for each in STEPS_S if each * 6 >= shown), 0.0)
         step = step or DAY_S * ceil(shown / DAY_S / 6)
         found: list[Tick] = []
@@ -176,8 +194,8 @@ class TimeAxis:
         # The broker may have been away for years: of the steps in there none is asked for.
         places = range(first, last + 1) if last - first < 10_000 else ()
         for at in (place * step for place in places):
-            place, is_away = self.at(at), any(start < at < end for start, end in self.away)
-            if not is_away and (not found or place - found[-1].place > 0.1):
+            place, is_short = self.at(at), any(start < at < end for start, end in self._short)
+            if not is_short and (not found or place - found[-1].place > 0.1):
                 found.append(Tick(place, _tick_text(at, step)))
         return found or [Tick(0.0, _tick_text(self.began, 60.0))]
 

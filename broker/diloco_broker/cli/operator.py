@@ -20,8 +20,8 @@ from diloco_broker.cli.config_options import DECLARED, parameter, with_options
 from diloco_broker.cli.failures import FAILED, fail
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.core.rules.settings import SETTINGS
-from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
 from diloco_protocol.clients import Operator, find_keys
+from diloco_protocol.clients.command_line import ServerArgument, ServerOption, server_of
 from diloco_protocol.clients.keys import VARIABLE
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Result
@@ -30,16 +30,6 @@ from diloco_protocol.roles import Role
 REFUSED, GIVEN_UP = 1, 130
 ASK_AGAIN_S = 0.5
 
-Address = Annotated[
-    str,
-    typer.Option(
-        "--address",
-        metavar="ADDR",
-        envvar="DILOCO_SERVER",
-        help="Control address that diloco-broker serve printed; of several, with commas in between, the "
-        "one that has the run is asked.",
-    ),
-]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -67,27 +57,30 @@ def _control(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:
 
     @with_options(signature(command, eval_str=True).parameters.values())
     def ask(
-        address: Address = DEFAULT_CONTROL_ADDRESS,
+        address: ServerArgument = None,
+        server: ServerOption = None,
         as_json: AsJson = False,
         timeout: Timeout = 5.0,
         keys: KeyFile = None,
         **options: Any,
     ) -> None:
+        where = _server(address, server, as_json)
         arguments = command(**options)
-        _finish(_ask(address, timeout, action, as_json, keys, **arguments), as_json)
+        _finish(_ask(where, timeout, action, as_json, keys, **arguments), as_json)
 
     ask.__name__, ask.__doc__ = command.__name__, command.__doc__
     return cast(Callable[..., None], ask)
 
 
 def status(
-    address: Address = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
 ) -> None:
     """Show how a running broker is doing. For a display that keeps running: diloco-top."""
-    result = _ask(address, timeout, "status", as_json, keys)
+    result = _ask(_server(address, server, as_json), timeout, "status", as_json, keys)
     if not result.ok:
         _finish(result, as_json)
     elif as_json:
@@ -158,18 +151,21 @@ def shutdown(
 
 
 def save_all(
-    address: Address = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
+    *,
     wait: Wait = 60.0,
 ) -> None:
     """Ask each worker to save, and show who has."""
-    _order("save_all", address, as_json, timeout, keys, wait=wait)
+    _order("save_all", _server(address, server, as_json), as_json, timeout, keys, wait=wait)
 
 
 def stop_all(
-    address: Address = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
@@ -179,7 +175,7 @@ def stop_all(
 ) -> None:
     """Ask each worker to leave once its work in flight is back, and show who has. The broker goes on."""
     _sure(yes, "Stop all workers? The broker goes on; they may join again.")
-    _order("stop_all", address, as_json, timeout, keys, wait=wait)
+    _order("stop_all", _server(address, server, as_json), as_json, timeout, keys, wait=wait)
 
 
 def _order(
@@ -200,7 +196,8 @@ def _order(
 
 
 def promote(
-    address: Address = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
@@ -223,11 +220,12 @@ def promote(
     if force:
         _sure(yes, "Take your word? If the other broker is there after all, two have the run.")
     until, arguments = time.monotonic() + wait, {"force": True} if force else {}
-    result = _ask(address, timeout, "promote", as_json, keys, **arguments)
+    where = _server(address, server, as_json)
+    result = _ask(where, timeout, "promote", as_json, keys, **arguments)
     while result.ok and result.data.get("is_over") is False and time.monotonic() < until:
         time.sleep(ASK_AGAIN_S)
         # While the standby becomes a broker nobody answers for a moment.
-        result = _ask(address, max(timeout, 30.0), "promote", as_json, keys)
+        result = _ask(where, max(timeout, 30.0), "promote", as_json, keys)
     _finish(result, as_json)
     if result.data.get("is_over") is False:
         raise typer.Exit(REFUSED)
@@ -245,6 +243,13 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     stop_all,
     promote,
 )
+
+
+def _server(argument: str | None, option: str | None, as_json: bool) -> str:
+    try:
+        return server_of(argument, option)
+    except UsageError as error:
+        _fail(str(error), as_json)
 
 
 def _ask(

@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 from diloco_broker.config.declaration import AUTO, Options
 from diloco_broker.config.option import check_alone, refusal
-from diloco_protocol.addresses import is_loopback, with_scheme
+from diloco_protocol.addresses import CONTROL_PORT, FEED_PORT, is_loopback, with_scheme
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
 from diloco_protocol.messages import BUFFERS, RunConfig
@@ -51,8 +51,8 @@ class BrokerConfig(Options):
             value = getattr(self, each.name)
             if isinstance(value, PurePath):  # checkpoints hold the options as JSON
                 object.__setattr__(self, each.name, str(value))
-        for name in ("bind", "feed"):
-            object.__setattr__(self, name, with_scheme(getattr(self, name)))
+        object.__setattr__(self, "bind", with_scheme(self.bind, CONTROL_PORT))
+        object.__setattr__(self, "feed", with_scheme(self.feed, FEED_PORT))
         _check(self)
 
     @property

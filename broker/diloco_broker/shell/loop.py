@@ -478,6 +478,7 @@ class Loop:
     def _answer_status(self, route: bytes, control: Control) -> None:
         data, _ = self.onlookers.snapshot()
         text = f"Round {data['round']['number']}, {data['counts']['alive']} workers alive."
+        data = data | {"feed_address": self.sockets.feed_address}
         self.send(Send(route, Result(control.request, True, text, data)))
 
     def _publish(self) -> None:

@@ -14,7 +14,13 @@ import socket
 import stat
 from pathlib import Path
 
-from diloco_protocol.addresses import EVERYWHERE, can_be_reached, with_scheme
+from diloco_protocol.addresses import (
+    CONTROL_PORT,
+    EVERYWHERE,
+    FEED_PORT,
+    can_be_reached,
+    with_scheme,
+)
 from diloco_protocol.errors import UsageError
 
 SCHEME = "file://"
@@ -55,7 +61,8 @@ def read_address(file: Path, line: int = 0) -> str:
     if not content.strip():
         raise NoAddress(f"the file {file} is empty")
     lines = content.decode("ascii", errors="replace").splitlines()
-    address = with_scheme(lines[line].strip()) if line < len(lines) else ""
+    port = FEED_PORT if line else CONTROL_PORT
+    address = with_scheme(lines[line].strip(), port) if line < len(lines) else ""
     if len(content) > LARGEST_FILE or not leads_somewhere(address):
         raise NoAddress(f"the file {file} holds no address like tcp://10.0.0.1:8512")
     return address

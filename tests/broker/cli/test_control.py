@@ -285,11 +285,19 @@ def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> No
 
 
 @pytest.mark.parametrize(
-    "address", ["foo", "tcp://127.0.0.1", "tcp://host:99999", "", "tcp://a b:1"]
+    "address", ["8512", "tcp://127.0.0.1:", "tcp://host:99999", "", "tcp://a b:1"]
 )
 def test_address_that_is_none_is_refused_at_once(address: str) -> None:
     with pytest.raises(UsageError, match="is not a control address"):
         Operator(address)
+
+
+def test_misspelt_name_is_named() -> None:
+    with (
+        pytest.raises(Unreachable, match=r"no-such-host\.invalid.*spelt"),
+        Operator("no-such-host.invalid", timeout=0.1) as operator,
+    ):
+        operator.ask("status")
 
 
 def test_operator_hears_only_the_answer_to_its_own_request() -> None:

@@ -5,10 +5,11 @@ Exit codes: 0 it was done, 1 the broker refused, 2 wrong usage or no broker ther
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from shutil import get_terminal_size
@@ -19,6 +20,7 @@ import typer
 from diloco_broker.cli.config_options import DECLARED, parameter, with_options
 from diloco_broker.cli.failures import FAILED, fail
 from diloco_broker.cli.status_text import as_text
+from diloco_broker.config import duration
 from diloco_broker.core.rules.settings import SETTINGS
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.clients.command_line import ServerArgument, ServerOption, server_of
@@ -29,6 +31,8 @@ from diloco_protocol.roles import Role
 
 REFUSED, GIVEN_UP = 1, 130
 ASK_AGAIN_S = 0.5
+# Settings that end the run.
+ENDS = {"max_rounds", "token_budget", "max_time"}
 
 KeyFile = Annotated[
     Path | None,
@@ -108,15 +112,57 @@ def kick(
     return {"worker": worker}
 
 
-@_control
 @with_options(parameter(name, None, DECLARED[name].help + _ALSO.get(name, "")) for name in SETTINGS)
-def set_(**settings: Any) -> dict[str, Any]:
-    """Change settings of the run from the next version on. All of them, or none if one is wrong."""
+def set_(  # noqa: PLR0917  each is an option
+    address: ServerArgument = None,
+    server: ServerOption = None,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    keys: KeyFile = None,
+    yes: Yes = False,
+    **settings: Any,
+) -> None:
+    """Change settings of the run from the next version on. All of them, or none if one is wrong.
+
+    An end of the run that it has reached already ends it with the open round, so that needs --yes.
+    """
+    where = _server(address, server, as_json)
     arguments = {name: value for name, value in settings.items() if value is not None}
     if not arguments:
         options = ", ".join("--" + name.replace("_", "-") for name in SETTINGS)
         _fail(f"There is nothing to set; give one or more of {options}.")
-    return arguments
+    if not yes and ENDS & arguments.keys():
+        status = _ask(where, timeout, "status", as_json, keys)
+        reached = reached_end(arguments, status.data) if status.ok else None
+        if reached is not None:
+            _sure(yes, f"{reached} End the run?", as_json)
+    _finish(_ask(where, timeout, "set", as_json, keys, **arguments), as_json)
+
+
+def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str | None:
+    """A sentence if one of these settings ends the run with its open round; else None.
+
+    Args:
+        settings: by name, as `set` is given them; 0 means no such end.
+        status: the broker's snapshot.
+    """
+    end, totals = status.get("end") or {}, status.get("totals") or {}
+    rounds = (status.get("round") or {}).get("number", 0)
+    tokens = end.get("tokens", totals.get("tokens", 0))
+    seconds = end.get("seconds", totals.get("open_s", 0))
+    if 0 < settings.get("max_rounds", 0) <= rounds + 1:
+        return (
+            f"The run has made {rounds} rounds: --max-rounds {settings['max_rounds']} ends it now."
+        )
+    if 0 < settings.get("token_budget", 0) <= tokens:
+        return (
+            f"The run has trained on {tokens} tokens: --token-budget {settings['token_budget']} ends "
+            "it now."
+        )
+    with contextlib.suppress(ValueError):  # the broker refuses it
+        if 0 < duration.seconds(settings.get("max_time", "")) <= seconds:
+            return f"The run has trained for {seconds} s: --max-time {settings['max_time']} ends it now."
+    return None
 
 
 @_control
@@ -274,12 +320,12 @@ def _finish(result: Result, as_json: bool) -> None:
         raise typer.Exit(REFUSED)
 
 
-def _sure(yes: bool, question: str) -> None:
-    """Ask, where there is somebody to ask; a script says --yes."""
+def _sure(yes: bool, question: str, as_json: bool = False) -> None:
+    """Ask on the terminal; where there is none --yes is needed."""
     if yes:
         return
     if not sys.stdin.isatty():
-        _fail("There is no terminal to ask on; give --yes to confirm.")
+        _fail(f"{question} There is no terminal to ask on; give --yes to confirm.", as_json)
     try:
         is_sure = typer.confirm(question)
     except (typer.Abort, KeyboardInterrupt):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import PurePath
 
 from diloco_broker.config.declaration import AUTO, Options
-from diloco_broker.config.option import check_alone, refusal
+from diloco_broker.config.option import check_alone, check_keywords, refusal
 from diloco_protocol.addresses import CONTROL_PORT, FEED_PORT, is_loopback, with_scheme
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
@@ -42,6 +42,10 @@ _ONLY_QUORUM = ("grace", "late")
 @dataclass(frozen=True)
 class BrokerConfig(Options):
     """Options of a broker, checked; `Options` declares them. UsageError names what cannot work."""
+
+    def __new__(cls, *_: object, **options: object) -> BrokerConfig:
+        check_keywords("BrokerConfig", options, [each.name for each in fields(cls)])
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.fragment_sync_delay is None:
@@ -144,6 +148,13 @@ def _check_aggregate(options: Options) -> None:
 
 
 def _check_saving(options: Options) -> None:
+    if options.fresh:
+        saves, resume = options.save_dir is not None, options.resume
+        _require(
+            options, "fresh", saves, "left out where nothing is saved: there is no run to move"
+        )
+        why = f"left out with --resume {resume}, which resumes a run"
+        _require(options, "fresh", resume in (AUTO, "none"), why)
     if not options.durable:
         return
     saves = options.save_dir is not None

@@ -57,7 +57,7 @@ def option_of(declared: Field[Any]) -> Option:
 
 
 def check_keywords(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise UsageError for the first keyword that `owner` does not have, with the nearest that it has."""
+    """Raise UsageError for a keyword that `owner` does not have, with the nearest that it has."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -102,8 +103,9 @@ def test_lock_of_another_user_keeps_a_broker_out_of_a_folder(tmp_path: Path) -> 
 def test_folder_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     for folder in (tmp_path, tmp_path / "run"):
+        config = make_config(save_dir=str(folder))
         with pytest.raises(UsageError, match=r"--save-dir .* cannot be written: Permission denied"):
-            as_a_user(lambda folder=folder: Broker(make_config(save_dir=str(folder))))
+            as_a_user(partial(Broker, config))
 
 
 def test_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:

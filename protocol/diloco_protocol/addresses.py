@@ -14,13 +14,15 @@ EVERYWHERE = frozenset({"*", "0.0.0.0", "[::]", "[::0]"})
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
-def with_scheme(address: str, port: int = CONTROL_PORT) -> str:
-    """Complete HOST or HOST:PORT to tcp://HOST:PORT; `port` is the one of a host alone.
+def with_scheme(address: str, port: int | None = CONTROL_PORT) -> str:
+    """Complete HOST or HOST:PORT to tcp://HOST:PORT; `port` is the one of a host alone; None: it needs one.
 
     Anything else is returned unchanged, so that an error message quotes what the user wrote.
     """
     bare = address.removeprefix("tcp://")
-    if _HOST.fullmatch(bare) and not bare.isdigit():  # a number alone is more likely a port
+    if (
+        port is not None and _HOST.fullmatch(bare) and not bare.isdigit()
+    ):  # a number alone is more likely a port
         return f"tcp://{bare}:{port}"
     host, _, given = bare.rpartition(":")
     is_host = bool(host) and "/" not in host and (":" not in host or host[0] + host[-1] == "[]")

@@ -97,9 +97,10 @@ class FolderLock:
         return former
 
     def _free_name(self) -> Path:
-        """Beside the folder: its name and the time of its newest file."""
+        """A free name beside the folder: its own, and the time at which its run was last saved."""
         here = self.folder.resolve()
-        written_at = max(path.stat().st_mtime for path in here.iterdir())
+        files = [path for path in here.iterdir() if path.name != LOCK]  # the lock is of now
+        written_at = max(path.stat().st_mtime for path in files)
         stem = f"{here.name}-{time.strftime('%Y-%m-%d-%H%M%S', time.localtime(written_at))}"
         endings = chain([""], (f"-{number}" for number in count(2)))
         names = (here.with_name(stem + ending) for ending in endings)

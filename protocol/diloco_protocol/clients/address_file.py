@@ -61,8 +61,8 @@ def read_address(file: Path, line: int = 0) -> str:
     if not content.strip():
         raise NoAddress(f"the file {file} is empty")
     lines = content.decode("ascii", errors="replace").splitlines()
-    port = FEED_PORT if line else CONTROL_PORT
-    address = with_scheme(lines[line].strip(), port) if line < len(lines) else ""
+    # With its port: a host alone may be half of a line that is being written.
+    address = with_scheme(lines[line].strip(), None) if line < len(lines) else ""
     if len(content) > LARGEST_FILE or not leads_somewhere(address):
         raise NoAddress(f"the file {file} holds no address like tcp://10.0.0.1:8512")
     return address

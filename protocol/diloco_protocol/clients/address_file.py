@@ -15,9 +15,7 @@ import stat
 from pathlib import Path
 
 from diloco_protocol.addresses import (
-    CONTROL_PORT,
     EVERYWHERE,
-    FEED_PORT,
     can_be_reached,
     with_scheme,
 )

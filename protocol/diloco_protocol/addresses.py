@@ -15,18 +15,17 @@ _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z
 
 
 def with_scheme(address: str, port: int | None = CONTROL_PORT) -> str:
-    """Complete HOST or HOST:PORT to tcp://HOST:PORT; `port` is the one of a host alone; None: it needs one.
+    """Complete HOST or HOST:PORT to tcp://HOST:PORT; a host alone gets `port`, unless that is None.
 
     Anything else is returned unchanged, so that an error message quotes what the user wrote.
     """
     bare = address.removeprefix("tcp://")
-    if (
-        port is not None and _HOST.fullmatch(bare) and not bare.isdigit()
-    ):  # a number alone is more likely a port
+    is_host = _HOST.fullmatch(bare) and not bare.isdigit()  # a number is more likely a port
+    if port is not None and is_host:
         return f"tcp://{bare}:{port}"
     host, _, given = bare.rpartition(":")
-    is_host = bool(host) and "/" not in host and (":" not in host or host[0] + host[-1] == "[]")
-    is_bare = is_host and (given == "*" or (given.isascii() and given.isdigit()))
+    is_named = bool(host) and "/" not in host and (":" not in host or host[0] + host[-1] == "[]")
+    is_bare = is_named and (given == "*" or (given.isascii() and given.isdigit()))
     return f"tcp://{bare}" if is_bare else address
 
 

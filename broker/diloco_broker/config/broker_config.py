@@ -155,6 +155,10 @@ def _check_saving(options: Options) -> None:
         )
         why = f"left out with --resume {resume}, which resumes a run"
         _require(options, "fresh", resume in (AUTO, "none"), why)
+        keys, folder = options.keys, options.save_dir or ""
+        inside = keys is not None and PurePath(keys).is_relative_to(folder)
+        away = "left out: --keys is a folder in --save-dir, and would be moved aside with it"
+        _require(options, "fresh", not inside, away)
     if not options.durable:
         return
     saves = options.save_dir is not None

@@ -87,6 +87,7 @@ class FolderLock:
             if Path.cwd().is_relative_to(here):
                 raise OSError(errno.EBUSY, "the broker was started in it")
             here.rename(former)
+            here.mkdir()  # where a link to the folder leads, too
         except OSError as error:
             raise UsageError(
                 f"--fresh cannot rename {self.folder} to {former.name}: {error.strerror}; give another "

@@ -46,6 +46,7 @@ def logging_as_it_was() -> Iterator[None]:
         ),
         (["--no-save", "--resume", "old-run"], "--resume old-run and --no-save exclude each other"),
         (["--fresh", "--resume", "old-run"], "left out with --resume old-run"),
+        (["--fresh", "--save-dir", "run", "--keys", "run/keys"], "would be moved aside with it"),
         (["--fresh", "--no-save"], "--fresh is on; it must be left out where nothing is saved"),
         (["--model", "/nowhere/model.pt"], "does not exist"),
         (["--model", str(Path(__file__))], "cannot be read"),

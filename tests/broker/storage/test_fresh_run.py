@@ -55,6 +55,14 @@ def test_fresh_run_keeps_the_former_one_beside_it(tmp_path: Path) -> None:
     assert train(former).resumed.endswith("1 round"), "and so is the former, under its new name"
 
 
+def test_link_to_the_folder_leads_to_the_new_run(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    train(tmp_path / "link", fresh=True)
+    assert len(list(tmp_path.glob("run-20*"))) == 1
+    assert train(tmp_path / "run").resumed.endswith("1 round")
+
+
 def test_each_fresh_start_keeps_the_run_before(tmp_path: Path) -> None:
     for _ in range(3):
         train(tmp_path / "run", fresh=True)

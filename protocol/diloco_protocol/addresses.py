@@ -1,28 +1,48 @@
-"""Where a broker is found: its default addresses, what people write for one, what can be one."""
+"""Addresses of a broker: the defaults, the short forms that users write, and what can be reached."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 
-DEFAULT_CONTROL_ADDRESS = "tcp://127.0.0.1:8512"
-DEFAULT_FEED_ADDRESS = "tcp://127.0.0.1:8513"
+CONTROL_PORT, FEED_PORT = 8512, 8513  # where an address names none
+DEFAULT_CONTROL_ADDRESS = f"tcp://127.0.0.1:{CONTROL_PORT}"
+DEFAULT_FEED_ADDRESS = f"tcp://127.0.0.1:{FEED_PORT}"
 # What a socket is bound to where all addresses of its machine are meant, and nobody connects to.
 EVERYWHERE = frozenset({"*", "0.0.0.0", "[::]", "[::0]"})
+# A host name, an IPv4 address, an IPv6 address in brackets, or `*`.
+_HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
-def with_scheme(address: str) -> str:
-    """The address with tcp:// in front, where somebody has written HOST:PORT and no more.
+def with_scheme(address: str, port: int | None = CONTROL_PORT) -> str:
+    """Complete HOST or HOST:PORT to tcp://HOST:PORT; a host alone gets `port`, unless that is None.
 
-    Anything else comes back as it is, so that a complaint about it quotes what was written.
+    Anything else is returned unchanged, so that an error message quotes what the user wrote.
     """
-    host, _, port = address.rpartition(":")
-    is_host = bool(host) and "/" not in host and (":" not in host or host[0] + host[-1] == "[]")
-    is_bare = is_host and (port == "*" or (port.isascii() and port.isdigit()))
-    return f"tcp://{address}" if is_bare else address
+    bare = address.removeprefix("tcp://")
+    is_host = _HOST.fullmatch(bare) and not bare.isdigit()  # a number is more likely a port
+    if port is not None and is_host:
+        return f"tcp://{bare}:{port}"
+    host, _, given = bare.rpartition(":")
+    is_named = bool(host) and "/" not in host and (":" not in host or host[0] + host[-1] == "[]")
+    is_bare = is_named and (given == "*" or (given.isascii() and given.isdigit()))
+    return f"tcp://{bare}" if is_bare else address
+
+
+def address_or_path(text: str) -> str | None:
+    """The control address where a command takes an address or a path; None for a path.
+
+    A word without a port is a path, unless it is localhost or an IP address.
+    """
+    if "://" in text:
+        return with_scheme(text)
+    is_host = is_loopback(text) or _is_ip(text)
+    completed = with_scheme(text)
+    return completed if "://" in completed and (is_host or ":" in text) else None
 
 
 def several(text: str) -> tuple[str, ...]:
-    """The addresses that stand in a text, one or more with commas in between, as `with_scheme` has them.
+    """The control addresses in a text, separated by commas, each as by `with_scheme`.
 
     The path of a file:// address may have commas, so it stands alone.
     """
@@ -35,10 +55,15 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens on `host`, a number or a name; no port."""
     if host == "localhost":
         return True
+    return _is_ip(host) and ipaddress.ip_address(host.strip("[]")).is_loopback
+
+
+def _is_ip(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return False
+    return True
 
 
 def can_be_reached(address: str) -> bool:
@@ -48,14 +73,14 @@ def can_be_reached(address: str) -> bool:
     return address.isprintable() and (is_port or not address.startswith("tcp://"))
 
 
-def control_address(bound: str, feed: str) -> str:
-    """Where a broker is steered, by what its feed says that it is bound to and where the feed is.
+def as_reached(bound: str, at: str) -> str:
+    """The address of a socket of the broker that we reach at `at`, by what that socket is bound to.
 
-    A broker that is bound to every address of its machine is sought where its feed is.
+    A socket bound to every address of its machine is reached at the host of the other.
     """
     scheme, separator, rest = bound.partition("://")
     host, colon, port = rest.rpartition(":")
     if not (separator and colon) or host not in EVERYWHERE:
         return bound
-    feed_host = feed.partition("://")[2].rpartition(":")[0] if feed.startswith("tcp://") else ""
-    return f"{scheme}://{feed_host or '127.0.0.1'}:{port}"
+    at_host = at.partition("://")[2].rpartition(":")[0] if at.startswith("tcp://") else ""
+    return f"{scheme}://{at_host or '127.0.0.1'}:{port}"

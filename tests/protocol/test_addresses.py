@@ -1,4 +1,4 @@
-"""An address without tcp:// means the same everywhere; what is none is quoted as it was written."""
+"""Short forms of an address mean the same everywhere; anything else is quoted as it was written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.cli.app import app as broker_app
-from diloco_protocol.addresses import control_address, is_loopback, with_scheme
-from diloco_protocol.clients import Operator
+from diloco_broker.storage.key_folder import KeyFolder
+from diloco_protocol.addresses import address_or_path, as_reached, is_loopback, with_scheme
+from diloco_protocol.clients import Operator, find_keys
+from diloco_protocol.errors import Refused, UsageError
+from diloco_protocol.feed import FeedRefusedError
+from diloco_protocol.roles import Peer, Role
 from diloco_tools.dashboard.source import FeedSource
 from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.top.cli import app as top_app
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.cli.app import app as worker_app
+from diloco_worker.doctor.faults import Fault
 
 PATIENCE_S = 20.0
 
@@ -64,6 +70,69 @@ def test_every_part_finds_the_broker_at_host_and_port(
     assert broker.feed_address in shown.output
 
 
+def test_feed_given_as_the_control_address_is_recognized(
+    broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(Refused, match=broker.address):
+        DiLoCoWorker(model, torch.optim.SGD(model.parameters()), server=broker.feed_address).start()
+    with (
+        pytest.raises(UsageError, match=broker.address),
+        Operator(broker.feed_address, timeout=PATIENCE_S) as operator,
+    ):
+        operator.ask("status")
+    found = CliRunner().invoke(worker_app, ["doctor", broker.feed_address])
+    assert found.exit_code == Fault.NOT_A_BROKER
+    assert broker.address in found.output
+
+
+def test_control_address_given_as_the_feed_is_recognized(broker: Broker) -> None:
+    done = CliRunner().invoke(top_app, [broker.address, "--once", "--timeout", f"{PATIENCE_S:g}"])
+    assert done.exit_code == 2
+    assert broker.feed_address in done.output
+
+
+def test_mistaken_address_is_recognized_where_all_traffic_is_encrypted(tmp_path: Path) -> None:
+    KeyFolder.make(tmp_path / "keys").add_all([Peer(Role.MONITOR, "wall")])
+    keys = find_keys(tmp_path / "keys", Role.MONITOR)
+    config = BrokerConfig(keys=str(tmp_path / "keys"), bind="localhost:*", feed="localhost:*")
+    with Broker(config) as broker:
+        with (
+            pytest.raises(UsageError, match=broker.address),
+            Operator(broker.feed_address, timeout=PATIENCE_S, keys=keys) as operator,
+        ):
+            operator.ask("status")
+        with (
+            pytest.raises(FeedRefusedError, match=broker.feed_address),
+            FeedSubscriber(broker.address, keys=keys) as listener,
+        ):
+            listener.receive(PATIENCE_S)
+
+
+def test_positional_address_and_option_mean_the_same(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = CliRunner().invoke
+    monkeypatch.setenv("DILOCO_SERVER", "tcp://127.0.0.1:1")  # given addresses override it
+    for words in ([broker.address], ["--server", broker.address], ["--address", broker.address]):
+        done = run(broker_app, ["status", *words])
+        assert done.exit_code == 0, done.output
+        assert run(worker_app, ["doctor", *words[-1:]]).exit_code == 0
+    shown = run(top_app, ["--feed", broker.feed_address, "--once", "--timeout", f"{PATIENCE_S:g}"])
+    assert broker.feed_address in shown.output
+    twice = run(broker_app, ["status", "10.0.0.1", "--server", "10.0.0.2"])
+    assert twice.exit_code == 2
+    assert "10.0.0.1" in twice.output and "10.0.0.2" in twice.output
+
+
+def test_address_is_told_from_a_path_without_a_port() -> None:
+    addresses = {"localhost": "tcp://localhost:8512", "10.0.0.1": "tcp://10.0.0.1:8512"}
+    addresses |= {"gpu:1": "tcp://gpu:1", "tcp://gpu": "tcp://gpu:8512"}
+    assert {text: address_or_path(text) for text in addresses} == addresses
+    for path in ("diloco-run", "runs/a", "model.safetensors", "."):
+        assert address_or_path(path) is None
+
+
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
@@ -72,8 +141,18 @@ def test_every_part_finds_the_broker_at_host_and_port(
         ("[::1]:8512", "tcp://[::1]:8512"),
         ("tcp://host:1", "tcp://host:1"),
         ("ipc:///run/broker", "ipc:///run/broker"),
-        # What nobody can guess stays as it was written, to be complained about.
-        ("host", "host"),
+        # A host alone gets the port as well.
+        ("localhost", "tcp://localhost:8512"),
+        ("gpu_box.lab-2", "tcp://gpu_box.lab-2:8512"),
+        ("10.0.0.1", "tcp://10.0.0.1:8512"),
+        ("[::1]", "tcp://[::1]:8512"),
+        ("*", "tcp://*:8512"),
+        ("tcp://host", "tcp://host:8512"),
+        # Anything else stays as it was written, for the error message to quote.
+        ("8512", "8512"),
+        ("a b", "a b"),
+        ("host:", "host:"),
+        ("tcp://", "tcp://"),
         ("host:port", "host:port"),
         (":8512", ":8512"),
         ("::1:8512", "::1:8512"),
@@ -83,7 +162,7 @@ def test_every_part_finds_the_broker_at_host_and_port(
         ("", ""),
     ],
 )
-def test_only_host_and_port_get_the_scheme(written: str, meant: str) -> None:
+def test_host_and_port_are_completed_to_an_address(written: str, meant: str) -> None:
     assert with_scheme(written) == meant
 
 
@@ -101,7 +180,7 @@ def test_only_host_and_port_get_the_scheme(written: str, meant: str) -> None:
 def test_a_broker_that_listens_everywhere_is_asked_where_its_feed_is(
     control: str, feed: str, expected: str
 ) -> None:
-    assert control_address(control, feed) == expected
+    assert as_reached(control, feed) == expected
 
 
 def test_loopback_is_what_no_other_machine_reaches() -> None:

@@ -376,7 +376,7 @@ class Referee:
         alive = self._alive()
         config, state = self.config, core.state
         floor = config.workers if state.first_round_pending else config.min_workers
-        if state.is_resumed and config.recover_wait:
+        if state.model.checkpoint and config.recover_wait:
             floor = config.min_workers
         training = [process for process in alive if process.hangs_until < self.now]
         if len(training) < (1 if config.is_async else floor):

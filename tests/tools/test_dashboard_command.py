@@ -79,8 +79,8 @@ class TestStart:
         [
             (("--host", "0.0.0.0"), "0.0.0.0 can be reached from other machines"),
             (("--host", "0.0.0.0"), "or add --insecure"),
-            (("--feed", "localhost"), "is not a feed address"),
-            (("--replay", "x", "--control", NOBODY), "nothing to steer"),
+            (("--feed", "localhost:"), "is not a feed address"),
+            (("--replay", "x", "--server", NOBODY), "nothing to steer"),
             (("--replay", "/no/such"), "/no/such"),
         ],
     )

@@ -307,6 +307,7 @@ def test_broker_that_is_told_to_go_saves_and_goes(
         (("--storage", "20 GB"), "--storage is '20 GB'; write a quantity of Kubernetes"),
         (("--worker-image", ""), "--worker-image is ''"),
         (("--serve", "--quorum 9"), "The broker would not start: "),
+        (("--serve", "--fresh"), "each restart would begin a new run"),
         (("--serve", "'"), "cannot be read"),
     ],
 )

@@ -183,7 +183,7 @@ class TestNoControl:
     @screen({"fill": False})
     async def test_without_a_known_address_it_says_so(self, pilot: ScreenPilot, key: str) -> None:
         await pilot.press(key)
-        assert "give --control ADDR" in pilot.flat()
+        assert "give --server ADDR" in pilot.flat()
         assert not pilot.broker.requests
 
 
@@ -229,7 +229,7 @@ class TestRequests:
         await pilot.sees("No answer from tcp://127.0.0.1:1 within 0.1 s")
 
     def test_what_is_no_address_gets_a_sentence(self) -> None:
-        answer = ask_once("tcp://nowhere", "save", {})
+        answer = ask_once("tcp://nowhere:", "save", {})
         assert not answer.ok
         assert "is not a control address" in answer.text
 

@@ -23,7 +23,7 @@ from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worke
 from kit.strange_feeds import strange_feeds
 from kit.top_text import UTF8, drawn, scene, sending, top, top_of
 
-NO_ADDRESSES = ["foo", "", "localhost", "tcp://foo", "tcp://h:0", "tcp://h:65536", "udp://h:1"]
+NO_ADDRESSES = ["8513", "", "tcp://h:", "tcp://h:0", "tcp://h:65536", "udp://h:1"]
 NO_ADDRESSES += ["ipc:///tmp/\x1bx", "é"]
 NO_FEED = ("no feed from tcp://127.0.0.1:1 ", "start diloco-broker serve")
 NO_TIMES = ("0", "-1", "nan", "inf")

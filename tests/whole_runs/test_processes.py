@@ -71,7 +71,7 @@ def test_run_goes_on_when_the_broker_is_restarted(
         first.gets(signal.Signals[how])
     assert first.ends(10) == 0
     second, _ = processes.serve(*options, bind=address)
-    second.says(f"The run in {folder} goes on when its workers are back.")
+    assert "Resuming the run of" in second.says(f"(in {folder})")
     second.says("2 of 2 expected workers averaged")
     assert [worker.ends() for worker in workers] == [0, 0]
     for name in ("a", "b"):

@@ -17,15 +17,6 @@ from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.clients.keys import VARIABLE
 from diloco_protocol.roles import Role
 
-FeedOption = Annotated[
-    str,
-    typer.Option(
-        metavar="ADDR",
-        envvar="DILOCO_FEED",
-        help="Feed address that diloco-broker serve printed.",
-    ),
-]
-
 KeysOption = Annotated[
     Path | None,
     typer.Option(

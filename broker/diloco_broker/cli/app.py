@@ -12,12 +12,17 @@ from diloco_broker.cli.plan import plan
 from diloco_broker.cli.relay import relay
 from diloco_broker.cli.serve import WithPort, serve
 from diloco_broker.cli.standby import standby
+from diloco_protocol.clients.command_line import with_version
 
-app = typer.Typer(
-    help="Average the pseudo-gradients of DiLoCo workers and hand global parameters back.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+@with_version
+def commands() -> None:
+    """Average the pseudo-gradients of DiLoCo workers and hand global parameters back."""
+
+
 app.command(cls=WithPort)(serve)
 COMMANDS: tuple[Callable[..., None], ...] = (
     *operator.COMMANDS,

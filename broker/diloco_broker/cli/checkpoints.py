@@ -10,22 +10,27 @@ import typer
 
 from diloco_broker.cli.failures import fail, failing_in_a_sentence
 from diloco_broker.cli.operator import KeyFile
-from diloco_protocol.addresses import with_scheme
+from diloco_protocol.addresses import address_or_path, with_scheme
 from diloco_protocol.clients import find_keys
+from diloco_protocol.clients.command_line import ServerOption
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
 
 # What reads checkpoints imports torch, which takes seconds that other commands have not.
 
+RUN_FOLDER = Path("diloco-run")  # of `serve`, unless it is given another
 
-def export(
+
+def export(  # noqa: PLR0917  each is an option
     source: Annotated[
-        str,
+        str | None,
         typer.Argument(
+            show_default=False,
             help="Folder of checkpoints, one checkpoint, or the address of a running broker "
-            "(tcp://HOST:PORT)."
+            f"(tcp://HOST:PORT). Default: {RUN_FOLDER}.",
         ),
-    ] = "diloco-run",
+    ] = None,
+    server: ServerOption = None,
     to: Annotated[
         Path,
         typer.Option(
@@ -63,8 +68,8 @@ def export(
             raise UsageError(f"{to} exists already; give --force to replace it.")
         if not to.parent.is_dir():
             raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
-        address = source if Path(source).exists() else with_scheme(source)
-        if "://" in address:
+        address = _address(source, server)
+        if address is not None:
             with Observer(address, keys=find_keys(keys, Role.OPERATOR, Role.WORKER)) as observer:
                 read = observer.read()
             versions = ", ".join(map(str, read.versions))
@@ -75,7 +80,7 @@ def export(
                     "master is in the checkpoints"
                 )
         else:
-            path, found = newest_sound(Path(source), checkpoint.load)
+            path, found = newest_sound(Path(source or RUN_FOLDER), checkpoint.load)
             model, what = model_of(found), f"{path.name}, before round {found.number}"
             reply = str(found.config.get("reply_dtype", ""))
             if reply in SIZES and in_few_bits(reply):
@@ -84,10 +89,22 @@ def export(
     typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")
 
 
+def _address(source: str | None, server: str | None) -> str | None:
+    """The address of the broker to read from; None to read checkpoints. Raises UsageError for both."""
+    if server is not None:
+        if source is not None:
+            raise UsageError(
+                f"Both {source} and --server {server} are given; leave one out: the model is read from "
+                "one place."
+            )
+        return with_scheme(server)
+    return None if source is None or Path(source).exists() else address_or_path(source)
+
+
 def inspect(
     folder: Annotated[
         Path, typer.Argument(help="Folder of checkpoints, or one checkpoint.")
-    ] = Path("diloco-run"),
+    ] = RUN_FOLDER,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Do not read the tensors to check their sums.")

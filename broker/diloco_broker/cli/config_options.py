@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import fields
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, get_type_hints
@@ -27,11 +27,33 @@ def parameter(name: str, default: Any, text: str, panel: str | None = None) -> P
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
+# What most runs need, in the order of `--help`, which shows them first; `serve` adds two of its own.
+MOST_USED = (
+    "workers",
+    "sync_every",
+    "mode",
+    "max_rounds",
+    "save_dir",
+    "fresh",
+    "bind",
+    "keys",
+)
+MOST_USED_PANEL = "Most used"
+
+
 def as_declared(name: str, default: Any) -> Parameter:
-    """The option with its own help, in its own panel."""
+    """The option with its own help, in its own panel, or in that of the options most used."""
     option = DECLARED[name]
     text = f"{option.help} Default: {option.if_none}." if option.if_none else option.help
-    return parameter(name, default, text, option.panel)
+    panel = MOST_USED_PANEL if name in MOST_USED else option.panel
+    return parameter(name, default, text, panel)
+
+
+def all_declared(defaults: Mapping[str, Any], without: Container[str] = ()) -> Iterator[Parameter]:
+    """Every option of the configuration, those most used first."""
+    for name in dict.fromkeys((*MOST_USED, *DECLARED)):
+        if name not in without:
+            yield as_declared(name, defaults[name])
 
 
 def with_options(options: Iterable[Parameter]) -> Callable[[Any], Any]:

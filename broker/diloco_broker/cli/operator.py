@@ -6,10 +6,11 @@ broker there, 130 given up.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from shutil import get_terminal_size
@@ -20,9 +21,10 @@ import typer
 from diloco_broker.cli.config_options import DECLARED, parameter, with_options
 from diloco_broker.cli.failures import FAILED, fail
 from diloco_broker.cli.status_text import as_text
+from diloco_broker.config import duration
 from diloco_broker.core.rules.settings import SETTINGS
-from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
 from diloco_protocol.clients import Operator, find_keys
+from diloco_protocol.clients.command_line import ServerArgument, ServerOption, server_of
 from diloco_protocol.clients.keys import VARIABLE
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.feed import read_snapshot
@@ -32,17 +34,9 @@ from diloco_protocol.verdict import verdict_on
 
 REFUSED, IS_DEGRADED, GIVEN_UP = 1, 1, 130
 ASK_AGAIN_S = 0.5
+# Settings that end the run.
+ENDS = {"max_rounds", "token_budget", "max_time"}
 
-Address = Annotated[
-    str,
-    typer.Option(
-        "--address",
-        metavar="ADDR",
-        envvar="DILOCO_SERVER",
-        help="Control address that diloco-broker serve printed; of several, with commas in between, the "
-        "one that has the run is asked.",
-    ),
-]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -70,21 +64,24 @@ def _control(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:
 
     @with_options(signature(command, eval_str=True).parameters.values())
     def ask(
-        address: Address = DEFAULT_CONTROL_ADDRESS,
+        address: ServerArgument = None,
+        server: ServerOption = None,
         as_json: AsJson = False,
         timeout: Timeout = 5.0,
         keys: KeyFile = None,
         **options: Any,
     ) -> None:
+        where = _server(address, server, as_json)
         arguments = command(**options)
-        _finish(_ask(address, timeout, action, as_json, keys, **arguments), as_json)
+        _finish(_ask(where, timeout, action, as_json, keys, **arguments), as_json)
 
     ask.__name__, ask.__doc__ = command.__name__, command.__doc__
     return cast(Callable[..., None], ask)
 
 
 def status(
-    address: Address = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
@@ -93,7 +90,7 @@ def status(
 
     Exit code 1 while the run is DEGRADED, as diloco-top has it.
     """
-    result = _ask(address, timeout, "status", as_json, keys)
+    result = _ask(_server(address, server, as_json), timeout, "status", as_json, keys)
     if not result.ok:
         _finish(result, as_json)
         return
@@ -127,15 +124,57 @@ def kick(
     return {"worker": worker}
 
 
-@_control
 @with_options(parameter(name, None, DECLARED[name].help + _ALSO.get(name, "")) for name in SETTINGS)
-def set_(**settings: Any) -> dict[str, Any]:
-    """Change settings of the run from the next version on. All of them, or none if one is wrong."""
+def set_(  # noqa: PLR0917  each is an option
+    address: ServerArgument = None,
+    server: ServerOption = None,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    keys: KeyFile = None,
+    yes: Yes = False,
+    **settings: Any,
+) -> None:
+    """Change settings of the run from the next version on. All of them, or none if one is wrong.
+
+    An end of the run that it has reached already ends it with the open round, so that needs --yes.
+    """
+    where = _server(address, server, as_json)
     arguments = {name: value for name, value in settings.items() if value is not None}
     if not arguments:
         options = ", ".join("--" + name.replace("_", "-") for name in SETTINGS)
         _fail(f"There is nothing to set; give one or more of {options}.")
-    return arguments
+    if not yes and ENDS & arguments.keys():
+        status = _ask(where, timeout, "status", as_json, keys)
+        reached = reached_end(arguments, status.data) if status.ok else None
+        if reached is not None:
+            _sure(yes, f"{reached} End the run?", as_json)
+    _finish(_ask(where, timeout, "set", as_json, keys, **arguments), as_json)
+
+
+def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str | None:
+    """A sentence if one of these settings ends the run with its open round; else None.
+
+    Args:
+        settings: by name, as `set` is given them; 0 means no such end.
+        status: the broker's snapshot.
+    """
+    end, totals = status.get("end") or {}, status.get("totals") or {}
+    rounds = (status.get("round") or {}).get("number", 0)
+    tokens = end.get("tokens", totals.get("tokens", 0))
+    seconds = end.get("seconds", totals.get("open_s", 0))
+    if 0 < settings.get("max_rounds", 0) <= rounds + 1:
+        return (
+            f"The run has made {rounds} rounds: --max-rounds {settings['max_rounds']} ends it now."
+        )
+    if 0 < settings.get("token_budget", 0) <= tokens:
+        return (
+            f"The run has trained on {tokens} tokens: --token-budget {settings['token_budget']} ends "
+            "it now."
+        )
+    with contextlib.suppress(ValueError):  # the broker refuses it
+        if 0 < duration.seconds(settings.get("max_time", "")) <= seconds:
+            return f"The run has trained for {seconds} s: --max-time {settings['max_time']} ends it now."
+    return None
 
 
 @_control
@@ -170,18 +209,21 @@ def shutdown(
 
 
 def save_all(
-    address: Address = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
+    *,
     wait: Wait = 60.0,
 ) -> None:
     """Ask each worker to save, and show who has."""
-    _order("save_all", address, as_json, timeout, keys, wait=wait)
+    _order("save_all", _server(address, server, as_json), as_json, timeout, keys, wait=wait)
 
 
 def stop_all(
-    address: Address = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
@@ -191,7 +233,7 @@ def stop_all(
 ) -> None:
     """Ask each worker to leave once its work in flight is back, and show who has. The broker goes on."""
     _sure(yes, "Stop all workers? The broker goes on; they may join again.")
-    _order("stop_all", address, as_json, timeout, keys, wait=wait)
+    _order("stop_all", _server(address, server, as_json), as_json, timeout, keys, wait=wait)
 
 
 def _order(
@@ -212,7 +254,8 @@ def _order(
 
 
 def promote(
-    address: Address = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
     keys: KeyFile = None,
@@ -235,11 +278,12 @@ def promote(
     if force:
         _sure(yes, "Take your word? If the other broker is there after all, two have the run.")
     until, arguments = time.monotonic() + wait, {"force": True} if force else {}
-    result = _ask(address, timeout, "promote", as_json, keys, **arguments)
+    where = _server(address, server, as_json)
+    result = _ask(where, timeout, "promote", as_json, keys, **arguments)
     while result.ok and result.data.get("is_over") is False and time.monotonic() < until:
         time.sleep(ASK_AGAIN_S)
         # While the standby becomes a broker nobody answers for a moment.
-        result = _ask(address, max(timeout, 30.0), "promote", as_json, keys)
+        result = _ask(where, max(timeout, 30.0), "promote", as_json, keys)
     _finish(result, as_json)
     if result.data.get("is_over") is False:
         raise typer.Exit(REFUSED)
@@ -257,6 +301,13 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     stop_all,
     promote,
 )
+
+
+def _server(argument: str | None, option: str | None, as_json: bool) -> str:
+    try:
+        return server_of(argument, option)
+    except UsageError as error:
+        _fail(str(error), as_json)
 
 
 def _ask(
@@ -281,12 +332,12 @@ def _finish(result: Result, as_json: bool) -> None:
         raise typer.Exit(REFUSED)
 
 
-def _sure(yes: bool, question: str) -> None:
-    """Ask, where there is somebody to ask; a script says --yes."""
+def _sure(yes: bool, question: str, as_json: bool = False) -> None:
+    """Ask on the terminal; where there is none --yes is needed."""
     if yes:
         return
     if not sys.stdin.isatty():
-        _fail("There is no terminal to ask on; give --yes to confirm.")
+        _fail(f"{question} There is no terminal to ask on; give --yes to confirm.", as_json)
     try:
         is_sure = typer.confirm(question)
     except (typer.Abort, KeyboardInterrupt):

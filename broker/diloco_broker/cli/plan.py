@@ -16,7 +16,7 @@ from diloco_broker.cli.operator import KeyFile
 from diloco_broker.cli.plan_report import Planned, as_json, as_text
 from diloco_broker.storage.model_header import read_header
 from diloco_broker.storage.own_plan import read_split
-from diloco_protocol.addresses import with_scheme
+from diloco_protocol.addresses import address_or_path
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import OWN, FragmentPlan
@@ -122,7 +122,7 @@ def _source(model: str, frozen: Sequence[str], keys: Path | None) -> Source:
     path = Path(model)
     manifests = (path / "checkpoint.json", *path.glob("checkpoint-*/checkpoint.json"))
     is_checkpoint = path.name == "checkpoint.json" or any(each.exists() for each in manifests)
-    is_address = "://" in with_scheme(model) and not path.exists()
+    is_address = not path.exists() and address_or_path(model) is not None
     if not is_checkpoint and not is_address:
         manifest, in_order = read_header(path, frozen)
         notes = (*([] if in_order else [IN_NO_ORDER]), *([] if frozen else [ALL_TRAINED]))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from diloco_broker.cli.config_options import DECLARED, DEFAULTS, as_declared, with_options
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared, with_options
 from diloco_broker.cli.dashboard_process import Dashboard, key_of_page
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
@@ -46,14 +46,14 @@ class WithPort(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@with_options(as_declared(name, _DEFAULTS[name]) for name in DECLARED)
+@with_options(all_declared(_DEFAULTS))
 def serve(  # noqa: PLR0917  each is an option
     model: Annotated[
         Path | None,
         typer.Option(
             help="Parameters to begin with: .safetensors, a .pt state dict, or a Hugging Face folder. "
             "Without it the first worker provides them.",
-            rich_help_panel=RUN.title,
+            rich_help_panel=MOST_USED_PANEL,
         ),
     ] = None,
     no_save: Annotated[
@@ -69,7 +69,7 @@ def serve(  # noqa: PLR0917  each is an option
             min=0,
             max=65535,
             help=f"Show a web page, too, on PORT or {DASHBOARD_PORT}; the log says where.",
-            rich_help_panel=WIRE.title,
+            rich_help_panel=MOST_USED_PANEL,
         ),
     ] = None,
     address_file: Annotated[
@@ -84,12 +84,18 @@ def serve(  # noqa: PLR0917  each is an option
         bool,
         typer.Option(
             "--over-is-success",
-            help="End with 0, not 3, where the run is over, for who only knows success and failure.",
+            help="End with 0, not 3, when the run is over, for launchers that take any other code for a "
+            "failure.",
+            rich_help_panel=RUN.title,
         ),
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Say whether the options are good, and serve nothing."),
+        typer.Option(
+            "--check",
+            help="Say whether the options are good, and serve nothing.",
+            rich_help_panel=RUN.title,
+        ),
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log more.", rich_help_panel=WIRE.title)
@@ -182,19 +188,23 @@ def _broker(config: BrokerConfig, model: Path | None) -> Broker:
 
 def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
     workers, resume = options["workers"], options["resume"]
-    if broker.resumes:
-        folder = options["save_dir"] if resume == "auto" else resume
-        waiting = f"The run in {folder} goes on when its workers are back."
-        if model:
-            text = (
-                "--model %s is not used: the run in %s goes on. (--resume none begins a new run.)"
-            )
-            logging.getLogger("diloco.broker").warning(text, model, folder)
-    else:
-        source = "" if model else "; the first one provides the parameters"
-        waiting = f"Waiting for {workers} worker{'s'[: workers != 1]}{source}."
     typer.echo(f"control {broker.address}")
     typer.echo(f"feed {broker.feed_address}")
+    folder = broker.config.save_dir
+    if broker.resumed:
+        source = folder if resume == "auto" else resume
+        typer.echo(
+            f"Resuming {broker.resumed} (in {source}). For a new run: --fresh, which moves this one "
+            "aside, or another --save-dir."
+        )
+        waiting = "It goes on when its workers are back."
+        if model:
+            text = "--model %s is not used: the broker resumed %s (--fresh begins a new run)."
+            logging.getLogger("diloco.broker").warning(text, model, broker.resumed)
+    else:
+        typer.echo(f"A new run, saved in {folder}." if folder else "A new run, which is not saved.")
+        source = "" if model else "; the first one provides the parameters"
+        waiting = f"Waiting for {workers} worker{'s'[: workers != 1]}{source}."
     keys = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
     typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}{keys}")
     if broker.config.standby:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DECLARED, DEFAULTS, as_declared, with_options
+from diloco_broker.cli.config_options import DEFAULTS, all_declared, with_options
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.cli.serve import RUN_IS_OVER, config_of, end_on_signals, log_to_stderr
 from diloco_protocol.clients.keys import find_keys
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from diloco_broker.standby.daemon import StandbyBroker
 
 # What a standby does not choose: it goes on with the hub's checkpoints, and has no standby itself.
-NOT_ITS_OWN = ("resume", "standby", "lease")
+NOT_ITS_OWN = ("resume", "fresh", "standby", "lease")
 _DEFAULTS = DEFAULTS | {"save_dir": Path("diloco-standby")}
 
 
-@with_options(as_declared(name, _DEFAULTS[name]) for name in DECLARED if name not in NOT_ITS_OWN)
+@with_options(all_declared(_DEFAULTS, NOT_ITS_OWN))
 def standby(
     of: Annotated[
         str,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import PurePath
 
 from diloco_broker.config.declaration import AUTO, Options
-from diloco_broker.config.option import check_alone, refusal
-from diloco_protocol.addresses import is_loopback, with_scheme
+from diloco_broker.config.option import check_alone, check_keywords, refusal
+from diloco_protocol.addresses import CONTROL_PORT, FEED_PORT, is_loopback, with_scheme
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
 from diloco_protocol.messages import BUFFERS, RunConfig
@@ -43,6 +43,10 @@ _ONLY_QUORUM = ("grace", "late")
 class BrokerConfig(Options):
     """Options of a broker, checked; `Options` declares them. UsageError names what cannot work."""
 
+    def __new__(cls, *_: object, **options: object) -> BrokerConfig:
+        check_keywords("BrokerConfig", options, [each.name for each in fields(cls)])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.fragment_sync_delay is None:
             overlaps = self.num_fragments > 1 and not self.deterministic
@@ -51,8 +55,8 @@ class BrokerConfig(Options):
             value = getattr(self, each.name)
             if isinstance(value, PurePath):  # checkpoints hold the options as JSON
                 object.__setattr__(self, each.name, str(value))
-        for name in ("bind", "feed"):
-            object.__setattr__(self, name, with_scheme(getattr(self, name)))
+        object.__setattr__(self, "bind", with_scheme(self.bind, CONTROL_PORT))
+        object.__setattr__(self, "feed", with_scheme(self.feed, FEED_PORT))
         _check(self)
 
     @property
@@ -144,6 +148,17 @@ def _check_aggregate(options: Options) -> None:
 
 
 def _check_saving(options: Options) -> None:
+    if options.fresh:
+        saves, resume = options.save_dir is not None, options.resume
+        _require(
+            options, "fresh", saves, "left out where nothing is saved: there is no run to move"
+        )
+        why = f"left out with --resume {resume}, which resumes a run"
+        _require(options, "fresh", resume in (AUTO, "none"), why)
+        keys, folder = options.keys, options.save_dir or ""
+        inside = keys is not None and PurePath(keys).is_relative_to(folder)
+        away = "left out: --keys is a folder in --save-dir, and would be moved aside with it"
+        _require(options, "fresh", not inside, away)
     if not options.durable:
         return
     saves = options.save_dir is not None

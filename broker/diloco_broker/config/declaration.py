@@ -271,7 +271,7 @@ class Options:
     )
 
     save_dir: str | None = SAVING.option(
-        None, path_of("folder"), "Folder for checkpoints; a run found in it goes on.", reads=Path
+        None, path_of("folder"), "Folder for checkpoints; a run found in it is resumed.", reads=Path
     )
     save_every: int = SAVING.option(
         1,
@@ -286,6 +286,12 @@ class Options:
         AUTO,
         path_of("checkpoint, auto or none"),
         "auto: the newest sound checkpoint in --save-dir; none; or the path of one, or of a folder.",
+    )
+    fresh: bool = SAVING.option(
+        False,
+        SWITCH,
+        "Begin a new run at each start: a run found in --save-dir is moved aside first, never deleted; "
+        "the log says where to.",
     )
     recover: str = SAVING.option(
         "adopt",

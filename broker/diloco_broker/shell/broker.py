@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
+from dataclasses import fields
+from inspect import signature
 
 import torch
 from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.option import check_keywords
 from diloco_broker.core.events import FINISH_WITHIN_S
 from diloco_broker.shell.loop import SAVE_WITHIN_S, Loop
 from diloco_broker.shell.sockets import LINGER_MS
 from diloco_broker.storage.model_file import check_state_dict
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
+from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import Choose
 
 
@@ -38,6 +42,18 @@ class Broker:
         UsageError: when an address cannot be bound, `initial` is no state dict, the options leave no
             place for an optimizer or a split of one's own, or the run in `save_dir` is split otherwise.
     """
+
+    def __new__(cls, *_: object, **keywords: object) -> Broker:
+        if cls is Broker:  # a subclass may have keywords of its own
+            known = signature(Broker.__init__).parameters
+            options = {each.name for each in fields(BrokerConfig)} - known.keys()
+            if moved := sorted(options & keywords.keys()):
+                raise UsageError(
+                    f"{moved[0]} is an option of the configuration: "
+                    f"Broker(BrokerConfig({moved[0]}=...))."
+                )
+            check_keywords("Broker", keywords, known)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -82,8 +98,13 @@ class Broker:
 
     @property
     def resumes(self) -> bool:
-        """Does the broker go on from a checkpoint?"""
-        return self._loop.core.state.is_resumed
+        """Has the broker resumed a run from a checkpoint?"""
+        return self.resumed != ""
+
+    @property
+    def resumed(self) -> str:
+        """The run that was resumed: "the run of 2026-11-24 14:03, 117 rounds"; empty for a new run."""
+        return self._loop.core.state.resumed
 
     @property
     def run_is_over(self) -> bool:

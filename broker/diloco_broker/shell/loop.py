@@ -139,6 +139,8 @@ class Loop:
             opened.callback(self.sockets.close)
             if config.security == feed.INSECURE:
                 logger.warning(_INSECURE)
+            if lock is not None and config.fresh:  # last of what may be refused
+                self._set_aside(lock)
             self._writer: writer.CheckpointWriter | None = None
             self._pieces: PieceReader | None = None
             if lock is not None:
@@ -166,6 +168,13 @@ class Loop:
         self._gone_before = 0  # members, by the last tick
         self._longest_turn_s = 0.0
         self._used_s = 0.0  # CPU of this thread at the end of the last turn
+
+    @staticmethod
+    def _set_aside(lock: FolderLock) -> None:
+        former = lock.set_aside()
+        if former is not None:
+            text = "--fresh: the run that was in %s is now in %s; a new run begins."
+            logger.warning(text, lock.folder, former)
 
     def _make_tensors(
         self,
@@ -478,6 +487,7 @@ class Loop:
     def _answer_status(self, route: bytes, control: Control) -> None:
         data, _ = self.onlookers.snapshot()
         text = f"Round {data['round']['number']}, {data['counts']['alive']} workers alive."
+        data = data | {"feed_address": self.sockets.feed_address}
         self.send(Send(route, Result(control.request, True, text, data)))
 
     def _publish(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from diloco_protocol.clients.handshake import FAILURES, failure
+from diloco_protocol.clients.handshake import EXPLAINED, Handshakes
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES, pack, unpack
@@ -32,7 +32,7 @@ class HubLink:
     """See the head of this module. Belongs to one thread."""
 
     def __init__(self, address: str, keys: Keys | None) -> None:
-        self.address, self._has_keys = address, keys is not None
+        self.address, self._handshakes = address, Handshakes(address, keys)
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -47,9 +47,7 @@ class HubLink:
         self.socket.setsockopt(zmq.IMMEDIATE, 1)
         if keys is not None:
             keys.lock(self.socket)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | FAILURES
-        )
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(EXPLAINED)
         self.monitor.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
         self._said = ""
@@ -77,7 +75,7 @@ class HubLink:
         while self.monitor.poll(0):
             event: Any = parse_monitor_message(self.monitor.recv_multipart(NOW))["event"]
             has_broken |= event == zmq.EVENT_DISCONNECTED
-            found = failure(event, self.address, has_keys=self._has_keys)
+            found = self._handshakes.failure(event)
             if found is not None and found.text != self._said:
                 self._said = found.text
                 logger.warning("The hub at %s: %s", self.address, found.text)

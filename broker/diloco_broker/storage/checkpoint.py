@@ -160,6 +160,14 @@ def found(folder: Path) -> list[Path]:
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
+def saved_at(path: Path) -> float | None:
+    """When a checkpoint was written, seconds since 1970; None where the file system does not say."""
+    try:
+        return (path / MANIFEST).stat().st_mtime
+    except OSError:
+        return None
+
+
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint and check every byte of it; raises Damaged."""
     plain = read_manifest(path)

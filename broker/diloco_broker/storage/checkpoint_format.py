@@ -55,6 +55,7 @@ class Checkpoint:
     config: Mapping[str, Any]  # options of the broker, for people and for `inspect`
     # By fragment, the frozen one last; empty where only the rest was read.
     tensors: Mapping[int, FragmentTensors]
+    saved_at: float | None = None  # seconds since 1970, by its file; None: not known
 
     @property
     def number(self) -> int:

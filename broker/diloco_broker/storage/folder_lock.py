@@ -1,4 +1,7 @@
-"""One broker to a folder: two that save there would each remove what the other keeps."""
+"""The folder of a run: one broker at a time saves there, and `--fresh` moves it aside.
+
+Two brokers that save to one folder would each remove what the other keeps.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,44 @@ import errno
 import fcntl
 import logging
 import os
+import time
+from itertools import chain, count
 from pathlib import Path
 from typing import IO
 
 from diloco_broker.storage import checkpoint
+from diloco_broker.storage.history import ACTIONS, HISTORY
 from diloco_protocol.errors import UsageError
 
 logger = logging.getLogger("diloco.broker")
 
 LOCK = ".lock"
-# What flock says when somebody else has the lock. Anything else means that there are no locks.
+# Besides checkpoints, what shows that a broker has saved a run in a folder.
+RUN_FILES = (HISTORY, ACTIONS)
+# Of a folder that nobody can write before a person has changed something. Anything else, such as a full
+# disk, may pass while the run goes on.
+LASTING = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOENT,
+)
+# What flock says when another process has the lock. Anything else means that there are no locks.
 TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class FolderLock:
-    """Holds a folder from the start on, or from the first moment at which it can be written.
+    """Holds a folder from the start on; on a full disk, from the first moment it can be written.
 
-    The lock ends with the process, however it ends. Raises UsageError where another broker has the
-    folder, or the lock belongs to another user.
+    The lock ends with the process, however it ends.
+
+    Raises:
+        UsageError: another broker has the folder, the lock belongs to another user, or this user cannot
+            write there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,8 +56,56 @@ class FolderLock:
         try:
             self.take()
         except OSError as error:
+            if error.errno in LASTING:
+                raise UsageError(self._why_not(error)) from None
             text = "%s cannot be written: %s. There will be no checkpoints until it can."
             logger.warning(text, folder, error.strerror)
+
+    def _why_not(self, error: OSError) -> str:
+        if self.folder.exists() and not self.folder.is_dir():
+            return f"--save-dir is {self.folder}, which is a file; give a folder."
+        return (
+            f"--save-dir {self.folder} cannot be written: {error.strerror}; give a folder that this "
+            "user may write in, or --no-save."
+        )
+
+    def set_aside(self) -> Path | None:
+        """Rename the folder if it holds a run, and lock a new one under its name.
+
+        Returns the new name of the old folder; None where there was no run.
+
+        Raises:
+            UsageError: it cannot be renamed; nothing has changed.
+        """
+        if not any((self.folder / name).exists() for name in RUN_FILES) and not checkpoint.found(
+            self.folder
+        ):
+            return None
+        former = self._free_name()
+        here = self.folder.resolve()
+        try:
+            if Path.cwd().is_relative_to(here):
+                raise OSError(errno.EBUSY, "the broker was started in it")
+            here.rename(former)
+            here.mkdir()  # where a link to the folder leads, too
+        except OSError as error:
+            raise UsageError(
+                f"--fresh cannot rename {self.folder} to {former.name}: {error.strerror}; give another "
+                "--save-dir."
+            ) from None
+        self.release()
+        self.take()
+        return former
+
+    def _free_name(self) -> Path:
+        """A free name beside the folder: its own, and the time at which its run was last saved."""
+        here = self.folder.resolve()
+        files = [path for path in here.iterdir() if path.name != LOCK]  # the lock is of now
+        written_at = max(path.stat().st_mtime for path in files)
+        stem = f"{here.name}-{time.strftime('%Y-%m-%d-%H%M%S', time.localtime(written_at))}"
+        endings = chain([""], (f"-{number}" for number in count(2)))
+        names = (here.with_name(stem + ending) for ending in endings)
+        return next(name for name in names if not name.exists())
 
     def take(self) -> None:
         """Take the lock unless it is held already; raises UsageError as above, or OSError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def newest_checkpoint(
 
     Raises UsageError where one that was asked for by its path cannot be used, or none fits.
     """
-    if config.resume == "none":
+    if config.resume == "none" or config.fresh:
         return None
     if config.resume == "auto":
         folder = None if config.save_dir is None else Path(config.save_dir)
@@ -60,11 +61,12 @@ def newest_checkpoint(
             continue
         _check_fit(config, found, path)
         check_same(config, split, found, path)
+        found = replace(found, saved_at=checkpoint.saved_at(path))
         return _with_fitting_optimizer(config, found, path, has_own_optimizer)
     if problems:
         raise UsageError(
             f"None of the {len(problems)} checkpoints in {folder} is sound, the newest because "
-            f"{problems[0]} Give --resume none to begin a new run, or another --save-dir."
+            f"{problems[0]} Give --fresh to begin a new run, or another --save-dir."
         )
     return None
 
@@ -134,12 +136,22 @@ def next_life(config: BrokerConfig) -> int:
     return 1 + max((checkpoint.life_of(p) for p in checkpoint.at(Path(config.save_dir))), default=0)
 
 
+def title(found: Checkpoint) -> str:
+    """The run of a checkpoint, for people: "the run of 2026-11-24 14:03, 117 rounds"."""
+    unit = "version" if found.config.get("mode") == "async" else "round"
+    made = f"{found.number} {unit}{'s'[: found.number != 1]}"
+    if found.saved_at is None:
+        return f"the run of {made}"
+    return f"the run of {time.strftime('%Y-%m-%d %H:%M', time.localtime(found.saved_at))}, {made}"
+
+
 def load_into(store: TensorStore, found: Checkpoint, layout: ModelLayout) -> Resumption:
     """Put the tensors of a checkpoint in place; returns what the core has to know of it."""
     for fragment in found.tensors:
         put_back(store, fragment, found)
     wires = {fragment: tuple(store.wires(fragment)) for fragment in found.tensors}
-    return Resumption(f"the checkpoint before round {found.number}", found.record, layout, wires)
+    source = f"the checkpoint before round {found.number}"
+    return Resumption(source, found.record, layout, wires, title=title(found))
 
 
 def put_back(store: TensorStore, fragment: int, found: Checkpoint) -> None:

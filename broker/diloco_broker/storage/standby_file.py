@@ -28,7 +28,7 @@ def read_standby(folder: Path) -> StandbyRecord | None:
     try:
         plain = json.loads(path.read_text())
         name, term = plain["name"], plain["term"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, repr(error)) from None

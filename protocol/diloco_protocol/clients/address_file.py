@@ -14,7 +14,11 @@ import socket
 import stat
 from pathlib import Path
 
-from diloco_protocol.addresses import EVERYWHERE, can_be_reached, with_scheme
+from diloco_protocol.addresses import (
+    EVERYWHERE,
+    can_be_reached,
+    with_scheme,
+)
 from diloco_protocol.errors import UsageError
 
 SCHEME = "file://"
@@ -55,7 +59,8 @@ def read_address(file: Path, line: int = 0) -> str:
     if not content.strip():
         raise NoAddress(f"the file {file} is empty")
     lines = content.decode("ascii", errors="replace").splitlines()
-    address = with_scheme(lines[line].strip()) if line < len(lines) else ""
+    # With its port: a host alone may be half of a line that is being written.
+    address = with_scheme(lines[line].strip(), None) if line < len(lines) else ""
     if len(content) > LARGEST_FILE or not leads_somewhere(address):
         raise NoAddress(f"the file {file} holds no address like tcp://10.0.0.1:8512")
     return address

@@ -27,7 +27,7 @@ class Dealer:
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         if keys is not None:
             keys.lock(self._socket)
-        self._monitor = HandshakeMonitor(self._socket, address, has_keys=keys is not None)
+        self._monitor = HandshakeMonitor(self._socket, address, keys)
         try:
             if not can_be_reached(address):
                 raise zmq.ZMQError(zmq.EINVAL)
@@ -43,8 +43,8 @@ class Dealer:
     def receive(self, until: float) -> tuple[Message, Any] | None:
         """The next message and its payload; None when `time.monotonic()` has reached `until`.
 
-        Raises ProtocolError where something came that is no message, and UsageError where the broker
-        wants a key, or another one.
+        Raises ProtocolError for bytes that are not a message, and UsageError where the broker wants a
+        key, or another one, or the address is that of its feed.
         """
         while (left := until - time.monotonic()) > 0:
             ready = zmq.select([self._socket, self._monitor.socket], [], [], left)[0]

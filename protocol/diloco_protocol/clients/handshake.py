@@ -1,7 +1,7 @@
-"""Why a broker and a client do not come together, as ZeroMQ tells the client.
+"""Why the handshake of a broker and a client fails, from the events of ZeroMQ's monitor.
 
-ZeroMQ goes on trying in silence, or gives up in silence: without this a missing key looks like a broker
-that is not there.
+ZeroMQ retries, or gives up, without a word: without this module a missing key looks like a broker that
+does not run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diloco_protocol.clients.greeting import asks_for_keys
-from diloco_protocol.clients.keys import VARIABLE
+from diloco_protocol.clients.keys import VARIABLE, Keys
+from diloco_protocol.clients.mistaken_address import Mistaken, is_a_feed
 
 # To be watched besides whatever else a client watches.
 FAILURES = (
@@ -21,6 +22,8 @@ FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+# What `Handshakes` must see of a socket.
+EXPLAINED = FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 @dataclass(frozen=True)
@@ -63,22 +66,53 @@ def failure(event: int, address: str, *, has_keys: bool) -> Failure | None:
     )
 
 
+class Handshakes:
+    """Explains each failed handshake of a socket, from its monitor's events in their order.
+
+    Where the peer ends a handshake without a reason, `mistaken` finds out whether the address belongs to
+    the broker's other socket; that blocks for 2 s at most, and only then.
+    """
+
+    def __init__(self, address: str, keys: Keys | None, mistaken: Mistaken = is_a_feed) -> None:
+        self._address, self._keys, self._mistaken = address, keys, mistaken
+        self._is_up = False
+
+    def failure(self, event: int) -> Failure | None:
+        """Why the handshake failed that ends with this event; None for any other event."""
+        was_up, self._is_up = self._is_up, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        found = failure(event, self._address, has_keys=self._keys is not None)
+        # Without keys ZeroMQ reports a socket of the wrong type as a mere disconnection.
+        is_ended = event == zmq.EVENT_DISCONNECTED and not was_up
+        if is_ended or (found is not None and not found.is_final):
+            sentence = self._mistaken(self._address, self._keys)
+            if sentence is not None:
+                return Failure(sentence, is_final=True)
+        return found
+
+
 class HandshakeMonitor:
     """Watches a socket that is about to connect."""
 
-    def __init__(self, watched: zmq.Socket[Any], address: str, *, has_keys: bool) -> None:
-        self._watched, self._address, self._has_keys = watched, address, has_keys
-        self.socket: zmq.Socket[Any] = watched.get_monitor_socket(
-            FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
+    def __init__(
+        self,
+        watched: zmq.Socket[Any],
+        address: str,
+        keys: Keys | None,
+        mistaken: Mistaken = is_a_feed,
+    ) -> None:
+        self._watched = watched
+        self._handshakes = Handshakes(address, keys, mistaken)
+        self.socket: zmq.Socket[Any] = watched.get_monitor_socket(EXPLAINED)
         self._count = 0
         self.failure: str | None = None  # of the last handshake; None where it succeeded
 
     def look(self) -> bool:
-        """Take in what has happened. Returns whether connecting is in vain: trying again cannot help."""
+        """Read the events. Returns whether a handshake failed for a reason that a retry cannot mend."""
         while self.socket.poll(0):
             event: int = parse_monitor_message(self.socket.recv_multipart())["event"]
-            found = failure(event, self._address, has_keys=self._has_keys)
+            found = self._handshakes.failure(event)
+            if found is None and event == zmq.EVENT_DISCONNECTED:
+                continue  # it says nothing new: the reason, if any, came before
             self.failure = None if found is None else found.text
             self._count = 0 if found is None or found.is_final else self._count + 1
             if found is not None and found.is_final:

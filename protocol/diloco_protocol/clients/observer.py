@@ -12,7 +12,9 @@ import zmq
 from torch import Tensor
 
 from diloco_protocol import messages
+from diloco_protocol.addresses import with_scheme
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
+from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import REPLY_DTYPES, check_wire_dtype, whole_dtype
@@ -45,6 +47,7 @@ class Observer:
     """
 
     def __init__(self, address: str, timeout: float = 10.0, keys: Keys | None = None) -> None:
+        address = resolved(with_scheme(address))
         self._address, self._timeout = address, timeout
         try:
             self._dealer = Dealer(address, keys)

@@ -16,6 +16,7 @@ from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, several
 from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
+from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.errors import Code, DilocoError, ProtocolError, Unreachable, UsageError
 from diloco_protocol.messages import Control, Error, Result
 
@@ -194,6 +195,8 @@ class Operator:
                 return Result(self._request, False, message.text)
             if isinstance(message, Result) and message.request == self._request:
                 return message
+        if (problem := unknown_name(self.address)) is not None:
+            raise Unreachable(f"No answer from {self.address}: {problem}")
         if self._dealer.failure is not None:
             raise Unreachable(
                 f"No answer from {self.address} within {self.timeout:g} s. {self._dealer.failure}"

@@ -9,11 +9,13 @@ import socket
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from diloco_broker import BrokerConfig
+from diloco_broker import Broker, BrokerConfig
 from diloco_broker.cli.app import app
 from diloco_broker.cli.serve import serve
 from diloco_broker.shell.process_memory import keep_what_is_there
@@ -43,6 +45,9 @@ def logging_as_it_was() -> Iterator[None]:
             "--fragment-sync-delay is 3; it must be below 3",
         ),
         (["--no-save", "--resume", "old-run"], "--resume old-run and --no-save exclude each other"),
+        (["--fresh", "--resume", "old-run"], "left out with --resume old-run"),
+        (["--fresh", "--save-dir", "run", "--keys", "run/keys"], "would be moved aside with it"),
+        (["--fresh", "--no-save"], "--fresh is on; it must be left out where nothing is saved"),
         (["--model", "/nowhere/model.pt"], "does not exist"),
         (["--model", str(Path(__file__))], "cannot be read"),
         (["--model", str(Path(__file__).parent)], "cannot be read"),
@@ -66,6 +71,34 @@ def test_options_are_checked_and_nothing_is_served(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, [*good, "--quorum", "5"])
     assert wrong.exit_code == 2
     assert "quorum" in wrong.output
+
+
+def test_help_begins_with_the_ten_options_that_most_runs_need() -> None:
+    panels: dict[str, list[str]] = {}
+    for each in get_command(app).commands["serve"].params:  # type: ignore[attr-defined]
+        panels.setdefault(each.rich_help_panel or "", []).append(each.name)
+    assert next(panel for panel in panels if panel) == "Most used"
+    assert len(panels["Most used"]) == 10
+    assert set(panels.get("", [])) <= {"help"}
+
+
+@pytest.mark.parametrize("command", ["standby", "relay"])
+def test_only_serve_begins_a_run_afresh(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--fresh"])
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+
+
+def test_unknown_keyword_gets_the_nearest_one() -> None:
+    of_config: Any = {"sync_evry": 10}
+    with pytest.raises(UsageError, match=r"sync_evry.*did you mean sync_every\?"):
+        BrokerConfig(**of_config)
+    of_broker: Any = {"initail": None}
+    with pytest.raises(UsageError, match=r"initail.*did you mean initial\?"):
+        Broker(BrokerConfig(), **of_broker)
+    moved: Any = {"workers": 2}
+    with pytest.raises(UsageError, match=r"BrokerConfig\(workers="):
+        Broker(**moved)
 
 
 def test_options_equal_the_fields_of_the_configuration() -> None:

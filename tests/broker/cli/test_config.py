@@ -17,7 +17,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"workers": 0}, "--workers is 0; it must be a whole number, from 1 to 10000."),
     ({"workers": 2.5}, "--workers is 2.5; it must be a whole number, from 1 to 10000."),
     ({"workers": True}, "--workers is True; it must be a whole number, from 1 to 10000."),
-    ({"bind": "localhost"}, "--bind is 'localhost'; it must be an address like"),
+    ({"bind": "localhost:"}, "--bind is 'localhost:'; it must be an address like"),
     ({"bind": "tcp://127.0.0.1:99999"}, "--bind is 'tcp://127.0.0.1:99999'; it must be an address"),
     ({"bind": "tcp://[::1:5"}, "--bind is 'tcp://[::1:5'; it must be an address like"),
     ({"feed": "tcp://::1:5"}, "--feed is 'tcp://::1:5'; it must be an address like"),

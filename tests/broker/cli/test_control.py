@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from torch.optim import SGD, Optimizer
 from typer.testing import CliRunner
 
 from diloco_broker import Broker, FragmentParameters
 from diloco_broker.cli.app import app
+from diloco_broker.cli.operator import reached_end
 from diloco_broker.storage.history import ACTIONS, HISTORY
 from diloco_protocol.clients import Operator
 from diloco_protocol.errors import Unreachable, UsageError
@@ -39,6 +41,46 @@ def invoke(broker: Broker, *words: str) -> tuple[int, str]:
     """Run a command at this broker; its exit code, and all it said."""
     result = CliRunner().invoke(app, [*words, "--address", broker.address])
     return result.exit_code, result.output
+
+
+class TestAnEndThatIsReached:
+    """`set` ends the run by it only once that is confirmed."""
+
+    def test_is_asked_for(self, broker: Broker) -> None:
+        model = mlp()
+        delta = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+        with joined(broker, model, 2) as clients:
+            for _ in range(2):
+                for client in clients:
+                    client.push(delta)
+                for client in clients:
+                    client.pull()
+            for reached in ("1", "2", "3"):  # the third is open
+                code, said = invoke(broker, "set", "--max-rounds", reached)
+                assert code == 2
+                assert "made 2 rounds" in said and "--yes" in said
+            assert invoke(broker, "set", "--max-rounds", "9")[0] == 0
+            assert broker.is_complete is False
+            assert invoke(broker, "set", "--max-rounds", "2", "--yes")[0] == 0
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"max_rounds": 4}, None),
+            ({"max_rounds": 0}, None),
+            ({"max_rounds": 3}, "2 rounds"),
+            ({"token_budget": 100}, "100 tokens"),
+            ({"token_budget": 101}, None),
+            ({"max_time": "1m"}, "60 s"),
+            ({"max_time": "2m"}, None),
+            ({"max_time": "nonsense"}, None),
+            ({"outer_lr": 0.5}, None),
+        ],
+    )
+    def test_is_told_by_the_status(self, settings: dict[str, Any], words: str | None) -> None:
+        totals = {"tokens": 100, "open_s": 60}
+        said = reached_end(settings, {"round": {"number": 2}, "totals": totals, "end": None})
+        assert said is None if words is None else said is not None and words in said
 
 
 def lines_of(broker: Broker, name: str) -> list[dict[str, Any]]:
@@ -285,11 +327,19 @@ def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> No
 
 
 @pytest.mark.parametrize(
-    "address", ["foo", "tcp://127.0.0.1", "tcp://host:99999", "", "tcp://a b:1"]
+    "address", ["8512", "tcp://127.0.0.1:", "tcp://host:99999", "", "tcp://a b:1"]
 )
 def test_address_that_is_none_is_refused_at_once(address: str) -> None:
     with pytest.raises(UsageError, match="is not a control address"):
         Operator(address)
+
+
+def test_misspelt_name_is_named() -> None:
+    with (
+        pytest.raises(Unreachable, match=r"no-such-host\.invalid.*spelt"),
+        Operator("no-such-host.invalid", timeout=0.1) as operator,
+    ):
+        operator.ask("status")
 
 
 def test_operator_hears_only_the_answer_to_its_own_request() -> None:

@@ -63,9 +63,9 @@ def test_ledger_names_what_is_in_the_push_of_a_relay() -> None:
 
 def test_relay_weighs_and_shows_as_many_workers_as_stand_behind_it() -> None:
     stage, (c, north) = sites("north", direct=("c",))
-    assert stage.shown()["counts"] == {"alive": 3, "participating": 0, "averaged": 0}
+    assert stage.shown()["counts"] == {"alive": 3, "participating": 0, "averaged": 0, "due": 3}
     pushes_for(north, 2, a=10, b=11)
-    assert stage.shown()["counts"] == {"alive": 3, "participating": 2, "averaged": 0}
+    assert stage.shown()["counts"] == {"alive": 3, "participating": 2, "averaged": 0, "due": 3}
     c.pushes(1)
     c.pulls()
     assert stage.shown()["counts"]["averaged"] == 3

@@ -7,13 +7,16 @@ import errno
 import fcntl
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from diloco_broker import Broker
+from diloco_broker.cli.app import app
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.folder_lock import LOCK, FolderLock
 from diloco_protocol.errors import UsageError
@@ -97,16 +100,32 @@ def test_lock_of_another_user_keeps_a_broker_out_of_a_folder(tmp_path: Path) -> 
         as_a_user(lambda: FolderLock(tmp_path))
 
 
-def test_folder_is_locked_once_it_can_be_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folder_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
-    lock = as_a_user(lambda: FolderLock(tmp_path))
-    assert "cannot be written: Permission denied" in caplog.text
-    with pytest.raises(PermissionError):
-        as_a_user(lock.take)
-    tmp_path.chmod(0o755)
-    as_a_user(lock.take)
+    for folder in (tmp_path, tmp_path / "run"):
+        config = make_config(save_dir=str(folder))
+        with pytest.raises(UsageError, match=r"--save-dir .* cannot be written: Permission denied"):
+            as_a_user(partial(Broker, config))
+
+
+def test_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    done = CliRunner().invoke(app, ["serve", "--save-dir", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert "which is a file; give a folder" in done.output
+
+
+def test_folder_is_locked_once_a_full_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "mkdir", is_full)
+        lock = FolderLock(tmp_path)
+    assert "cannot be written: No space left" in caplog.text
+    lock.take()
     with pytest.raises(UsageError, match="Another broker"):
         FolderLock(tmp_path)
     lock.release()

@@ -105,7 +105,7 @@ def test_key_that_is_let_in_measures_through_encryption(keyed: Broker, folder: K
 
 
 def test_address_that_is_none() -> None:
-    finds(Fault.USAGE, "is no address of a broker", "broker")
+    finds(Fault.USAGE, "is no address of a broker", "broker:")
 
 
 def test_file_of_an_address_is_read(broker: Broker, tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_something_else_listens_there(says: bytes, how: str) -> None:
         finds(Fault.NOT_A_BROKER, how, address)
 
 
-def test_feed_is_no_control_address(broker: Broker) -> None:
-    finds(Fault.SILENT, "not the feed's", broker.feed_address)
+def test_feed_is_recognized(broker: Broker) -> None:
+    finds(Fault.NOT_A_BROKER, broker.address, broker.feed_address)
 
 
 def test_key_is_missing(keyed: Broker) -> None:

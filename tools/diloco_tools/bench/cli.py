@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from diloco_protocol.clients.command_line import with_version
 from diloco_tools import terminal
 from diloco_tools.bench import machine
 from diloco_tools.bench.options import COMMAND, refuse
@@ -42,11 +43,7 @@ from diloco_tools.bench.report.plot import draw
 from diloco_tools.bench.report.table import sentences, tables
 from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 
-app = typer.Typer(
-    help="Measure the limits of this machine and what the product makes of them, as ratios.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 RAW_BYTES, QUICK_RAW_BYTES = 512 << 20, 128 << 20  # that a measurement of raw TCP moves
 QUIET_LOAD = 0.7  # of the last minute; above it the figures are those of a busy machine
 WIDTH = 130  # of the tables where there is no terminal
@@ -120,6 +117,12 @@ wan --parameters 10M
 attached --steps 20
 idle --workers 100 --seconds 2
 """
+
+
+@app.callback()
+@with_version
+def commands() -> None:
+    """Measure the limits of this machine and what the product makes of them, as ratios."""
 
 
 @app.command(name="all")

@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
+from diloco_protocol.clients.command_line import with_version
 from diloco_tools.chaos.attacks.cli import attack
 from diloco_tools.chaos.crew import MODES
 from diloco_tools.chaos.drill import Options, drill, prepare_text
@@ -29,6 +30,7 @@ MOST_REMARKS = 10  # of each mode; the audit prints all of them
 
 
 @app.callback(invoke_without_command=True)
+@with_version
 def main(
     context: typer.Context,
     *,

@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, is_loopback
+from diloco_protocol.addresses import FEED_PORT, is_loopback, with_scheme
+from diloco_protocol.clients.address_file import resolved
+from diloco_protocol.clients.command_line import (
+    FeedArgument,
+    FeedOption,
+    feed_of,
+    with_version,
+)
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
 from diloco_protocol.roles import Role
 from diloco_tools.dashboard.security import EVERYWHERE, Policy, new_token
-from diloco_tools.terminal import FeedOption, KeysOption, fail, keys_of
+from diloco_tools.terminal import KeysOption, fail, keys_of
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -27,13 +34,18 @@ app = typer.Typer(pretty_exceptions_show_locals=False)
 
 
 @app.command()
+@with_version
 def dashboard(
     *,
-    feed: FeedOption = DEFAULT_FEED_ADDRESS,
+    address: FeedArgument = None,
+    feed: FeedOption = None,
     control: Annotated[
         str | None,
         typer.Option(
-            metavar="ADDR", help="Control address of the broker; by default what its feed says."
+            "--server",
+            "--control",
+            metavar="ADDR",
+            help="Control address of the broker; by default what its feed says.",
         ),
     ] = None,
     port: Annotated[
@@ -79,7 +91,7 @@ def dashboard(
             "tunnel (ssh -L 8514:127.0.0.1:8514 HOST), or add --insecure"
         )
     if replay is not None and control is not None:
-        _fail("--replay shows a past run, there is nothing to steer: leave --control out")
+        _fail("--replay shows a past run, there is nothing to steer: leave --server out")
     try:
         from diloco_tools.dashboard import serving
         from diloco_tools.dashboard.app import Dashboard, application
@@ -97,7 +109,8 @@ def dashboard(
     try:
         key = None if replay is not None else keys_of(keys, steers=not readonly)
         past = ReplaySource.of_file(replay) if replay is not None else None
-        streams = serving.Streams(FeedSource(feed, key)) if past is None else None
+        where = resolved(with_scheme(feed_of(address, feed), FEED_PORT), line=1)
+        streams = serving.Streams(FeedSource(where, key)) if past is None else None
     except (FeedError, UsageError) as error:
         _fail(str(error))
     reader = None if key is None or key.peer.role is Role.OPERATOR else key.peer

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_protocol.addresses import control_address
+from diloco_protocol.addresses import as_reached
 from diloco_protocol.feed import Snapshot
 from diloco_tools.dashboard.security import Refusal
 
@@ -84,4 +84,4 @@ def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) ->
     if given is not None:
         return given
     bound = snapshot.control if snapshot is not None else ""
-    return control_address(bound, feed) if bound else None
+    return as_reached(bound, feed) if bound else None

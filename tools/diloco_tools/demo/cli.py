@@ -9,6 +9,7 @@ import torch
 import typer
 from rich.console import Console
 
+from diloco_protocol.clients.command_line import with_version
 from diloco_protocol.errors import DilocoError
 from diloco_tools.demo.data import DataError
 from diloco_tools.demo.display import Display
@@ -24,6 +25,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()
+@with_version
 @with_options(Settings)
 def main(
     *,

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from diloco_protocol.clients.command_line import with_version
 from diloco_tools.demo.data import DataError
 from diloco_tools.evidence import page, picture
 from diloco_tools.evidence.conduct import Conducted, Study
@@ -27,6 +28,7 @@ wrong = partial(fail, COMMAND, code=2)
 
 
 @app.command()
+@with_version
 def main(  # noqa: PLR0917  each is an option
     parts: Annotated[
         list[str],

@@ -8,9 +8,15 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, can_be_reached, with_scheme
+from diloco_protocol.addresses import (
+    DEFAULT_FEED_ADDRESS,
+    FEED_PORT,
+    can_be_reached,
+    with_scheme,
+)
 from diloco_protocol.clients import Keys
 from diloco_protocol.clients.handshake import HandshakeMonitor
+from diloco_protocol.clients.mistaken_address import is_a_control_address
 from diloco_protocol.feed import (
     TOPIC,
     FeedAddressError,
@@ -55,7 +61,7 @@ class FeedSubscriber:
         Raises:
             FeedAddressError: the address is not one; whether somebody is there shows in `receive`.
         """
-        self.address = with_scheme(address)
+        self.address = with_scheme(address, FEED_PORT)
         self.malformed = 0
         self.last_error = ""
         self._renew_after_s = renew_after_s
@@ -84,7 +90,7 @@ class FeedSubscriber:
         if self._keys is not None:
             self._keys.lock(self._socket)
         self._handshake = HandshakeMonitor(
-            self._socket, self.address, has_keys=self._keys is not None
+            self._socket, self.address, self._keys, is_a_control_address
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -102,7 +108,8 @@ class FeedSubscriber:
 
         Raises:
             FeedVersionError: the broker is too new or too old for this program.
-            FeedRefusedError: the broker wants a key, or another one. It is asked again later.
+            FeedRefusedError: the broker wants a key, or another one, or the address is its control
+                address. It is asked again later.
         """
         began = time.monotonic()
         if began >= self._renew_at and (self._socket.closed or not self._socket.poll(0)):
@@ -229,7 +236,7 @@ class FeedWatcher:
         note: Callable[[Snapshot, float], None] = lambda snapshot, now: None,
         keys: Keys | None = None,
     ) -> None:
-        self.address = with_scheme(address)
+        self.address = with_scheme(address, FEED_PORT)
         self.lock = threading.Lock()
         self.model = FeedModel()
         self.received = 0

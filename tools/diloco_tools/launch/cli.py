@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from diloco_protocol.clients.command_line import with_version
 from diloco_tools.launch.kubernetes.cli import kubernetes
 from diloco_tools.launch.local.cli import local
 from diloco_tools.launch.slurm.cli import app as slurm
@@ -16,5 +17,6 @@ app.command("kubernetes")(kubernetes)
 
 
 @app.callback()
+@with_version
 def main() -> None:
     """Start a run: on this machine, or on the cluster that you have."""

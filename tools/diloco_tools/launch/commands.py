@@ -71,6 +71,11 @@ def serve_words(text: str) -> tuple[str, ...]:
 
 def check_serve_options(options: Sequence[str], cwd: Path) -> None:
     """Raise UsageError with the sentence of `diloco-broker serve` for options that it would refuse."""
+    if "--fresh" in options:
+        raise UsageError(
+            "--fresh is not for a broker that is restarted: each restart would begin a new run. Use "
+            "another folder for the new run."
+        )
     words = [sys.executable, "-m", "diloco_broker", "serve", *options, "--check"]
     env = os.environ | {"NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from diloco_protocol.clients.command_line import with_version
 from diloco_protocol.errors import UsageError
 from diloco_tools.plan import quantities
 from diloco_tools.plan.answer import answer
@@ -64,6 +65,7 @@ RATES, TIMES = _read(_list(quantities.both_ways)), _read(_list(quantities.second
 
 
 @app.callback(invoke_without_command=True)
+@with_version
 def main(  # noqa: PLR0913  an option for each thing that a run is made of
     context: typer.Context,
     *,

@@ -21,7 +21,7 @@ from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
-from diloco_protocol.addresses import control_address
+from diloco_protocol.addresses import as_reached
 from diloco_protocol.clients import Answer, Ask, ask_once
 from diloco_protocol.feed import FeedError, Snapshot, Worker
 from diloco_tools.feed.listener import FeedSubscriber, Listener
@@ -289,14 +289,14 @@ class Top(App[None]):
             (self._asking, f"Still waiting for the answer to {self._asking}.", QUIET),
             (
                 not (self._control or known),
-                "The feed has not named the control address yet: give --control ADDR.",
+                "The feed has not named the control address yet: give --server ADDR.",
                 UNEASY,
             ),
         ):
             if holds:
                 self.say(why_not, style)
                 return None
-        return self._control or control_address(known, self._address)
+        return self._control or as_reached(known, self._address)
 
     def _request(self, action: str, **arguments: object) -> None:
         """Send a request in a thread: the screen goes on, and the answer comes as a message."""

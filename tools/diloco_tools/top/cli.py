@@ -12,9 +12,16 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
+from diloco_protocol.addresses import FEED_PORT, with_scheme
 from diloco_protocol.clients import Keys, ask_once
 from diloco_protocol.clients.address_file import resolved
+from diloco_protocol.clients.command_line import (
+    FeedArgument,
+    FeedOption,
+    feed_of,
+    with_version,
+)
+from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
 from diloco_protocol.tree import everyone
@@ -38,16 +45,11 @@ app = typer.Typer(pretty_exceptions_show_locals=False)
     "degraded or has not begun (the reasons are printed), 2 no feed within --timeout, or the command "
     "line cannot work."
 )
-def top(
+@with_version
+def top(  # noqa: PLR0913  each is an option
     *,
-    address: Annotated[
-        str,
-        typer.Argument(
-            metavar="ADDR",
-            envvar="DILOCO_FEED",
-            help="Feed address that diloco-broker serve printed.",
-        ),
-    ] = DEFAULT_FEED_ADDRESS,
+    address: FeedArgument = None,
+    feed: FeedOption = None,
     once: Annotated[
         bool,
         typer.Option(
@@ -85,6 +87,8 @@ def top(
     control: Annotated[
         str | None,
         typer.Option(
+            "--server",
+            "--control",
             metavar="ADDR",
             help="Where to send control requests, if not to the address that the feed names.",
         ),
@@ -104,7 +108,7 @@ def top(
     if not (timeout > 0 and math.isfinite(timeout)):
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
     try:
-        address = resolved(with_scheme(address), line=1)
+        where = resolved(with_scheme(feed_of(address, feed), FEED_PORT), line=1)
     except UsageError as error:
         _fail(str(error))
     glyphs = Glyphs.ascii() if ascii_only else Glyphs.for_encoding(sys.stdout.encoding)
@@ -113,7 +117,7 @@ def top(
     shown: Iterable[tuple[FeedModel, float]]
     try:
         history = None if replay is None else read_history(replay)
-        name = address if replay is None else str(replay)
+        name = where if replay is None else str(replay)
         is_screen = not (once or as_json or follow) and _is_terminal()
         key = None if replay is not None else keys_of(keys, steers=is_screen and not readonly)
         if is_screen:
@@ -123,8 +127,8 @@ def top(
             moments = history if follow else history[-1:]
             shown = ((FeedModel(each.snapshot, each.at), each.at) for each in moments)
         else:
-            feed = FeedSubscriber(address, keys=key)
-            shown = _of_feed(feed, timeout, follow, tells_of_silence=not as_json)
+            subscriber = FeedSubscriber(where, keys=key)
+            shown = _of_feed(subscriber, timeout, follow, tells_of_silence=not as_json)
         for number, (model, now) in enumerate(shown):
             if number and replay is None and not as_json:
                 print()
@@ -223,6 +227,8 @@ def _silence(feed: FeedSubscriber, timeout_s: float) -> str:
             f"no snapshot from {feed.address} within {timeout_s:g} s: {feed.malformed} unreadable "
             f"({feed.last_error}); is this the feed of diloco-broker?"
         )
+    if (problem := unknown_name(feed.address)) is not None:
+        return f"no feed from {feed.address}: {problem}"
     return (
         f"no feed from {feed.address} within {timeout_s:g} s: start diloco-broker serve, or give "
         "the feed address that it printed (the control address has another port)"

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from diloco_protocol.clients.command_line import with_version
 from diloco_worker.cli.doctor import doctor
 from diloco_worker.cli.run import run
 from diloco_worker.core.restarts import WRONG_USAGE
@@ -36,7 +37,6 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Take part in a run of a diloco-broker.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -46,5 +46,6 @@ app.command()(doctor)
 
 
 @app.callback()
+@with_version
 def commands() -> None:
     """Take part in a run of a diloco-broker."""

@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
+from diloco_protocol.clients.command_line import ServerArgument, ServerOption, server_of
 from diloco_protocol.clients.keys import VARIABLE
+from diloco_protocol.errors import UsageError
 from diloco_worker.doctor import report
 from diloco_worker.doctor.examination import examine
+from diloco_worker.doctor.faults import Fault
 from diloco_worker.doctor.planning import plan
 
 WIDE = 400  # columns
@@ -35,15 +37,8 @@ def _count(text: str) -> int:
 
 def doctor(
     *,
-    server: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDR",
-            envvar="DILOCO_SERVER",
-            help="Control address that the broker printed; of several, with commas in between, the "
-            "first that answers.",
-        ),
-    ] = DEFAULT_CONTROL_ADDRESS,
+    address: ServerArgument = None,
+    server: ServerOption = None,
     keys: Annotated[
         Path | None,
         typer.Option(metavar="FILE", envvar=VARIABLE, help="Key file of this worker."),
@@ -71,7 +66,12 @@ def doctor(
     5 not a broker, 6 no key, 7 key file, 8 wrong key, 9 unwanted key, 10 version, 11 no answer, 12
     clocks, 13 line.
     """
-    findings = examine(server, keys, timeout)
+    try:
+        where = server_of(address, server)
+    except UsageError as error:
+        typer.echo(f"diloco-worker: {error}", err=True)
+        raise typer.Exit(Fault.USAGE) from None
+    findings = examine(where, keys, timeout)
     found = report.estimate(findings, parameters, step_time)
     planned = plan(findings, found)
     if as_json:

@@ -17,6 +17,7 @@ from diloco_protocol.addresses import can_be_reached, several
 from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys, find_keys
+from diloco_protocol.clients.mistaken_address import is_a_feed
 from diloco_protocol.errors import (
     Code,
     DilocoError,
@@ -162,12 +163,14 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
             if isinstance(message, Result) and message.request == number:
                 return feed.read_snapshot(message.data)
     except UsageError:
+        if (sentence := is_a_feed(findings.server, findings.keys)) is not None:
+            raise Found(Fault.NOT_A_BROKER, sentence) from None
         raise Found(
             Fault.WRONG_KEY if findings.with_keys else Fault.NOT_A_BROKER,
             "The broker does not let this key in: it was taken back, or replaced; diloco-broker keygen "
             "makes a new one."
             if findings.with_keys
-            else f"{findings.server} is no control address of a broker; is it that of its feed?",
+            else f"{findings.server} is not the control address of a broker.",
         ) from None
     except (ProtocolError, feed.FeedError) as error:
         is_version = not isinstance(error, ProtocolError) or error.code is Code.PROTOCOL_VERSION

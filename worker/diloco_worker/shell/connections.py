@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from diloco_protocol.clients.handshake import FAILURES, failure
+from diloco_protocol.clients.handshake import EXPLAINED, Handshakes
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 from diloco_worker.shell.forks import inode_of
@@ -25,13 +25,7 @@ CONNECT_WITHIN_MS = 3000
 NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 
-_WATCHED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | FAILURES
-)
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED | EXPLAINED
 
 
 def dealer(
@@ -78,7 +72,7 @@ class Connections:
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None = None
     ) -> None:
         self._keys = keys
-        self._context, self._address = context, address
+        self._context = context
         self.is_shortened = False  # bulk goes through a socket file
         self._sockets: list[zmq.Socket[bytes]] = []
         # Of the connections that are up, by name: ZeroMQ's own descriptor, for a forked child to close,
@@ -86,6 +80,7 @@ class Connections:
         self.descriptors: dict[str, tuple[int, int | None]] = {}
         self.control, self._control_monitor = self._dealer(context, address)
         self.bulk, self._bulk_monitor = self._dealer(context, address)
+        self._handshakes = {name: Handshakes(address, keys) for name in ("control", "bulk")}
 
     def _dealer(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str
@@ -103,6 +98,7 @@ class Connections:
         self._bulk_monitor.close(linger=0)
         self.descriptors.pop("bulk", None)
         self.bulk, self._bulk_monitor = self._dealer(self._context, address)
+        self._handshakes["bulk"] = Handshakes(address, self._keys)
         self.is_shortened = True
 
     @property
@@ -133,6 +129,10 @@ class Connections:
         for name, monitor in (("control", self._control_monitor), ("bulk", self._bulk_monitor)):
             while monitor.poll(0):
                 event: Any = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+                if not changes.is_final:  # of several reasons the final one
+                    failed = self._handshakes[name].failure(event["event"])
+                    if failed is not None:
+                        changes.refused, changes.is_final = failed.text, failed.is_final
                 if event["event"] == zmq.EVENT_CONNECTED:
                     self.descriptors[name] = (event["value"], inode_of(event["value"]))
                 elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
@@ -148,11 +148,6 @@ class Connections:
                     changes.broken = f"The {name} connection to the broker broke."
                 elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     changes.connected |= name == "control"
-                elif not changes.is_final:  # of several reasons the clear one
-                    has_keys = self._keys is not None
-                    failed = failure(event["event"], self._address, has_keys=has_keys)
-                    if failed is not None:
-                        changes.refused, changes.is_final = failed.text, failed.is_final
         return changes
 
     def close(self, linger_ms: int = 0) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco_protocol import Manifest, Unreachable, UsageError
+from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
@@ -257,13 +258,10 @@ def await_model(
 
 def _advice(link: Link) -> str:
     """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
-    host = link.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if (waits_for := link.waits_for_address) is not None:
         return waits_for
     if link.refused_key is not None or link.phase in (Phase.JOINING, Phase.JOINED):
         return ""
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError):
-        return f" (no address is known for the name {host!r}; is it spelt right?)"
+    if (problem := unknown_name(link.address)) is not None:
+        return f" ({problem})"
     return "; start diloco-broker serve, or give the control address that it printed"

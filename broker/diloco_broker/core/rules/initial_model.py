@@ -50,7 +50,7 @@ def resume(state: RunState, resumption: Resumption) -> None:
     state.term = record.term
     if state.standby is not None:
         state.standby.lease.standby = record.standby
-    state.is_resumed = True
+    state.resumed = resumption.title
 
 
 def seek(state: RunState) -> effects.Effects:

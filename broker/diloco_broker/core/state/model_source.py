@@ -44,6 +44,7 @@ class Resumption:
     layout: ModelLayout  # what follows from the record's manifest and plan
     wires: Mapping[int, tuple[Any, ...]]  # of each fragment, its chunks in wire form
     parents: Released | None = None  # at a relay: what its parent said of the version
+    title: str = ""  # the run, for people: when it was saved and how far it was; empty at a relay
 
 
 @dataclass

@@ -228,7 +228,7 @@ class RunState:
     # Pushes that are kept until they are whole, where the run needs whole ones.
     submissions: Submissions = field(default_factory=Submissions)
     now: float = 0.0  # the time of the event at hand, seconds of the core's clock
-    is_resumed: bool = False  # this life of the broker went on from a checkpoint
+    resumed: str = ""  # title of the run that this life of the broker resumed; empty: of none
     saving: Saving = field(default_factory=Saving)
     totals: Totals = field(default_factory=Totals)
     # What the totals were when this life of the broker began.

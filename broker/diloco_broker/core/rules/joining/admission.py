@@ -185,8 +185,12 @@ def _check_manifest(state: RunState, manifest: Manifest) -> None:
     is_settled = len(state.members) or is_under_way
     if model.manifest is not None and model.manifest != manifest and is_settled:
         clauses = differences(model.manifest, manifest)
-        source = f" (it goes on from {model.checkpoint})" if model.checkpoint else ""
-        text = f"The worker's model differs from the run's{source}: {summarise(clauses)}."
+        text = f"The worker's model differs from the run's: {summarise(clauses)}."
+        if state.resumed:
+            text += (
+                f" The broker resumed {state.resumed}; to begin a new run, start it with --fresh or "
+                "another --save-dir."
+            )
         raise ProtocolError(Code.MODEL_DIFFERS, text)
     clauses = model.mismatches(manifest)
     if clauses:

@@ -1,0 +1,114 @@
+"""Recognize a mistaken address: the feed's instead of the control address, the reverse, a misspelt name.
+
+ZeroMQ ends a connection between sockets of types that do not fit, and gives no reason. Over CURVE even
+the type is encrypted. So these functions connect with the type that would fit the other address.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from diloco_protocol.addresses import as_reached
+from diloco_protocol.clients.keys import Keys
+from diloco_protocol.errors import ProtocolError
+from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC, FeedError, parse_snapshot
+from diloco_protocol.frames import pack, unpack
+from diloco_protocol.messages import Control, Result
+
+HANDSHAKE_WITHIN_S = 0.5
+ANSWER_WITHIN_S = 1.5  # the feed publishes once a second
+_ENDS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
+# Address and keys; returns the sentence for an address of the other kind, None for any other address.
+Mistaken = Callable[[str, Keys | None], str | None]
+
+
+def is_a_feed(address: str, keys: Keys | None = None) -> str | None:
+    """What to tell a user who gave the address of a feed as the control address; None if it is not one.
+
+    Takes `HANDSHAKE_WITHIN_S` at most, and `ANSWER_WITHIN_S` more where a feed publishes.
+    """
+    with _connected(zmq.SUB, address, keys) as peer:
+        if peer is None:
+            return None
+        frame = _received(peer)
+    try:
+        control = "" if frame is None else parse_snapshot(frame[0]).control
+    except FeedError:
+        control = ""
+    return _sentence("feed address", "control address", address, control)
+
+
+def is_a_control_address(address: str, keys: Keys | None = None) -> str | None:
+    """What to tell a user who gave the control address as that of the feed; None if it is not one.
+
+    Takes as long as `is_a_feed`.
+    """
+    with _connected(zmq.DEALER, address, keys) as peer:
+        if peer is None:
+            return None
+        peer.send_multipart(pack(Control("status", 1)))
+        frames = _received(peer)
+    try:
+        answer = None if frames is None else unpack(frames)[0]
+    except ProtocolError:
+        answer = None
+    feed = answer.data.get("feed_address") if isinstance(answer, Result) else None
+    return _sentence(
+        "control address", "feed address", address, feed if isinstance(feed, str) else ""
+    )
+
+
+def _sentence(found: str, wanted: str, address: str, bound: str) -> str:
+    """`bound`: what the broker says that the wanted socket is bound to; empty if it does not say."""
+    if bound:
+        return (
+            f"{address} is the {found} of the broker; its {wanted} is {as_reached(bound, address)}."
+        )
+    return f"{address} is the {found} of the broker; give the {wanted} that it printed."
+
+
+def _received(peer: zmq.Socket[Any]) -> list[bytes] | None:
+    return peer.recv_multipart() if peer.poll(int(1000 * ANSWER_WITHIN_S)) else None
+
+
+def unknown_name(address: str) -> str | None:
+    """The end of a sentence about a host name that this machine cannot resolve; None if it can."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if not address.startswith("tcp://"):
+        return None
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return f"no address is known for the name {host!r}; is it spelt right?"
+    return None
+
+
+@contextmanager
+def _connected(kind: int, address: str, keys: Keys | None) -> Iterator[zmq.Socket[Any] | None]:
+    """A socket of this type whose handshake with the peer succeeded; None if it failed."""
+    with zmq.Context() as context, context.socket(kind) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.setsockopt(zmq.IPV6, int("[" in address))
+        peer.setsockopt(zmq.MAXMSGSIZE, MAX_SNAPSHOT_BYTES)
+        if kind == zmq.SUB:
+            peer.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        if keys is not None:
+            keys.lock(peer)
+        monitor: zmq.Socket[Any] = peer.get_monitor_socket(_ENDS)
+        try:
+            peer.connect(address)
+            succeeded = bool(monitor.poll(int(1000 * HANDSHAKE_WITHIN_S))) and (
+                parse_monitor_message(monitor.recv_multipart())["event"]
+                == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            )
+            yield peer if succeeded else None
+        finally:
+            peer.disable_monitor()
+            monitor.close(linger=0)

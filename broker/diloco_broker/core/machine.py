@@ -18,6 +18,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.effects import Effects
 from diloco_broker.core.rules import (
     checkpoints,
+    holding,
     initial_model,
     liveness,
     operator,
@@ -124,7 +125,7 @@ class Core:
 
         Raises InvariantBroken or CoreError for a mistake of ours; the text tells what came before it.
         """
-        self.state.now = now
+        holding.advance(self.state, now)
         self._story.note(event, self.state)
         try:
             return self._handle(event)

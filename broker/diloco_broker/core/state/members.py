@@ -152,7 +152,7 @@ class Member:
     worker_id: str
     session: bytes  # the token of this stay
     control: effects.Route
-    joined_at: float
+    joined_at: float  # run time
     liveness: Liveness
     bulk: effects.Route | None = None  # None until a credit has come on it
     # Of a relay: how many workers are behind it, and whose pushes were in its last.
@@ -298,13 +298,18 @@ class Membership:
         return next((m for m in self._by_id.values() if route in m.routes), None)
 
     def admit(
-        self, join: messages.Join, session: bytes, route: effects.Route, now: float
+        self,
+        join: messages.Join,
+        session: bytes,
+        route: effects.Route,
+        now: float,
+        run_time: float,
     ) -> Member:
         member = Member(
             join.worker_id,
             session,
             route,
-            joined_at=now,
+            joined_at=run_time,
             liveness=Liveness(now, now, now, now),
             sync_every=own_sync_every(join.wants),
             versions=join.versions,

@@ -48,7 +48,7 @@ def open_round(state: RunState, number: int) -> Effects:
     if state.round is not None:
         collect.forget(state, _update(state).chosen)
     fragment, size = state.coming(number)
-    state.round = AsyncUpdate(number, fragment, size, state.now, submissions=state.submissions)
+    state.round = AsyncUpdate(number, fragment, size, state.run_time, submissions=state.submissions)
     yield from ()
 
 
@@ -129,7 +129,7 @@ def tick(state: RunState) -> Effects:
 
 def _take_back_slots(state: RunState) -> Effects:
     for submission in list(state.submissions):
-        silent = state.now - submission.progress_at
+        silent = state.run_time - submission.progress_at
         if submission.is_whole or silent <= state.config.staging_deadline:
             continue
         state.submissions.drop(submission)
@@ -162,7 +162,7 @@ def close_if_due(state: RunState) -> Effects:
         state.submissions.drop(each)
         yield from grants.refuse(state, each.push.fragment, each.key, Code.STALE, text)
         yield from _hand_out_slots(state)
-    if not whole or state.now - (whole[0].whole_at or 0.0) < state.config.grace:
+    if not whole or state.run_time - (whole[0].whole_at or 0.0) < state.config.grace:
         return
     fragment = whole[0].push.fragment
     together = contents.together(state, [s for s in whole if s.push.fragment == fragment])

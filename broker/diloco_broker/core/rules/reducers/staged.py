@@ -58,7 +58,12 @@ def open_round(state: RunState, number: int) -> Effects:
     fragment, size = state.coming(number)
     barrier, pool = state.open_barrier(fragment), state.submissions.pool(fragment)
     state.round = StagedRound(
-        number=number, fragment=fragment, size=size, opened_at=state.now, barrier=barrier, pool=pool
+        number=number,
+        fragment=fragment,
+        size=size,
+        opened_at=state.run_time,
+        barrier=barrier,
+        pool=pool,
     )
     for member in state.members:
         push = member.deferred.get(fragment)
@@ -117,7 +122,7 @@ def close_if_due(state: RunState) -> Effects:
     if round_.fragment in state.flights:
         return  # one push of each fragment is on its way at a time, as with any worker
     while whole := round_.due(
-        state.now, floor=state.floor, quorum=config.quorum, grace=config.grace
+        state.run_time, floor=state.floor, quorum=config.quorum, grace=config.grace
     ):
         # Without those that are refused it may not be time any more.
         kept = yield from norms.refuse_too_large(state, whole)

@@ -37,7 +37,7 @@ def open_round(state: RunState, number: int) -> Effects:
     """Open a round and take in the pushes that came too early for it."""
     fragment, size = state.coming(number)
     barrier = state.open_barrier(fragment)
-    round_ = state.round = StreamingRound(number, fragment, size, state.now, barrier)
+    round_ = state.round = StreamingRound(number, fragment, size, state.run_time, barrier)
     for member in state.members:
         push = member.take_deferred(fragment)
         if push is not None:

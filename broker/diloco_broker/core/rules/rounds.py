@@ -129,7 +129,6 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
     )
     units.counted(state, ended.fragment, ledger)
     unreleased = UnreleasedVersion(ended, counted, record)
-    progress.count(state, ended.fragment, counted)
     added = tuple(each for each in counted if each.added)
     yield effects.RecordVersion(
         record.version, versions.version, ended.fragment, ended.number, added
@@ -178,11 +177,8 @@ def hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
         member = state.members.named(each.worker_id)
         if member is not None:
             member.counts(each.push, each.staleness, state.now)
-    versions = state.versions[fragment]
-    whole = sum(each.push.workers for each in unreleased.pushes if each.chunks.is_full)
-    versions.contributions += whole
-    state.totals.contributions += whole
-    state.totals.rounds += 1
+    before, state.totals = state.totals, progress.with_version(state, unreleased)
+    state.versions[fragment].contributions += state.totals.contributions - before.contributions
     counter = unreleased.record.version.counter
     state.last_report = _report(ended, unreleased.pushes, counter, state.run_time)
     state.first_round_pending = False

@@ -57,7 +57,6 @@ def _hand_out(state: RunState, released: Released, flight: Flight | None) -> eff
         if each.push.base is not None:
             each.staleness = max(0, version.counter - 1 - each.push.base.counter)
     counted = ended.counted()
-    progress.count(state, fragment, counted)
     yield effects.RecordVersion(version, made_from, fragment, released.round, counted)
     yield from rounds.hand_out(state, UnreleasedVersion(ended, counted, record))
 

@@ -1,8 +1,8 @@
 """The fence of a hub with a standby: what it may do without a lease, and how it keeps one.
 
-While the lease does not hold no version is released, no round closes, a run neither begins nor goes on nor
-ends, and its deadlines stand still (`rules.holding`). Without `--standby` there is no lease, and all of
-this is nothing.
+While the lease does not hold no version is released, no round closes, a run neither begins nor goes on
+nor ends, and its deadlines stand still (`rules.holding`). Without `--standby` there is no lease, and all
+of this is nothing.
 """
 
 from __future__ import annotations

@@ -136,12 +136,13 @@ class Core:
 
     def _handle(self, event: events.Event) -> list[effects.Effect]:
         state = self.state
+        asked_for: list[effects.Effect] = []
         try:
-            asked_for = list(self._rule(event))
+            asked_for.extend(self._rule(event))
         except ProtocolError as error:
             if not isinstance(event, events.Received):
                 raise
-            asked_for = list(refusals.refuse(state, event.route, event.message, error))
+            asked_for.extend(refusals.refuse(state, event.route, event.message, error))
         if state.stopping is not None:
             asked_for += stopping.finish_if_due(state, state.stopping)
         return asked_for

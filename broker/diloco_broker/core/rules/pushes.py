@@ -36,6 +36,8 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
         raise ProtocolError(Code.LATE, f"The run is over: {state.ending.why}.")
     _check_base(state, push)
     contents.check(state, member, push)
+    has_units = units.check(state, member, push)
+    rules_of(state).check(state, member, push)
     if push.ledger is not None:  # of a donation only; it would be kept with the push
         push = replace(push, ledger=None)
     if member.uploads.is_new(push):
@@ -47,9 +49,8 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
             "0 (a scheduler), frozen parameters, or an optimizer over other parameters."
         )
-    has_units = units.check(state, member, push)
     yield from rules_of(state).offer(state, member, push)
-    if has_units:
+    if has_units and member.has_unfinished(push):
         units.under_way(state, member, push)
     yield from close_if_due(state)
 

@@ -225,6 +225,10 @@ class Member:
         waiting = list(self.deferred.values())
         return waiting + [each.push for each in self.uploads if not each.is_void]
 
+    def has_unfinished(self, push: messages.Push) -> bool:
+        key = push.fragment, push.push_id
+        return any((each.fragment, each.push_id) == key for each in self.unfinished_pushes())
+
     def begins(self, push: messages.Push, number: int | None) -> None:
         self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
         self.figures.push_begins(push, number)

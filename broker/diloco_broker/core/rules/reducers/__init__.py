@@ -27,8 +27,11 @@ class Rules(Protocol):
     def open_round(self, state: RunState, number: int) -> Effects:
         """Begin the next update and take in what came too early for it."""
 
+    def check(self, state: RunState, member: Member, push: Push) -> None:
+        """Raise ProtocolError for a push that cannot be offered now."""
+
     def offer(self, state: RunState, member: Member, push: Push) -> Effects:
-        """A worker offers a push: take it in, or let it wait. Raises ProtocolError to refuse it."""
+        """A worker offers a push that `check` has let pass: take it in, or let it wait."""
 
     def find(self, state: RunState, worker_id: str, push: Push) -> PushInProgress | None:
         """What is here of a push; None when nothing more of it is taken."""

@@ -26,6 +26,12 @@ def begin(
     yield from grants.grant(member, submission, sharing=sharing, number=number)
 
 
+def is_known(state: RunState, member: Member, push: Push) -> bool:
+    """Is this push here already, or in the current version?"""
+    is_here = find(state, member.worker_id, push) is not None
+    return is_here or state.standing(member, push).is_full
+
+
 def comes_again(
     state: RunState, member: Member, push: Push, *, sharing: int, number: int | None = None
 ) -> Generator[Effect, None, bool]:

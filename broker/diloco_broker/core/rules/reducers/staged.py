@@ -72,18 +72,23 @@ def open_round(state: RunState, number: int) -> Effects:
             yield from _begin(state, member, push)
 
 
+def check(state: RunState, member: Member, push: Push) -> None:
+    """Refuse a push that comes too late, where late work is dropped."""
+    is_new = not collect.is_known(state, member, push)
+    if is_new and state.config.late == "drop" and _is_late(state, push):
+        raise ProtocolError(
+            Code.LATE,
+            f"The round this push was meant for closed without it (it starts from version "
+            f"{push.base.counter if push.base else None}); late work is dropped in this run.",
+        )
+
+
 def offer(state: RunState, member: Member, push: Push) -> Effects:
     """A worker offers a push: take it into the pool of its fragment."""
     coming = state.next_round_of(push.fragment)
     sharing = len(state.members)
     if (yield from collect.comes_again(state, member, push, sharing=sharing, number=coming)):
         return
-    if state.config.late == "drop" and _is_late(state, push):
-        raise ProtocolError(
-            Code.LATE,
-            f"The round this push was meant for closed without it (it starts from version "
-            f"{push.base.counter if push.base else None}); late work is dropped in this run.",
-        )
     collect.abandon_others(state, member, push)
     if collect.has_whole(state, member, push):
         text = "A push of this worker is in that fragment's coming round; this one is for the next."

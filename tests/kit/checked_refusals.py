@@ -14,6 +14,7 @@ import pytest
 from diloco_broker.core import machine
 from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Received
+from diloco_broker.core.rules import refusals
 from diloco_protocol.bitmap import Bitmap
 
 # Time goes on, and a refused message is a sign of life. What is packed once, for all who ask, may be.
@@ -45,26 +46,26 @@ def vars_of(value: Any) -> list[str]:
 @contextmanager
 def checked_refusals() -> Iterator[None]:
     """Fail where a core handles a message, refuses it, and something has changed before that."""
-    handle, refuse = machine.Core.handle, machine.refusals.refuse
+    handle, refuse = machine.Core.handle, refusals.refuse
     before: Any = None
-    answers: list[Effect] | None = None
+    answers: list[list[Effect]] = []
 
     def refuses(state: Any, route: Any, message: Any, error: Any) -> list[Effect]:
-        nonlocal answers
         after = contents(state)
         changed = [name for name in after if after[name] != before[name]]
         assert not changed, f"{message} was refused ({error}), and has changed {changed}"
-        answers = list(refuse(state, route, message, error))
-        return answers
+        answers.append(list(refuse(state, route, message, error)))
+        return answers[-1]
 
     def handles(core: machine.Core, event: Event, now: float) -> list[Effect]:
-        nonlocal before, answers
+        nonlocal before
         if not isinstance(event, Received):
             return handle(core, event, now)
-        before, answers = contents(core.state), None
+        before = contents(core.state)
+        answers.clear()
         asked_for = handle(core, event, now)
-        if answers is not None:
-            assert asked_for[: len(answers)] == answers, f"{event.message} asked for more"
+        for answer in answers:
+            assert asked_for[: len(answer)] == answer, f"{event.message} was refused half-way"
         return asked_for
 
     with pytest.MonkeyPatch.context() as patch:

@@ -334,23 +334,15 @@ OTHERS = ["delivers", "spoils", "commits", "pulls", "describes", "joins", "other
 
 
 def acts(stage: Stage, a: Puppet, act: Any) -> None:
-    pieces = stage.config.num_fragments
     match act:
-        case {"units": units, "age": age, **fields}:
-            version = stage.version(fields["fragment"] % pieces)
-            base = replace(version, counter=max(0, version.counter - age))
-            ids = (fields["push_id"],) * pieces
-            lots = None if units is None else (Lot(ids, {units[0]: units[1:]}),)
-            chunks = stage.state.versions[0].layout.chunks
-            a.push_id, a.fragment = fields["push_id"], fields["fragment"]
-            push = Push(a.token(), chunks=chunks, wire_dtype="fp32", base=base, steps=4, **fields)
-            a.sends(replace(push, lots=lots))
+        case dict():
+            offers(stage, a, **act)
         case "delivers" | "spoils":
             a.delivers([0, 1, 2], is_finite=act == "delivers")
         case "commits":
             a.commits()
         case "pulls":
-            a.pulls(fragment=pieces)
+            a.pulls(fragment=stage.config.num_fragments)
         case "describes":
             a.sends(Describe(b"x"), on=b"a stranger")
         case "joins":
@@ -359,6 +351,17 @@ def acts(stage: Stage, a: Puppet, act: Any) -> None:
             b, fragment = stage.puppets["b"], stage.round.fragment
             b.begins(stage.state.draw(), fragment=fragment, base=stage.version(fragment))
             b.completes()
+
+
+def offers(stage: Stage, a: Puppet, *, units: Any, age: int, **fields: Any) -> None:
+    a.push_id, a.fragment = fields["push_id"], fields["fragment"]
+    pieces = stage.config.num_fragments
+    version = stage.version(a.fragment % pieces)
+    base = replace(version, counter=max(0, version.counter - age))
+    lots = None if units is None else (Lot((a.push_id,) * pieces, {units[0]: units[1:]}),)
+    chunks = stage.state.versions[0].layout.chunks
+    fields |= {"chunks": chunks, "wire_dtype": "fp32", "base": base, "steps": 4, "lots": lots}
+    a.sends(Push(a.token(), **fields))
 
 
 @settings(max_examples=120, deadline=None)

@@ -117,8 +117,8 @@ def slot_without_progress(hold: Hold) -> Deadline:
 
 def worker_that_the_checkpoint_knows(hold: Hold) -> Deadline:
     crashed = a_saved_run("a", "b", rounds=1)
-    wait = {"recover_wait": hold.started_s + 20.0}
-    stage = hold.starts(crashed.restarted(**wait, **hold.options))
+    wait_s = hold.started_s + 20.0
+    stage = hold.starts(crashed.restarted(recover_wait=wait_s, **hold.options))
     stage.worker("a").comes_with(crashed.holdings())
     return stage, lambda: stage.state.round is not None, 20.0
 

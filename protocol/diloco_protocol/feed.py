@@ -56,7 +56,7 @@ class Round:
     number: int
     fragment: int = 0
     phase: str = "open"
-    age_s: float = 0.0
+    age_s: float = 0.0  # since it opened, without the time for which the run was held
     expected: tuple[str, ...] = ()
     arrived: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -275,7 +275,7 @@ class LastRound:
     number: int
     fragment: int = 0
     version: int = 0  # that it made of this fragment
-    seconds: float = 0.0  # by the broker's clock
+    seconds: float = 0.0  # from its opening to its end, without the time for which the run was held
     averaged: int = 0  # workers
     weight: float = 0.0  # of them all
     loss: float | None = None

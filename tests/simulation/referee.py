@@ -407,7 +407,8 @@ class Referee:
             return
         beats_s = 3 * process.beat_s + ON_THE_WAY_S
         counted_at = self._counted_at.get(process.name, 0.0)
-        since = max(process.hangs_from, process.online_since, member.joined_at, counted_at)
+        joined_at = member.joined_at + core.state.held_s  # on the clock of the others, or later
+        since = max(process.hangs_from, process.online_since, joined_at, counted_at)
         if min(self.now, process.hangs_until) - since > config.stall_timeout + beats_s:
             waits = round_.phase is Phase.OPEN and process.worker_id in round_.missing
             waits = waits and process.hangs_until > self.now

@@ -232,7 +232,7 @@ def _round(state: RunState, now: float) -> feed.Round:
         feed.Round,
         open_,
         phase=open_.phase.value,
-        age_s=_age(open_.opened_at, now),
+        age_s=_age(open_.opened_at, now - state.held_s),
         expected=tuple(sorted(barrier.expected)) if barrier else (),
         arrived=tuple(sorted(open_.begun)),
         missing=tuple(sorted(open_.missing)),

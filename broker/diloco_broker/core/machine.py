@@ -18,6 +18,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.effects import Effects
 from diloco_broker.core.rules import (
     checkpoints,
+    holding,
     initial_model,
     liveness,
     operator,
@@ -124,7 +125,7 @@ class Core:
 
         Raises InvariantBroken or CoreError for a mistake of ours; the text tells what came before it.
         """
-        self.state.now = now
+        holding.advance(self.state, now)
         self._story.note(event, self.state)
         try:
             return self._handle(event)
@@ -135,12 +136,13 @@ class Core:
 
     def _handle(self, event: events.Event) -> list[effects.Effect]:
         state = self.state
+        asked_for: list[effects.Effect] = []
         try:
-            asked_for = list(self._rule(event))
+            asked_for.extend(self._rule(event))
         except ProtocolError as error:
             if not isinstance(event, events.Received):
                 raise
-            asked_for = list(refusals.refuse(state, event.route, event.message, error))
+            asked_for.extend(refusals.refuse(state, event.route, event.message, error))
         if state.stopping is not None:
             asked_for += stopping.finish_if_due(state, state.stopping)
         return asked_for

@@ -11,6 +11,7 @@ import pytest
 from diloco_broker.core.effects import Send
 from diloco_broker.core.events import Received, Tick
 from diloco_broker.core.machine import Core
+from diloco_broker.core.rules.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.model_source import InitialModel
 from diloco_broker.core.state.standby.lease import Lease
@@ -250,6 +251,62 @@ def test_workers_are_sent_away_from_a_hub_without_a_lease(hub: Hub) -> None:
     hub.stage.passes(L + 0.2)
     assert "another one may have the run" in a.got(Rejoin).text
     assert not len(hub.stage.state.members)
+
+
+def test_a_hub_whose_lease_lapses_in_the_last_round_does_not_end_before_it_has_it_again() -> None:
+    hub = Hub(max_rounds=2)
+    hub.says()
+    hub.promises()
+    (a,) = joined(hub, a=1)
+    a.pushes(7)
+    hub.is_promised_for(1.0)
+    assert a.notices[-1] == "last_round"
+    a.dies()
+    hub.stage.passes(10 * LAST_ROUND_S)
+    assert not hub.stage.ends and not hub.stage.state.ending.is_over
+    assert "for its lease" in hub.stage.shown()["waiting_for"]
+    hub.promises()
+    a.joins(session=None, voter=1)
+    hub.is_promised_for(1.0)
+    a.pushes(8)
+    assert hub.stage.version().counter == 2 and a.notices[-1] == "over"
+    a.leaves()
+    hub.stage.passes(0.2)
+    assert [end.is_complete for end in hub.stage.ends] == [True]
+
+
+def test_a_hub_without_a_lease_does_not_end_though_its_run_is_over(hub: Hub) -> None:
+    """The last version may be nowhere else, and the standby may make another one."""
+    hub = Hub(max_rounds=1)
+    hub.says()
+    hub.promises()
+    (a,) = joined(hub, a=1)
+    hub.is_promised_for(1.0)
+    a.pushes(7)
+    a.loses_connection()
+    hub.stage.passes(10 * LEAVE_WITHIN_S)
+    assert not hub.stage.ends
+    hub.says(wants="over", term=1)
+    hub.stage.passes(10 * LEAVE_WITHIN_S)
+    assert not hub.stage.ends, "another broker has the run"
+
+
+def test_a_hub_whose_standby_is_gone_ends_once_its_workers_have_left_one_by_one() -> None:
+    hub = Hub(max_rounds=1, workers=2)
+    hub.says()
+    hub.promises()
+    a, b = joined(hub, a=1, b=2)
+    hub.is_promised_for(2.0)
+    pushes_a_round(hub, a, b)
+    assert hub.stage.state.ending.is_over
+    a.leaves()
+    for _ in range(20):
+        hub.stage.passes(0.5)
+        votes(b) if asked(b) else None
+    assert hub.watch.lease.holds, "one that has left a run that is over votes for no other broker"
+    b.leaves()
+    hub.stage.passes(0.2)
+    assert [end.is_complete for end in hub.stage.ends] == [True]
 
 
 def test_a_hub_that_was_replaced_never_releases_again(hub: Hub) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from diloco_broker.core import effects, events
+from diloco_broker.core.state import progress
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import RunRecord
 
@@ -17,8 +18,11 @@ RETRY_S = 1.0
 
 
 def run_record(state: RunState, number: int) -> RunRecord:
-    """How things stand between rounds, or when a version is whole that is not released yet."""
-    model, unreleased = state.model, state.unreleased
+    """How things stand between rounds; a version that is whole and not released yet counts as released.
+
+    Everything in it belongs to that moment: a broker that goes on from it has what this one will have.
+    """
+    model, unreleased, totals = state.model, state.unreleased, state.totals
     assert model.manifest is not None and model.run is not None
     fragments = {}
     for versions in state.versions.fragments:
@@ -28,6 +32,8 @@ def run_record(state: RunState, number: int) -> RunRecord:
             record = unreleased.record
         if record is not None:
             fragments[fragment] = replace(record, tags=versions.newest_tags())
+    if unreleased is not None:
+        totals = progress.with_version(state, unreleased)
     return RunRecord(
         run=model.run,
         number=number,
@@ -36,7 +42,7 @@ def run_record(state: RunState, number: int) -> RunRecord:
         plan=model.plan,
         fragments=fragments,
         workers={member.worker_id: member.counters() for member in state.members},
-        totals=asdict(state.totals),
+        totals=asdict(totals),
         shards=tuple(state.shards.owners),
         data_sets=state.data.records(),
         term=state.term,

@@ -44,7 +44,7 @@ def begin(state: RunState, member: Member, push: messages.Push) -> effects.Effec
         version = push.base or VersionId(model.run, 0, state.draw())
         intake = Intake(version, [None] * push.chunks, Bitmap(push.chunks), push)
         model.donation.intakes[push.fragment] = intake
-    model.donation.progress_at = state.now
+    model.donation.progress_at = state.run_time
     window = first_window(1)
     windows = tuple(Window(window, window, upload_window(1)) for _ in range(member.processes))
     member.uploads.begin(Upload(push, windows, is_void=intake.is_whole))
@@ -98,7 +98,7 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     if event.digest:
         intake.digests[work.index] = event.digest
     intake.stored += 1
-    model.donation.progress_at = state.now
+    model.donation.progress_at = state.run_time
     donor = state.members.named(work.worker_id)
     upload = donor.uploads.of(work.fragment) if donor is not None else None
     if donor is not None and upload is not None:

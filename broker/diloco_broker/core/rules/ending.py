@@ -9,7 +9,8 @@ is whole when the last round's time is up makes that round, and only the rest is
 from __future__ import annotations
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules.reducers import rules_of
+from diloco_broker.core.rules import holding
+from diloco_broker.core.rules.reducers import close_if_due, rules_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol.errors import Code
@@ -26,16 +27,20 @@ OVER = "The run is over: "
 
 
 def tick(state: RunState) -> effects.Effects:
-    """Time has passed: it is counted, and what was waited for may be here."""
+    """Time has passed: it is counted, and what was waited for may be here.
+
+    Nothing ends while the run is held. A hub whose lease has lapsed may have been replaced: if it ended
+    all the same, it and its standby would both have a final model.
+    """
     _count_time(state)
     ending, round_ = state.ending, state.round
-    if round_ is None or state.stopping is not None:
+    if round_ is None or state.stopping is not None or holding.is_held(state):
         return
     if not ending.is_over:
         yield from look(state, round_.number - 1)
         yield from tell_all(state)
         yield from refuse_the_rest(state)
-    is_late = ending.until is not None and state.now >= ending.until
+    is_late = ending.until is not None and state.run_time >= ending.until
     if ending.is_over and not ending.is_asked_to_end and (is_late or not len(state.members)):
         ending.is_asked_to_end = True
         if len(state.members):
@@ -56,7 +61,7 @@ def look(state: RunState, number: int) -> effects.Effects:
         return
     if last < made:
         if not state.closing or made > state.closing.number:
-            ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
+            ending.is_over, ending.until = True, state.run_time + LEAVE_WITHIN_S
             yield effects.info(
                 f"The run is over: {ending.why}. It has made {made} rounds, from {totals.tokens} "
                 f"tokens, in {totals.open_s} s."
@@ -75,8 +80,8 @@ def look(state: RunState, number: int) -> effects.Effects:
         return
     length_s = max(LAST_ROUND_S, 2 * before.seconds)
     if ending.until is None:
-        ending.until = state.now + max(LAST_ROUND_S, 2 * before.seconds * pieces)
-    elif state.now >= ending.until and state.paused_at is None:
+        ending.until = state.run_time + max(LAST_ROUND_S, 2 * before.seconds * pieces)
+    elif state.run_time >= ending.until:
         yield from _time_is_up(state, made, length_s)
 
 
@@ -88,20 +93,20 @@ def _time_is_up(state: RunState, made: int, length_s: float) -> effects.Effects:
         return  # at the next tick
     is_new = ending.extended != round_.number
     if state.closing is not None and (is_new or round_.stepped.is_full):
-        ending.extended, ending.until = round_.number, state.now + length_s
+        ending.extended, ending.until = round_.number, state.run_time + length_s
         return
     rules = rules_of(state)
     missing = [member for member in state.members if not round_.has_all_of(member.worker_id)]
     for member in missing:
         yield from rules.do_without(state, member.worker_id)
-    yield from rules.close_if_due(state)
+    yield from close_if_due(state)
     if state.closing is None:
-        ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
+        ending.is_over, ending.until = True, state.run_time + LEAVE_WITHIN_S
         yield effects.warning(
             f"The last round, {made}, could not be made within the time it had. The run is over."
         )
         return
-    ending.until = state.now + length_s  # with fragments, of the next
+    ending.until = state.run_time + length_s  # with fragments, of the next
     if missing:
         names = ", ".join(member.worker_id for member in missing)[:300]
         text = f"The time of the last round is up: round {round_.number} is made without {names}."
@@ -115,12 +120,6 @@ def forget(state: RunState) -> None:
     if not state.ending.is_over:
         state.ending.last = state.ending.until = None
         state.ending.is_announced = False
-
-
-def went_on(state: RunState, paused_s: float) -> None:
-    """After a pause of so many seconds, in which no round could close."""
-    if state.ending.until is not None:
-        state.ending.until += paused_s
 
 
 def _end(state: RunState, made: int) -> tuple[str | None, int | None]:
@@ -163,7 +162,7 @@ def told(state: RunState, text: str) -> effects.Effects:
         return
     yield effects.info(text)
     ending.why = text.removeprefix(OVER).rstrip(".") or "the parent says so"
-    ending.is_over, ending.until = True, state.now + LEAVE_WITHIN_S
+    ending.is_over, ending.until = True, state.run_time + LEAVE_WITHIN_S
     yield from tell_all(state)
     if state.closing is None and not state.flights:
         yield from refuse_the_rest(state)
@@ -196,11 +195,10 @@ def tell(state: RunState, member: Member) -> effects.Effects:
 
 def _count_time(state: RunState) -> None:
     ending, totals = state.ending, state.totals
-    is_held = state.paused_at is not None or ending.is_over or not len(state.members)
-    counts = state.round is not None and not is_held
+    counts = state.round is not None and not ending.is_over and bool(len(state.members))
     if counts and ending.timed_at is not None:
-        ending.rest_s += state.now - ending.timed_at
+        ending.rest_s += state.run_time - ending.timed_at
         whole = int(ending.rest_s)
         ending.rest_s -= whole
         totals.open_s = min(totals.open_s + whole, MOST)
-    ending.timed_at = state.now if counts else None
+    ending.timed_at = state.run_time if counts else None

@@ -102,7 +102,7 @@ def _seek_run(state: RunState) -> effects.Effects:
             sources = model.sources(state.members)
         if sources:
             donor = next(iter(sources.values()))
-            model.ask(donor, tuple(f for f, m in sources.items() if m is donor), state.now)
+            model.ask(donor, tuple(f for f, m in sources.items() if m is donor), state.run_time)
             whose = ", ".join(
                 f"fragment {f} at version {donor.versions[f]}"
                 for f in sorted(model.donation.wanted)
@@ -135,30 +135,30 @@ def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:
     model, config = state.model, state.config
     if model.checkpoint:
         away = sorted(model.known.keys() - {member.worker_id for member in state.members})
-        if not away or state.now >= state.recovers_from + config.recover_wait:
+        if not away or state.run_time >= state.recovers_from + config.recover_wait:
             model.waits_for = ""
             return False
         whom = f"workers of the run that may hold newer rounds: {summarise(away)}"
         if not model.waits_for:
-            left = state.recovers_from + config.recover_wait - state.now
+            left = state.recovers_from + config.recover_wait - state.run_time
             yield effects.info(f"Before the run goes on, waiting {left:.1f} s at most for {whom}.")
         model.waits_for = whom
         return True
     if len(state.members) >= config.workers:
         return False
     if model.offered_at is None:
-        model.offered_at = state.now
+        model.offered_at = state.run_time
         holders = [member.worker_id for member in state.members if any(member.versions)]
         for worker_id in holders[:1]:  # none, when those that gave some of it have gone since
             yield effects.info(f"{worker_id} holds a version of an earlier run.")
-    return state.now - model.offered_at < config.recover_wait
+    return state.run_time - model.offered_at < config.recover_wait
 
 
 def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
     """True while a worker that holds a version may be on its way: no new run takes its place."""
     model, config = state.model, state.config
     here = len(state.members)
-    until, whom = state.now, ""
+    until, whom = state.run_time, ""
     if model.holder_lost_at is not None:
         until = model.holder_lost_at + config.recover_wait
         whom = "the worker that holds the run and whose connection broke"
@@ -169,10 +169,10 @@ def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
         )
         whom = "workers that may come back with an earlier run"
         whom += "" if enough else f", and for {config.workers} workers to be here"
-    if state.now >= until:
+    if state.run_time >= until:
         whom = ""
     elif whom != model.waits_for:
-        text = f"Waiting {until - state.now:.1f} s at most for {whom}; then a new run begins."
+        text = f"Waiting {until - state.run_time:.1f} s at most for {whom}; then a new run begins."
         yield effects.info(text)
     model.waits_for = whom
     return bool(whom)
@@ -199,7 +199,7 @@ def _ask_a_newcomer(state: RunState) -> effects.Effects:
     if donor is None and model.ask_all_again():
         donor = model.choose_donor(state.members)
     if donor is not None:
-        model.ask(donor, model.all_fragments, state.now)
+        model.ask(donor, model.all_fragments, state.run_time)
         yield effects.info(f"Asking {donor.worker_id} for its parameters.")
         yield from _ask(state, donor)
 
@@ -207,7 +207,7 @@ def _ask_a_newcomer(state: RunState) -> effects.Effects:
 def _ask(state: RunState, donor: Member) -> effects.Effects:
     """Ask the donor for what is needed; again on a new connection, another one if it is silent."""
     model = state.model
-    if state.now - model.donation.progress_at > model.patience_s:
+    if state.run_time - model.donation.progress_at > model.patience_s:
         yield from _pass_over(state, donor)
     elif model.donation.asked != donor.session:
         model.donation.asked = donor.session
@@ -226,7 +226,7 @@ def _pass_over(state: RunState, donor: Member) -> effects.Effects:
         yield from abandon_donation(state, why="The broker asks another worker meanwhile.")
     else:
         model.ask_all_again()
-        model.donation.progress_at = state.now
+        model.donation.progress_at = state.run_time
         yield effects.warning(f"{slow}, and no other worker has them; waiting for it.")
 
 

@@ -152,6 +152,6 @@ def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     if member.workers:
         listing.is_away(state, member)
     if any(member.versions) and not state.model.is_done:
-        state.model.holder_lost_at = state.now
+        state.model.holder_lost_at = state.run_time
     yield from admission.remove(state, member, why)
     state.absences.died(member, why, state.now)

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import donation, grants, liveness, rounds
+from diloco_broker.core.rules import donation, grants, liveness
 from diloco_broker.core.rules.data import units
-from diloco_broker.core.rules.reducers import rules_of
+from diloco_broker.core.rules.reducers import close_if_due, rules_of
 from diloco_broker.core.rules.sites import contents
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -36,6 +36,8 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
         raise ProtocolError(Code.LATE, f"The run is over: {state.ending.why}.")
     _check_base(state, push)
     contents.check(state, member, push)
+    has_units = units.check(state, member, push)
+    rules_of(state).check(state, member, push)
     if push.ledger is not None:  # of a donation only; it would be kept with the push
         push = replace(push, ledger=None)
     if member.uploads.is_new(push):
@@ -47,11 +49,10 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
             "0 (a scheduler), frozen parameters, or an optimizer over other parameters."
         )
-    has_units = units.check(state, member, push)
     yield from rules_of(state).offer(state, member, push)
-    if has_units:
+    if has_units and member.has_unfinished(push):
         units.under_way(state, member, push)
-    yield from rounds.close_if_due(state)
+    yield from close_if_due(state)
 
 
 def chunk(
@@ -101,19 +102,19 @@ def chunk(
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
     if state.round is not None:
         rules_of(state).commit(state, member, commit)
-        yield from rounds.close_if_due(state)
+        yield from close_if_due(state)
 
 
 def done(state: RunState, event: events.WorkDone) -> effects.Effects:
     state.chunks_waiting -= 1
     yield from rules_of(state).done(state, event)
-    yield from rounds.close_if_due(state)
+    yield from close_if_due(state)
 
 
 def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
     state.chunks_waiting -= 1
     yield from rules_of(state).refused(state, event)
-    yield from rounds.close_if_due(state)
+    yield from close_if_due(state)
 
 
 def _check_push(state: RunState, push: messages.Push) -> None:

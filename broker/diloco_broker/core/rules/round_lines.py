@@ -25,7 +25,7 @@ def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Eff
     names = f", without {shown}{' ...' * (len(absent) > NAMES_SHOWN)}" if absent else ""
     which = f" (fragment {ended.fragment})" if state.config.num_fragments > 1 else ""
     yield info(
-        f"Round {ended.number}{which} closed in {state.now - ended.opened_at:.1f} s: "
+        f"Round {ended.number}{which} closed in {state.run_time - ended.opened_at:.1f} s: "
         f"{_averaged(state, ended, expected)}{names}."
     )
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import checkpoints, ending, identical, norms, settings
 from diloco_broker.core.rules.data import units
-from diloco_broker.core.rules.reducers import rules_of
+from diloco_broker.core.rules.reducers import close_if_due, rules_of
 from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state import progress
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
@@ -27,13 +27,6 @@ def open_round(state: RunState, number: int) -> effects.Effects:
     yield from settings.take_effect(state)
     yield from rules_of(state).open_round(state, number)
     yield from close_if_due(state)
-
-
-def close_if_due(state: RunState) -> effects.Effects:
-    is_held = state.stopping is not None or state.paused_at is not None or state.ending.is_over
-    is_held = is_held or fence.holds_rounds(state)
-    if state.round is not None and not is_held:
-        yield from rules_of(state).close_if_due(state)
 
 
 def leave(state: RunState, worker_id: str) -> effects.Effects:
@@ -98,7 +91,7 @@ def _go_on_with_fewer(state: RunState) -> effects.Effects:
         return
     here = {member.worker_id: member.joined_at for member in state.members}
     are_back = bool(known) and known.keys() <= here.keys()
-    if here and (are_back or state.now - min(here.values()) >= state.config.recover_wait):
+    if here and (are_back or state.run_time - min(here.values()) >= state.config.recover_wait):
         was_due, state.first_round_pending = state.floor, False
         if round_.barrier is not None and len(here) < was_due and state.floor < was_due:
             yield effects.info(f"The run goes on with {len(here)} of {was_due} workers.")
@@ -136,7 +129,6 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
     )
     units.counted(state, ended.fragment, ledger)
     unreleased = UnreleasedVersion(ended, counted, record)
-    progress.count(state, ended.fragment, counted)
     added = tuple(each for each in counted if each.added)
     yield effects.RecordVersion(
         record.version, versions.version, ended.fragment, ended.number, added
@@ -185,13 +177,10 @@ def hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
         member = state.members.named(each.worker_id)
         if member is not None:
             member.counts(each.push, each.staleness, state.now)
-    versions = state.versions[fragment]
-    whole = sum(each.push.workers for each in unreleased.pushes if each.chunks.is_full)
-    versions.contributions += whole
-    state.totals.contributions += whole
-    state.totals.rounds += 1
+    before, state.totals = state.totals, progress.with_version(state, unreleased)
+    state.versions[fragment].contributions += state.totals.contributions - before.contributions
     counter = unreleased.record.version.counter
-    state.last_report = _report(ended, unreleased.pushes, counter, state.now)
+    state.last_report = _report(ended, unreleased.pushes, counter, state.run_time)
     state.first_round_pending = False
     progress.show(state, ended.number + 1)
     yield state.last_report

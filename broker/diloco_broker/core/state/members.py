@@ -165,7 +165,7 @@ class Member:
     worker_id: str
     session: bytes  # the token of this stay
     control: effects.Route
-    joined_at: float
+    joined_at: float  # run time
     liveness: Liveness
     bulk: effects.Route | None = None  # None until a credit has come on it
     # Of a relay: how many workers are behind it, and whose pushes were in its last.
@@ -249,6 +249,10 @@ class Member:
         waiting = list(self.deferred.values())
         return waiting + [each.push for each in self.uploads if not each.is_void]
 
+    def has_unfinished(self, push: messages.Push) -> bool:
+        key = push.fragment, push.push_id
+        return any((each.fragment, each.push_id) == key for each in self.unfinished_pushes())
+
     def begins(self, push: messages.Push, number: int | None) -> None:
         self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
         self.figures.push_begins(push, number)
@@ -322,13 +326,18 @@ class Membership:
         return next((m for m in self._by_id.values() if route in m.routes), None)
 
     def admit(
-        self, join: messages.Join, session: bytes, route: effects.Route, now: float
+        self,
+        join: messages.Join,
+        session: bytes,
+        route: effects.Route,
+        now: float,
+        run_time: float,
     ) -> Member:
         member = Member(
             join.worker_id,
             session,
             route,
-            joined_at=now,
+            joined_at=run_time,
             liveness=Liveness(now, now, now, now),
             sync_every=own_sync_every(join.wants),
             versions=join.versions,

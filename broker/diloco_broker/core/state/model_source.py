@@ -84,7 +84,7 @@ class Donation:
     donor: str | None = None
     wanted: tuple[int, ...] = ()  # the fragments that it was asked for
     asked: bytes = b""  # session of the donor that was asked
-    progress_at: float = 0.0  # when the donor last delivered something
+    progress_at: float = 0.0  # when the donor last delivered something (run time)
     intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
     is_loading: bool = False  # the model file is being placed
 
@@ -104,14 +104,15 @@ class RunModel:
     layout: ModelLayout | None = None
     run: str | None = None  # name of the run; None until parameters are on their way
     donation: Donation = field(default_factory=Donation)
-    offered_at: float | None = None  # when the first worker came that holds a version
+    # When the first worker came that holds a version (run time).
+    offered_at: float | None = None
     # Workers whose parameters could not be used, until they join again.
     rejected_donors: set[str] = field(default_factory=set)
     # Workers that were asked and sent nothing for `patience_s`; asked again when nobody else is left,
     # with more patience.
     passed_over: set[str] = field(default_factory=set)
     patience_s: float = DONOR_PATIENCE_S
-    # When a worker that holds a version died before it could give it.
+    # When a worker that holds a version died before it could give it (run time).
     holder_lost_at: float | None = None
     # Whom the first parameters wait for, as the end of a sentence; empty while for nobody.
     waits_for: str = ""

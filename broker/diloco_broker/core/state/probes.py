@@ -19,9 +19,8 @@ class ProbeAllowance:
 
     def take(self, now: float) -> bool:
         """Take one probe's share; False where there is none."""
-        self.left = min(AT_ONCE, self.left + max(0.0, now - self.seen_at) * A_SECOND)
-        self.seen_at = now
-        if self.left < 1:
+        left = min(AT_ONCE, self.left + max(0.0, now - self.seen_at) * A_SECOND)
+        if left < 1:
             return False
-        self.left -= 1
+        self.left, self.seen_at = left - 1, now
         return True

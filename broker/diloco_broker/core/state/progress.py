@@ -7,29 +7,35 @@ them, and logs the loss of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median_low
 
-from diloco_broker.core.effects import CountedPush
-from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.run import RunState, Totals, UnreleasedVersion
 from diloco_protocol.messages import Progress
 from diloco_protocol.ranges import MOST
 
 
-def count(state: RunState, fragment: int, pushes: Sequence[CountedPush]) -> None:
-    """A version of the fragment has these pushes: add up steps and tokens.
+def with_version(state: RunState, made: UnreleasedVersion) -> Totals:
+    """The totals once this version is released: everything that a version adds to them, at once.
 
-    Each fragment is pushed once for the same steps, so those of fragment 0 are counted. Of a round it is
-    the median of its workers' steps: slow ones may make fewer, and one may say anything. In
+    Each fragment is pushed once for the same steps, so steps and tokens of fragment 0 are counted. Of a
+    round it is the median of its workers' steps: slow ones may make fewer, and one may say anything. In
     asynchronous mode it is the sum, of which each of the planned workers has made a part (`show`).
     """
-    whole = [each.push for each in pushes if each.chunks.is_full]
-    if fragment != 0 or not whole:
-        return
-    totals, steps = state.totals, [push.steps for push in whole]
-    made = sum(steps) if _has_no_rounds(state) else median_low(steps)
-    totals.steps = min(totals.steps + made, MOST)
-    totals.tokens = min(totals.tokens + sum(push.tokens for push in whole), MOST)
+    before = state.totals
+    pushes = [each.push for each in made.pushes if each.chunks.is_full]
+    steps = tokens = 0
+    if made.ended.fragment == 0 and pushes:
+        told = [push.steps for push in pushes]
+        steps = sum(told) if _has_no_rounds(state) else median_low(told)
+        tokens = sum(push.tokens for push in pushes)
+    return replace(
+        before,
+        rounds=before.rounds + 1,
+        contributions=before.contributions + sum(push.workers for push in pushes),
+        steps=min(before.steps + steps, MOST),
+        tokens=min(before.tokens + tokens, MOST),
+    )
 
 
 def show(state: RunState, number: int) -> None:

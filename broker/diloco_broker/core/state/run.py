@@ -113,7 +113,8 @@ class Ending:
 
     why: str | None = None  # as the end of a sentence; None while no end is near
     last: int | None = None  # the number of the last round, once it is known
-    until: float | None = None  # when that is not waited for any longer; then, when workers are not
+    # When that is not waited for any longer; then, when workers are not. Run time, as is `timed_at`.
+    until: float | None = None
     extended: int | None = None  # the last round that got more time because all had begun
     is_announced: bool = False  # the workers have been told which round is the last
     is_over: bool = False  # the last round is made: no other closes
@@ -228,6 +229,7 @@ class RunState:
     # Pushes that are kept until they are whole, where the run needs whole ones.
     submissions: Submissions = field(default_factory=Submissions)
     now: float = 0.0  # the time of the event at hand, seconds of the core's clock
+    held_s: float = 0.0  # how much of that time the run was held; see `rules.holding`
     resumed: str = ""  # title of the run that this life of the broker resumed; empty: of none
     saving: Saving = field(default_factory=Saving)
     totals: Totals = field(default_factory=Totals)
@@ -259,7 +261,8 @@ class RunState:
     # At a hub that has a standby: the lease without which nothing is released.
     standby: Watch | None = None
     term: int = 0  # how often the run's hub was replaced by a standby
-    recovers_from: float = 0.0  # from when on workers are waited for that may hold newer versions
+    # From when on workers are waited for that may hold newer versions (run time).
+    recovers_from: float = 0.0
     memory_bytes: int | None = None  # that the broker may use; None where nobody knows
     has_own_optimizer: bool = False  # the outer optimizer is one of torch's, made by a factory
     # The groups of it, over all fragments; empty before it is made.
@@ -273,6 +276,11 @@ class RunState:
     # At a relay without parameters: raises ProtocolError for who cannot be let in yet. No run begins
     # here; what a newcomer gives is for the parent.
     admit: Callable[[Join, Manifest], None] | None = None
+
+    @property
+    def run_time(self) -> float:
+        """Seconds of the core's clock, less those in which the run was held; see `rules.holding`."""
+        return self.now - self.held_s
 
     @property
     def run_config(self) -> RunConfig:

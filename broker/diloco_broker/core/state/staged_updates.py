@@ -65,7 +65,7 @@ class StagedRound(StagedUpdate):
     barrier: Barrier
     pool: Pool = field(default_factory=dict)  # the submissions of its fragment
     quorum: int | None = None
-    quorum_at: float | None = None  # when `quorum` of them were whole
+    quorum_at: float | None = None  # when `quorum` of them were whole (run time)
 
     @property
     def begun(self) -> set[str]:

@@ -21,10 +21,10 @@ from diloco_broker.core.state.update import PushInProgress, PushKey
 class Submission(PushInProgress):
     """One push on its way to being whole; `before` are chunks that an earlier version contains."""
 
-    progress_at: float  # when the last chunk came
+    progress_at: float  # when the last chunk came (run time)
     payloads: list[Any] = field(init=False)  # the chunks taken, None where one is missing
     committed: bool = False
-    whole_at: float | None = None  # when it became whole; None before
+    whole_at: float | None = None  # when it became whole (run time); None before
     is_chosen: bool = (
         False  # it is part of the update that is being made, or has gone up with others
     )

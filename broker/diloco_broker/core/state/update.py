@@ -125,7 +125,7 @@ class Update(ABC):
     number: int  # updates before it, of all fragments
     fragment: int
     size: int  # chunks of its fragment
-    opened_at: float
+    opened_at: float  # run time
     barrier: Barrier | None = None  # whom it waits for; None in asynchronous mode
     phase: Phase = field(default=Phase.OPEN, init=False)
     stepped: Bitmap = field(init=False)  # chunks of which the outer step has been taken

@@ -38,7 +38,7 @@ def join(
     state.model.forgive(join.worker_id)
     session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     if member is None:
-        member = state.members.admit(join, session, route, state.now)
+        member = state.members.admit(join, session, route, state.now, state.run_time)
         state.sites_away.pop(join.worker_id, None)
         state.absences.joined(member)
         listing.are_here(state, [join.worker_id])
@@ -263,6 +263,7 @@ def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
 def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:
     why = message.reason[:200]
     yield effects.info(f"{member.worker_id} leaves: {why or 'it is done'}.")
+    fence.left(state, member)
     yield from remove(state, member, why)
     if why and member.has_trained:
         state.absences.died(member, why, state.now)

@@ -38,12 +38,12 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
             "The model is not that of the run: its tensors differ in names, shapes, dtypes or order. "
             "Compare what diloco-broker plan shows of both.",
         )
-    give_up(state)
-    state.descriptions.pop(route, None)
-    if len(state.descriptions) >= AT_A_TIME:
+    given_up = _given_up(state)
+    if len(state.descriptions.keys() - {route, *given_up}) >= AT_A_TIME:
         text = "Other workers are describing their models; the next ones can in a moment."
         raise ProtocolError(Code.NO_MODEL, text)
     progress = DescriptionInProgress(join.digest, join.size)
+    give_up(state)
     ends_at = state.now + WHOLE_WITHIN_S + seconds_for(join.size)
     state.descriptions[route] = Described(join, progress, state.now, ends_at)
     return iter([effects.Send(route, messages.Notice("describe"))])
@@ -51,9 +51,17 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
 
 def give_up(state: RunState) -> None:
     """Forget what came of descriptions that do not go on."""
-    for route, each in list(state.descriptions.items()):
-        if state.now > min(each.heard_at + GOES_ON_WITHIN_S, each.ends_at):
-            del state.descriptions[route]
+    for route in _given_up(state):
+        del state.descriptions[route]
+
+
+def _given_up(state: RunState) -> list[effects.Route]:
+    """The connections of descriptions that do not go on."""
+    return [
+        route
+        for route, each in state.descriptions.items()
+        if state.now > min(each.heard_at + GOES_ON_WITHIN_S, each.ends_at)
+    ]
 
 
 def describe_on(
@@ -68,18 +76,18 @@ def describe_on(
             f"This description was not asked for, stood still for {GOES_ON_WITHIN_S:g} s, or took "
             "too long; join again.",
         )
+    progress = described.progress
     try:
-        is_whole = described.progress.add(message.piece)
-    except ProtocolError:
+        if not progress.add(message.piece):
+            described.heard_at = state.now
+            return
+        # Where several describe the same model, it is read once.
+        manifest = state.model.described_by(progress.digest) or progress.manifest()
+    except ProtocolError as error:  # it cannot go on from here
         del state.descriptions[route]
-        raise
-    described.heard_at = state.now
-    if not is_whole:
+        yield from refusals.refuse(state, route, message, error)
         return
     del state.descriptions[route]
-    # Where several describe the same model, it is read once.
-    known = state.model.described_by(described.progress.digest)
-    manifest = described.progress.manifest() if known is None else known
     try:
         yield from admission.join(state, route, described.join, manifest)
     except ProtocolError as error:  # it is the join that is refused

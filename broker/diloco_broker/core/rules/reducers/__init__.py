@@ -13,6 +13,7 @@ from typing import Protocol
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import CountedPush, Effects
 from diloco_broker.core.events import WorkDone, WorkRefused
+from diloco_broker.core.rules import holding
 from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -26,8 +27,11 @@ class Rules(Protocol):
     def open_round(self, state: RunState, number: int) -> Effects:
         """Begin the next update and take in what came too early for it."""
 
+    def check(self, state: RunState, member: Member, push: Push) -> None:
+        """Raise ProtocolError for a push that cannot be offered now."""
+
     def offer(self, state: RunState, member: Member, push: Push) -> Effects:
-        """A worker offers a push: take it in, or let it wait. Raises ProtocolError to refuse it."""
+        """A worker offers a push that `check` has let pass: take it in, or let it wait."""
 
     def find(self, state: RunState, worker_id: str, push: Push) -> PushInProgress | None:
         """What is here of a push; None when nothing more of it is taken."""
@@ -42,7 +46,7 @@ class Rules(Protocol):
         """A worker has sent every chunk of a push."""
 
     def close_if_due(self, state: RunState) -> Effects:
-        """Begin the outer step if it is time to."""
+        """Begin the outer step if it is time to; called by `close_if_due` of this module alone."""
 
     def leave(self, state: RunState, worker_id: str) -> Effects:
         """A worker is gone."""
@@ -99,6 +103,14 @@ def reducer_of(config: BrokerConfig) -> Reducer:
     """The reducer of a run; it is the same for as long as the broker lives."""
     chosen = (each for each in REDUCERS.values() if each.asked_for_by(config))
     return next(chosen, REDUCERS["streaming"])
+
+
+def close_if_due(state: RunState) -> Effects:
+    """Begin the outer step if it is time to. The only way to close a round: none does while the run is
+    held, is over, or its broker is stopping."""
+    may_close = state.stopping is None and not state.ending.is_over and not holding.is_held(state)
+    if state.round is not None and may_close:
+        yield from rules_of(state).close_if_due(state)
 
 
 def rules_of(state: RunState) -> Rules:

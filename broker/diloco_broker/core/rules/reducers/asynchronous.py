@@ -22,7 +22,7 @@ from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_updates import AsyncUpdate
 from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.uploads import Upload, Window
-from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.errors import Code
 from diloco_protocol.messages import Push
 
 WAIT_TEXT = "Others are sending; this push gets its turn when one of them is done."
@@ -48,7 +48,7 @@ def open_round(state: RunState, number: int) -> Effects:
     if state.round is not None:
         collect.forget(state, _update(state).chosen)
     fragment, size = state.coming(number)
-    state.round = AsyncUpdate(number, fragment, size, state.now, submissions=state.submissions)
+    state.round = AsyncUpdate(number, fragment, size, state.run_time, submissions=state.submissions)
     yield from ()
 
 
@@ -57,12 +57,12 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
     sharing = state.config.staging_slots
     if (yield from collect.comes_again(state, member, push, sharing=sharing)):
         return
-    collect.abandon_others(state, member, push)  # also where this one is refused
-    text = _too_old(state, member.worker_id, push)
-    if text is not None:
-        raise ProtocolError(Code.STALE, text)
+    collect.abandon_others(state, member, push)
     queue = state.submissions.queue
-    if _may_send(state, member, push) and not queue:
+    text = _too_old(state, member.worker_id, push)
+    if text is not None:  # it is over, and so is the one that it has taken the place of
+        yield from _refuse(state, member, push, text)
+    elif _may_send(state, member, push) and not queue:
         yield from collect.begin(state, member, push, sharing=sharing)
     else:
         place = (member.worker_id, push.fragment)
@@ -70,6 +70,18 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
             queue.append(place)
         yield from grants.wait(member, push, WAIT_TEXT, None)
         yield from _hand_out_slots(state)
+
+
+def check(state: RunState, member: Member, push: Push) -> None:
+    """Nothing is wrong with a push on its own; one that is too old is refused in `offer`."""
+
+
+def _refuse(state: RunState, member: Member, push: Push, text: str) -> Effects:
+    """A push is too old to be applied: nothing of it is taken."""
+    member.take_deferred(push.fragment)
+    member.uploads.begin(Upload(push, (Window(),) * member.processes))
+    key = (member.worker_id, push.push_id)
+    yield from grants.refuse(state, push.fragment, key, Code.STALE, text)
 
 
 def _hand_out_slots(state: RunState) -> Effects:
@@ -86,9 +98,7 @@ def _hand_out_slots(state: RunState) -> Effects:
             member.take_deferred(fragment)
             text = _too_old(state, worker_id, push)
             if text is not None:
-                member.uploads.begin(Upload(push, (Window(),) * member.processes))
-                key = (worker_id, push.push_id)
-                yield from grants.refuse(state, fragment, key, Code.STALE, text)
+                yield from _refuse(state, member, push, text)
             elif state.standing(member, push).is_full:
                 yield from grants.counted(member, push)
             else:
@@ -129,7 +139,7 @@ def tick(state: RunState) -> Effects:
 
 def _take_back_slots(state: RunState) -> Effects:
     for submission in list(state.submissions):
-        silent = state.now - submission.progress_at
+        silent = state.run_time - submission.progress_at
         if submission.is_whole or silent <= state.config.staging_deadline:
             continue
         state.submissions.drop(submission)
@@ -162,7 +172,7 @@ def close_if_due(state: RunState) -> Effects:
         state.submissions.drop(each)
         yield from grants.refuse(state, each.push.fragment, each.key, Code.STALE, text)
         yield from _hand_out_slots(state)
-    if not whole or state.now - (whole[0].whole_at or 0.0) < state.config.grace:
+    if not whole or state.run_time - (whole[0].whole_at or 0.0) < state.config.grace:
         return
     fragment = whole[0].push.fragment
     together = contents.together(state, [s for s in whole if s.push.fragment == fragment])

@@ -19,11 +19,17 @@ def begin(
 ) -> Effects:
     """Give a new push its place in the pool of its fragment. Arguments are as in `grants.grant`."""
     before, weight = state.standing(member, push), state.weight_of(push)
-    submission = Submission(member.worker_id, push, before, weight, progress_at=state.now)
+    submission = Submission(member.worker_id, push, before, weight, progress_at=state.run_time)
     state.submissions.pool(push.fragment)[submission.key] = submission
     member.begins(push, number)
     state.totals.pushes += 1
     yield from grants.grant(member, submission, sharing=sharing, number=number)
+
+
+def is_known(state: RunState, member: Member, push: Push) -> bool:
+    """Is this push here already, or in the current version?"""
+    is_here = find(state, member.worker_id, push) is not None
+    return is_here or state.standing(member, push).is_full
 
 
 def comes_again(
@@ -71,7 +77,7 @@ def find(state: RunState, worker_id: str, push: Push) -> Submission | None:
 def done(state: RunState, event: WorkDone) -> Effects:
     work, submission = event.work, _at_work(state, event)
     if submission is not None and work.index not in submission.taken:
-        submission.take(work.index, work.payload, event.squares, event.fingerprint, state.now)
+        submission.take(work.index, work.payload, event.squares, event.fingerprint, state.run_time)
         yield from grants.acknowledge_work(state, work)
 
 
@@ -103,7 +109,7 @@ def commit(state: RunState, member: Member, commit: Commit) -> None:
     """Its worker has sent every chunk; some may still be on their way on the other connection."""
     submission = state.submissions.find(commit.fragment, member.worker_id, commit.push_id)
     if submission is not None and not submission.is_whole:
-        submission.commit(state.now)
+        submission.commit(state.run_time)
 
 
 def leave(state: RunState, worker_id: str) -> None:

@@ -58,7 +58,12 @@ def open_round(state: RunState, number: int) -> Effects:
     fragment, size = state.coming(number)
     barrier, pool = state.open_barrier(fragment), state.submissions.pool(fragment)
     state.round = StagedRound(
-        number=number, fragment=fragment, size=size, opened_at=state.now, barrier=barrier, pool=pool
+        number=number,
+        fragment=fragment,
+        size=size,
+        opened_at=state.run_time,
+        barrier=barrier,
+        pool=pool,
     )
     for member in state.members:
         push = member.deferred.get(fragment)
@@ -67,18 +72,23 @@ def open_round(state: RunState, number: int) -> Effects:
             yield from _begin(state, member, push)
 
 
+def check(state: RunState, member: Member, push: Push) -> None:
+    """Refuse a push that comes too late, where late work is dropped."""
+    is_new = not collect.is_known(state, member, push)
+    if is_new and state.config.late == "drop" and _is_late(state, push):
+        raise ProtocolError(
+            Code.LATE,
+            f"The round this push was meant for closed without it (it starts from version "
+            f"{push.base.counter if push.base else None}); late work is dropped in this run.",
+        )
+
+
 def offer(state: RunState, member: Member, push: Push) -> Effects:
     """A worker offers a push: take it into the pool of its fragment."""
     coming = state.next_round_of(push.fragment)
     sharing = len(state.members)
     if (yield from collect.comes_again(state, member, push, sharing=sharing, number=coming)):
         return
-    if state.config.late == "drop" and _is_late(state, push):
-        raise ProtocolError(
-            Code.LATE,
-            f"The round this push was meant for closed without it (it starts from version "
-            f"{push.base.counter if push.base else None}); late work is dropped in this run.",
-        )
     collect.abandon_others(state, member, push)
     if collect.has_whole(state, member, push):
         text = "A push of this worker is in that fragment's coming round; this one is for the next."
@@ -117,7 +127,7 @@ def close_if_due(state: RunState) -> Effects:
     if round_.fragment in state.flights:
         return  # one push of each fragment is on its way at a time, as with any worker
     while whole := round_.due(
-        state.now, floor=state.floor, quorum=config.quorum, grace=config.grace
+        state.run_time, floor=state.floor, quorum=config.quorum, grace=config.grace
     ):
         # Without those that are refused it may not be time any more.
         kept = yield from norms.refuse_too_large(state, whole)

@@ -37,7 +37,7 @@ def open_round(state: RunState, number: int) -> Effects:
     """Open a round and take in the pushes that came too early for it."""
     fragment, size = state.coming(number)
     barrier = state.open_barrier(fragment)
-    round_ = state.round = StreamingRound(number, fragment, size, state.now, barrier)
+    round_ = state.round = StreamingRound(number, fragment, size, state.run_time, barrier)
     for member in state.members:
         push = member.take_deferred(fragment)
         if push is not None:
@@ -45,17 +45,25 @@ def open_round(state: RunState, number: int) -> Effects:
             yield from _begin(state, round_, member, push, before)
 
 
-def offer(state: RunState, member: Member, push: Push) -> Effects:
-    """A worker offers a push: take it into the round, or tell it to wait for its own."""
-    round_, before = _round(state), state.standing(member, push)
+def check(state: RunState, member: Member, push: Push) -> None:
+    """Refuse a push that is over, and one more than a worker may begin."""
+    round_ = _round(state)
     known = round_.contributions.get((member.worker_id, push.push_id))
     if known is not None and known.ended in (Ended.VOIDED, Ended.ABANDONED):
         text = f"This push was {known.ended.value} in round {round_.number}; drop it."
         raise ProtocolError(Code.BAD_PUSH, text)
+    if known is None and sum(1 for _ in round_.of_worker(member.worker_id)) >= MOST_PUSHES:
+        text = (
+            f"{member.worker_id} has begun {MOST_PUSHES} pushes in round {round_.number} already."
+        )
+        raise ProtocolError(Code.BAD_PUSH, text)
+
+
+def offer(state: RunState, member: Member, push: Push) -> Effects:
+    """A worker offers a push: take it into the round, or tell it to wait for its own."""
+    round_, before = _round(state), state.standing(member, push)
+    known = round_.contributions.get((member.worker_id, push.push_id))
     if known is None:
-        if sum(1 for _ in round_.of_worker(member.worker_id)) >= MOST_PUSHES:
-            text = f"{member.worker_id} has begun {MOST_PUSHES} pushes in round {round_.number} already."
-            raise ProtocolError(Code.BAD_PUSH, text)
         yield from _abandon_others(state, round_, member.worker_id, push)
     if before.is_full:
         yield from grants.counted(member, push)

@@ -26,7 +26,7 @@ def let_go(state: RunState) -> bool:
         return False
     # They may also be on their way to it: with a delay workers train on while a push is in flight.
     patience = state.config.stall_timeout or PATIENCE_S
-    if round_.phase is Phase.CLOSING or state.now - round_.opened_at < patience:
+    if round_.phase is Phase.CLOSING or state.run_time - round_.opened_at < patience:
         return False
     flight, record = state.flights.get(round_.fragment), state.versions[round_.fragment].record
     last = record.round if record.averaged else round_.fragment - pieces

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import ending, rounds
+from diloco_broker.core.rules.reducers import close_if_due
 from diloco_broker.core.rules.sites import flights
 from diloco_broker.core.state import progress
 from diloco_broker.core.state.flights import Flight
@@ -31,7 +32,7 @@ def passed(state: RunState, event: events.Passed) -> effects.Effects:
     yield from _drop_what_came_another_way(state, released)
     if state.round is not None and state.round.barrier is not None:
         yield from flights.go_on_from(state, released.round + 1)
-    yield from rounds.close_if_due(state)
+    yield from close_if_due(state)
     if not state.flights:
         yield from ending.refuse_the_rest(state)
 
@@ -56,7 +57,6 @@ def _hand_out(state: RunState, released: Released, flight: Flight | None) -> eff
         if each.push.base is not None:
             each.staleness = max(0, version.counter - 1 - each.push.base.counter)
     counted = ended.counted()
-    progress.count(state, fragment, counted)
     yield effects.RecordVersion(version, made_from, fragment, released.round, counted)
     yield from rounds.hand_out(state, UnreleasedVersion(ended, counted, record))
 

@@ -1,7 +1,8 @@
 """The fence of a hub with a standby: what it may do without a lease, and how it keeps one.
 
-While the lease does not hold no version is released, no round closes, and a run neither begins nor goes
-on. Without `--standby` there is no lease, and all of this is nothing.
+While the lease does not hold no version is released, no round closes, a run neither begins nor goes on
+nor ends, and its deadlines stand still (`rules.holding`). Without `--standby` there is no lease, and all
+of this is nothing.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def _say_changes(state: RunState, watch: Watch) -> effects.Effects:
     if holds:
         watch.has_sent_away = False
     if holds and not had:
-        state.recovers_from = state.now
         yield effects.info("This hub has its lease: versions are released.")
     elif had and not holds:
         yield effects.warning(
-            f"This hub has lost its lease: it {why_not(watch)}. No version is released until then."
+            f"This hub has lost its lease: it {why_not(watch)}. Until it has it again no version is "
+            "released, and the run does not end."
         )
 
 
@@ -178,6 +179,12 @@ def _save(state: RunState, watch: Watch) -> effects.Effects:
     if round_.number not in (state.saving.number, watch.saves):
         watch.saves = round_.number
         yield from checkpoints.save_soon(state)
+
+
+def left(state: RunState, member: Member) -> None:
+    """A worker leaves of its own accord: once the run is over, that is its vote for good."""
+    if state.standby is not None and state.ending.is_over and member.voter is not None:
+        state.standby.lease.left(member.voter)
 
 
 def vote(state: RunState, member: Member, said: messages.Vote) -> effects.Effects:

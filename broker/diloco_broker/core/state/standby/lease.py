@@ -7,6 +7,9 @@ the stamp, so that no time on the way makes the lease longer:
 - *Votes*: a majority of the workers return it, and for `seconds` come to no other broker (`voters`). The
   standby takes over only with a majority as well, and two majorities have a worker in common.
 
+A worker that has left a run which is over has voted for good: so a hub whose standby is gone keeps its
+lease until the last of its workers has left, and ends.
+
 Votes extend a lease without a gap. One that has lapsed begins again with a promise alone: the standby
 may have taken over, and then makes none. So a hub that was replaced never releases anything again.
 
@@ -100,6 +103,14 @@ class Lease:
         at = self._stamps.get(stamp)
         if at is None:
             return
+        self._supports(voter, at)
+
+    def left(self, voter: int) -> None:
+        """A worker has left a run that is over: it never comes to another broker."""
+        self._supports(voter, math.inf)
+
+    def _supports(self, voter: int, at: float) -> None:
+        """A voter comes to no other broker for `seconds` from `at` on."""
         self.voters.voted(voter, at)
         if self.clock() < self.ends_at:
             self.ends_at = max(self.ends_at, self.voters.supported_at + self.seconds)

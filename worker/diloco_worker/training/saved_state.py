@@ -165,7 +165,7 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
             "dropped": [
                 {
                     "push_id": as_hex(of.push_id),
-                    "stand_ins": _stand_ins(of.stand_ins),
+                    "may_count": of.may_count.to_bytes().hex(),
                     "versions": of.versions,
                 }
                 for of in each.base.dropped
@@ -204,13 +204,8 @@ def _flight_plain(flight: Flight | None, delta: DeltaValues | None) -> Plain | N
         **{name: getattr(push, name) for name in _OF_PUSH},
         **{name: getattr(flight, name) for name in _OF_FLIGHT},
         "buffers": push.buffers,
-        "stand_ins": _stand_ins(flight.stand_ins),
         **vectors_of_delta(delta),
     }
-
-
-def _stand_ins(chunks: Bitmap | None) -> str:
-    return (chunks or Bitmap(0)).to_bytes().hex()
 
 
 _OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
@@ -352,13 +347,20 @@ def _fragment(
     dropped = tuple(
         Dropped(
             from_hex(each["push_id"]),
-            _read_stand_ins(each["stand_ins"], part.chunks),
+            _may_count(each.get("may_count"), part.chunks),
             _whole(each["versions"]),
         )
         for each in plain.get("dropped", ())  # an older release has none
     )
     base = TrainingBase(version, ledger, work, flight, dropped)
     return SavedFragment(base, values, delta, _feedback(share, plain, dropped))
+
+
+def _may_count(plain: object, size: int) -> Bitmap:
+    """The chunks of a dropped push that may count; every one where a state does not say."""
+    return (
+        Bitmap.full(size) if plain is None else Bitmap.from_bytes(bytes.fromhex(_text(plain)), size)
+    )
 
 
 def _feedback(
@@ -393,12 +395,7 @@ def _flight(part: FragmentLayout, plain: Plain) -> Flight:
         buffers=BUFFERS,
     )
     moments = {name: _whole(plain[name]) for name in ("began", "apply_at", "wait_at")}
-    stand_ins = _read_stand_ins(plain.get("stand_ins", ""), part.chunks)
-    return Flight(push, **moments, let_go=bool(plain["let_go"]), stand_ins=stand_ins)
-
-
-def _read_stand_ins(text: object, size: int) -> Bitmap:
-    return Bitmap.from_bytes(bytes.fromhex(_text(text)), size) if text else Bitmap(size)
+    return Flight(push, **moments, let_go=bool(plain["let_go"]))
 
 
 def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:

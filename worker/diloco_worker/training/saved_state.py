@@ -170,7 +170,7 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
                 }
                 for of in each.base.dropped
             ],
-            **vectors_of_feedback(each.feedback, each.base.dropped),
+            **vectors_of_feedback(each.feedback, [of.push_id for of in each.base.dropped]),
         }
         for each in resumption.fragments
     ]
@@ -230,13 +230,11 @@ def _codes_of(wire: InFewBits) -> dict[str, Tensor]:
     }
 
 
-def vectors_of_feedback(
-    feedback: SavedFeedback | None, dropped: Sequence[Dropped]
-) -> dict[str, Any]:
-    """The residual, and what it gains by chunks of dropped pushes, in their order."""
+def vectors_of_feedback(feedback: SavedFeedback | None, dropped: Sequence[int]) -> dict[str, Any]:
+    """The residual, and what it gains by chunks of these dropped pushes (ids), in this order."""
     if feedback is None:
         return {"residual": None, "gains": []}
-    gains = [vectors_of(feedback.dropped[each.push_id]) for each in dropped]
+    gains = [vectors_of(feedback.dropped[push_id]) for push_id in dropped]
     return {"residual": vectors_of(feedback.residual), "gains": gains}
 
 

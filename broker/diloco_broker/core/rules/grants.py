@@ -81,5 +81,7 @@ def refuse(
         counted = versions.ledger.own_chunks(worker_id, push_id, versions.layout.chunks)
         if taken is not None:
             counted |= taken
-        said = counted.to_bytes()
-        yield member.tell(messages.Error(code, text, push_id=push_id, about="push", counted=said))
+        error = messages.Error(
+            code, text, push_id=push_id, about="push", counted=counted.to_bytes()
+        )
+        yield member.tell(error)

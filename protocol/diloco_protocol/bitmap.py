@@ -61,6 +61,9 @@ class Bitmap:
     def __or__(self, other: Bitmap) -> Bitmap:
         return Bitmap(self.size, self._bits | other._bits)
 
+    def __sub__(self, other: Bitmap) -> Bitmap:
+        return Bitmap(self.size, self._bits & ~other._bits)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Bitmap) and (self.size, self._bits) == (other.size, other._bits)
 

@@ -488,13 +488,18 @@ class Rejoin(Message):
 
 @dataclass(frozen=True)
 class Error(Message):
-    """A refusal. `push_id` is set when it ends a push, `about` names the offending kind."""
+    """A refusal. `push_id` is set when it ends a push, `about` names the offending kind.
+
+    `counted` is the bitmap of the chunks of that push that a version contains or may yet contain; None
+    where the broker does not say.
+    """
 
     code: str
     text: str
     retry: bool = False
     push_id: int | None = None
     about: str | None = None
+    counted: bytes | None = None
 
 
 # Operator and anyone.

@@ -62,6 +62,9 @@ class Counted:
 
     push_id: int
     chunks: bytes | None = None  # bitmap of those that were counted; None: every one
+    # Bitmap of the chunks among them to which an earlier push of the worker contributed instead; None:
+    # there are none.
+    from_earlier: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,17 @@ class Ledger:
                 return Bitmap.from_bytes(counted.chunks, size)
         return Bitmap(size)
 
+    def own_chunks(self, worker_id: str, push_id: int, size: int) -> Bitmap:
+        """The chunks of this push, of `size`, whose values the version contains.
+
+        An earlier push of the worker may have contributed to the other chunks of `standing`.
+        """
+        found = self.standing(worker_id, push_id, size)
+        for counted in self.pushes.get(worker_id, ()):
+            if counted.push_id == push_id and counted.from_earlier is not None:
+                return found - Bitmap.from_bytes(counted.from_earlier, size)
+        return found
+
     def names_whole(self, worker_id: str, push_id: int) -> bool:
         """True when every chunk of this push is in the version."""
         return any(
@@ -86,11 +100,23 @@ class Ledger:
             for counted in self.pushes.get(worker_id, ())
         )
 
-    def with_push(self, worker_id: str, push_id: int, counted: Bitmap) -> Ledger:
-        """This ledger and one more push, of which the chunks in `counted` are now contained."""
+    def with_push(
+        self, worker_id: str, push_id: int, counted: Bitmap, added: Bitmap | None = None
+    ) -> Ledger:
+        """This ledger and one more push, of which the chunks in `counted` need not come any more.
+
+        `added` are those whose values are new in the version; None: all of `counted`. An earlier push of
+        the worker contributed to the rest, or an earlier version contains them.
+        """
         if not counted:
             return self
-        entry = Counted(push_id, None if counted.is_full else counted.to_bytes())
+        added = counted if added is None else added
+        earlier = counted - (added | self.own_chunks(worker_id, push_id, counted.size))
+        entry = Counted(
+            push_id,
+            None if counted.is_full else counted.to_bytes(),
+            earlier.to_bytes() if earlier else None,
+        )
         others = tuple(c for c in self.pushes.get(worker_id, ()) if c.push_id != push_id)
         kept = (*others, entry)[-PUSHES_REMEMBERED:]
         rest = {name: pushes for name, pushes in self.pushes.items() if name != worker_id}
@@ -123,6 +149,7 @@ class Ledger:
     def plain(self, *, in_hex: bool) -> dict[str, list[list[Any]]]:
         """By worker a list of [push id, bitmap of chunks in hexadecimal digits or None].
 
+        A third item, only where there is one, is the bitmap of the chunks from an earlier push.
         Push ids are hexadecimal digits too in the state of a worker; in a checkpoint they are numbers.
         """
         return {
@@ -130,6 +157,7 @@ class Ledger:
                 [
                     as_hex(each.push_id) if in_hex else each.push_id,
                     None if each.chunks is None else each.chunks.hex(),
+                    *(() if each.from_earlier is None else (each.from_earlier.hex(),)),
                 ]
                 for each in pushes
             ]
@@ -147,8 +175,9 @@ class Ledger:
                     Counted(
                         push_id if type(push_id) is int else from_hex(push_id),
                         None if chunks is None else bytes.fromhex(chunks),
+                        *(bytes.fromhex(each) for each in from_earlier),
                     )
-                    for push_id, chunks in pushes
+                    for push_id, chunks, *from_earlier in pushes
                 )
                 for worker, pushes in plain.items()
             }

@@ -180,8 +180,16 @@ class ScriptedTraining:
         """A fragment with this value everywhere."""
         return filled(self.descent, value, self.broker, fragment)
 
-    def refuses(self, push: Push, code: str = "bad_push", text: str = "No.") -> None:
-        self.broker.says(Error(code, text, push_id=push.push_id, about="push"))
+    def refuses(
+        self,
+        push: Push,
+        code: str = "bad_push",
+        text: str = "No.",
+        *,
+        counted: bytes | None = None,
+    ) -> None:
+        error = Error(code, text, push_id=push.push_id, about="push", counted=counted)
+        self.broker.says(error)
 
     def says_current(self, counter: int, fragment: int = 0) -> Pull:
         """Answer the next pull: this version, which the worker has, is the newest."""

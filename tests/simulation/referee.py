@@ -27,7 +27,6 @@ from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW
 from diloco_broker.core.state.versions import FragmentVersions
 from diloco_broker.storage.checkpoint_format import Checkpoint
-from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Commit, Push, Released
 from diloco_protocol.version import PUSHES_REMEMBERED, VersionId
 from simulation.contents import Key
@@ -309,19 +308,14 @@ class Referee:
             demand(right, "the ledger of {} lacks {}", versions.version, (worker_id, push_id))
 
     def _check_ledger(self, versions: FragmentVersions) -> None:
-        """Everything that the ledger names is in the chunks it says, and not in others."""
-        size = len(versions.wires)
-        for worker_id, pushes in versions.ledger.pushes.items():
+        """Each push is in the chunks that the ledger calls its own, and in no others."""
+        ledger, size = versions.ledger, len(versions.wires)
+        for worker_id, pushes in ledger.pushes.items():
             for counted in pushes:
                 key = (worker_id, counted.push_id)
-                named = Bitmap.full(size)
-                if counted.chunks is not None:
-                    named = Bitmap.from_bytes(counted.chunks, size)
-                record = self.records[key]
-                right = all(
-                    record.is_in(key, i, w) == (i in named) for i, w in enumerate(versions.wires)
-                )
-                demand(right, "the ledger of {} errs in {}: {}", versions.version, key, named)
+                own = ledger.own_chunks(*key, size)
+                right = all((key in w.contents) == (i in own) for i, w in enumerate(versions.wires))
+                demand(right, "the ledger of {} errs in {}: {}", versions.version, key, own)
 
     def _new_round(self, core: Core, number: int | None) -> None:
         versions, pieces = self.tensors.versions, self.config.num_fragments

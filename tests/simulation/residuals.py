@@ -61,14 +61,10 @@ class Residuals:
             return
         if landing.arrival is not None and landing.arrival.values is not None:
             self._look_at(fragment.number, landing.arrival.values)
-        flight = landing.flight
-        if landing.outcome is Outcome.COUNTED and flight is not None:
-            # On some an earlier push may have its vote.
-            stand_ins = flight.stand_ins or ()
-            self._keep(flight.push_id, [i for i in range(fragment.chunks) if i not in stand_ins])
         for push_id, chunks in landing.settled.items():
             self._keep(push_id, list(chunks))
-            self.settled_in_part += len(chunks)
+            if landing.flight is None or push_id != landing.flight.push_id:
+                self.settled_in_part += len(chunks)
 
     def landed(self, fragment: Fragment) -> None:
         """The boundary has written it down: pushes that nobody waits for any more are settled."""

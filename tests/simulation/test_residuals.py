@@ -10,6 +10,9 @@ from simulation.residuals import Residuals
 from simulation.scenarios import MODES, a_scenario
 from simulation.simulator import BUSY, Simulation
 
+# Where a worker's grant was lost, or a broker restarted, between a refusal and the next version.
+SEEDS = {"streaming": (1, 2, 6, 8, 19, 27, 35)}
+
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", MODES)
@@ -26,7 +29,7 @@ def test_each_worker_keeps_exactly_what_was_left_out_of_what_counts(
 
     monkeypatch.setattr(Residuals, "__init__", noted)
     monkeypatch.setitem(BUSY, "blunders", 0.1)
-    for seed in (1, 2):
+    for seed in SEEDS.get(mode, (1, 2)):
         scenario = replace(a_scenario(mode, streams, seed), wants=({"wire_dtype": "int4"},))
         Simulation(scenario, seed).run()
     if mode == "streaming":

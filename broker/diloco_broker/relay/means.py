@@ -82,7 +82,8 @@ class Residuals:
     def abandoned(self, push_id: int) -> None:
         """Nobody waits for this push, and a version may have it all the same."""
         if (sent := self._sent.pop(push_id, None)) is not None:
-            self._by_fragment[sent.layout.fragment].drop(push_id, sent)
+            layout = sent.layout
+            self._by_fragment[layout.fragment].drop(push_id, sent, range(layout.chunks))
 
     def forget(self, push_id: int) -> None:
         """This push is in no version: the residual stays what it was."""
@@ -95,14 +96,13 @@ class Residuals:
         feedback = self._by_fragment.get(fragment)
         if feedback is None:
             return
-        flight = None
+        flight, every = None, range(feedback.layout.chunks)
         for push_id in [each for each in counted if each in self._sent]:
             sent = self._sent.pop(push_id)
             if flight is None and _is_latest(sent, feedback.chunks):
-                flight = sent
+                flight = sent, every
             else:  # what another one left out has come to the residual since it was sent
-                feedback.drop(push_id, sent)
-        every = range(feedback.layout.chunks)
+                feedback.drop(push_id, sent, every)
         feedback.settle(why, flight, {each: every for each in counted if each in feedback.dropped})
 
 

@@ -157,6 +157,20 @@ def test_what_was_recovered_and_what_was_lost_is_said() -> None:
     assert goes_on in text
 
 
+@pytest.mark.parametrize(("reply", "is_lost"), [("fp32", False), ("bf16", True), ("int4z", True)])
+def test_what_replies_left_out_of_an_adopted_version_is_said_to_be_lost(
+    reply: str, is_lost: bool
+) -> None:
+    crashed = a_saved_run("a", rounds=2, reply_dtype=reply)
+    held = crashed.holdings()
+    stage = crashed.restarted(reply_dtype=reply)
+    a = stage.worker("a").comes_with(ahead(held, f0=1))
+    a.donates(0)
+    text = "\n".join(stage.logs)
+    assert "Recovered the parameters from a." in text
+    assert (f"replies in {reply}" in text) == is_lost
+
+
 def test_run_that_goes_on_from_its_checkpoint_alone_says_so_and_no_loss() -> None:
     crashed = a_saved_run("a", rounds=2)
     stage = crashed.restarted()

@@ -284,6 +284,24 @@ def test_non_finite_chunk_voids_its_push_and_the_round_goes_on() -> None:
     assert stage.state.totals.rejected == 1
 
 
+def test_worker_of_a_refused_push_learns_which_chunks_of_its_pushes_count() -> None:
+    """The refusal says which may count, the ledger which did: each chunk counts of one of two pushes."""
+    stage, a, _ = two()
+    a.begins(1)
+    a.delivers([0, 2])
+    a.delivers([1], is_finite=False)
+    assert a.error().counted == b"\x05"
+    assert a.offers(11).held == b"\x05"
+    a.delivers([1])
+    stage.pushes(b=2)
+    assert contents(stage) == ["a1 b2", "a11 b2", "a1 b2"]
+    ledger = stage.state.versions[0].ledger
+    for push_id, own in ((1, [0, 2]), (11, [1]), (2, [0, 1, 2])):
+        worker_id = "b" if push_id == 2 else "a"
+        assert list(ledger.own_chunks(worker_id, push_id, 3)) == own
+    assert ledger.names_whole("a", 11)
+
+
 def test_voided_push_while_closing_does_not_hold_the_round() -> None:
     stage, a, b = two(by_hand=True)
     stage.work()

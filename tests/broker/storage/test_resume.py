@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load
+from diloco_broker.tensors.shadow import SHADOW
 from diloco_protocol import FragmentPlan, UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.model.model_tensors import ModelTensors
-from kit.process_kit import LOCAL, Processes, wait_for
+from kit.process_kit import LOCAL, Processes, a_free_address, wait_for
 from kit.reference import Plan, State, state_of, streaming
 from kit.whole_run import assert_same, mlp, run, strided, trainees
 
@@ -35,6 +37,7 @@ OUTERS: dict[str, dict[str, Any]] = {
     "dn": {"mode": "async", "workers": 3, "outer": "dn"},
     "fedbuff": {"mode": "async", "workers": 3, "outer": "fedbuff"},
     "two fragments": {"num_fragments": 2, "sync_every": 8},
+    "quantized replies": {"reply_dtype": "int4z"},
     "schedules": {"outer_lr_schedule": "cosine:10:0.2", "outer_momentum_warmup": "linear:7"},
 }
 
@@ -74,6 +77,47 @@ def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
     assert newest[1].life == 3
     assert newest[1].record.run != newest[0].record.run
     assert newest[0].record.totals["rounds"] == newest[1].record.totals["rounds"] == 8
+
+
+@pytest.mark.parametrize("reply", ["fp32", "int4z"])
+def test_adopting_a_version_loses_what_replies_left_out_and_without_momentum_nothing_else(
+    tmp_path: Path, reply: str
+) -> None:
+    """The copy of the checkpoint that goes on is one round older than what the worker holds."""
+    torch.manual_seed(3)
+    model = mlp()
+    options = {"outer_momentum": 0.0, "recover_wait": 20.0, "reply_dtype": reply}
+
+    def trained(hub: Path, copy: Path | None) -> State:
+        address = a_free_address()
+        with ExitStack() as stack:
+            broker = stack.enter_context(Broker(a_config(hub, bind=address, **options)))
+            client = stack.enter_context(DiLoCoClient(address, worker_id="w", timeout=30))
+            start = client.join(model)
+            for number in range(5):
+                client.push(gradients(number, dict(start.tensors)))
+                client.pull()
+                if copy is not None and number == 1:
+                    wait_for(lambda: _numbers(hub)[-1] == 2)
+                    newest = found(hub)[0]
+                    shutil.copytree(newest, copy / newest.name)
+                if copy is not None and number == 2:
+                    broker.stop()
+                    stack.enter_context(Broker(a_config(copy, bind=address, keep=9, **options)))
+            return dict(client.pull().tensors)
+
+    calm = trained(tmp_path / "calm", None)
+    broken = trained(tmp_path / "hub", tmp_path / "copy")
+    assert all(torch.equal(calm[key], broken[key]) for key in calm) == (reply == "fp32")
+    adopted = load(next(path for path in found(tmp_path / "copy") if path.name.endswith("03")))
+    kept = adopted.tensors[0]
+    for master, replica in zip(kept.chunks, kept.outer.get(SHADOW, kept.chunks), strict=True):
+        assert replica is None or torch.equal(master, replica), "it goes on from what workers hold"
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Rounds before which there is a checkpoint, in ascending order."""
+    return sorted(int(path.name.rsplit("-", 1)[1]) for path in found(folder)) or [-1]
 
 
 def test_workers_outlive_a_killed_broker_and_the_run_is_as_if_it_had_lived(

@@ -21,6 +21,7 @@ from diloco_worker.model.model_tensors import ModelTensors
 from kit.scripted_broker import run_config
 
 ELEMENTS, CHUNK = 700, 300  # of a chunk a block and a part of one
+EVERY = range(3)  # chunks of parameters
 
 
 def layout() -> FragmentLayout:
@@ -52,7 +53,7 @@ def read(delta: InFewBits, index: int) -> Tensor:
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z", "top64"])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_meant_is_what_has_counted_and_what_is_left(wire: str, seed: int) -> None:
-    """Through pushes that count, are dropped, count in part, and landings that are done twice."""
+    """Through pushes that count, whole or in part, or are dropped, and landings that are done twice."""
     part, dice = layout(), torch.Generator().manual_seed(seed)
     choice = random.Random(seed)
     feedback = Feedback(part, room)
@@ -60,7 +61,7 @@ def test_what_was_meant_is_what_has_counted_and_what_is_left(wire: str, seed: in
     assert len(spans) == 3
     meant = {span.index: torch.zeros(span.elements) for span in spans}
     counted = {span.index: torch.zeros(span.elements) for span in spans}
-    dropped: dict[int, InFewBits] = {}
+    dropped: dict[int, tuple[InFewBits, set[int]]] = {}
 
     def counts(delta: InFewBits, index: int) -> None:
         span = part.spans[index]
@@ -69,26 +70,29 @@ def test_what_was_meant_is_what_has_counted_and_what_is_left(wire: str, seed: in
 
     for push in range(30):
         delta = feedback.joined(dyadic(part, dice, wire))
-        fate = choice.choice(["counts", "is dropped", "counts", "counts twice"])
+        fate = choice.choice(["counts", "is dropped", "counts in part", "counts twice"])
         known = {}
+        some = {index for index in EVERY if choice.random() < 0.5}
         if fate == "is dropped":
-            feedback.drop(push, delta)
-            feedback.drop(push, delta)
-            dropped[push] = delta
+            feedback.drop(push, delta, some)
+            feedback.drop(push, delta, some)
+            dropped[push] = delta, some
             continue
-        for span in spans:
-            counts(delta, span.index)
+        # In part: an earlier push has brought the other chunks.
+        own = some if fate == "counts in part" else EVERY
+        for index in own:
+            counts(delta, index)
         if dropped:
-            last, before = dropped.popitem()
-            known[last] = {span.index for span in spans if choice.random() < 0.5}
+            last, (before, may_count) = dropped.popitem()
+            known[last] = {index for index in may_count if choice.random() < 0.5}
             for index in known[last]:
                 counts(before, index)
         landing = object()
-        feedback.settle(landing, delta, known)
+        feedback.settle(landing, (delta, own), known)
         if fate == "counts twice":
-            feedback.settle(landing, delta, known)
+            feedback.settle(landing, (delta, own), known)
         for span in spans:
-            left = feedback.chunks[span.index]
+            left = feedback.chunks.get(span.index, torch.zeros(span.elements))
             assert torch.equal(meant[span.index], counted[span.index] + left)
     assert any(bool(left.any()) for left in feedback.chunks.values())
 
@@ -119,8 +123,8 @@ def test_landing_that_is_broken_off_between_chunks_goes_on_where_it_was(
             delta, landing = feedback.joined(dyadic(part, dice, "int4")), object()
             if is_broken_off:
                 with breaking_off(monkeypatch), pytest.raises(KeyboardInterrupt):
-                    feedback.settle(landing, delta, {})
-            feedback.settle(landing, delta, {})
+                    feedback.settle(landing, (delta, EVERY), {})
+            feedback.settle(landing, (delta, EVERY), {})
         ends.append(feedback.chunks)
     for index, values in ends[0].items():
         assert torch.equal(values, ends[1][index])
@@ -129,11 +133,10 @@ def test_landing_that_is_broken_off_between_chunks_goes_on_where_it_was(
 def test_chunk_on_which_an_earlier_push_has_its_vote_leaves_the_residual() -> None:
     part, dice = layout(), torch.Generator().manual_seed(0)
     feedback = Feedback(part, room)
-    feedback.settle(object(), feedback.joined(dyadic(part, dice, "int4")), {})
+    feedback.settle(object(), (feedback.joined(dyadic(part, dice, "int4")), EVERY), {})
     before = feedback.chunks
     delta = feedback.joined(dyadic(part, dice, "int4"))
-    delta.unsent.add(1)
-    feedback.settle(object(), delta, {})
+    feedback.settle(object(), (delta, [0, 2]), {})
     changed = [not torch.equal(before[index], after) for index, after in feedback.chunks.items()]
     assert changed == [True, False, True]
 
@@ -143,7 +146,7 @@ def test_bytes_of_a_chunk_stay_though_it_is_sent_again() -> None:
     feedback = Feedback(part, room)
     delta = feedback.joined(dyadic(part, dice, "int4z"))
     first = [bytes(delta.chunk(span.index)) for span in part.spans]
-    feedback.settle(object(), delta, {})
+    feedback.settle(object(), (delta, EVERY), {})
     assert [bytes(delta.chunk(span.index)) for span in part.spans] == first
 
 
@@ -156,15 +159,15 @@ def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:
     feedback.restore(rest, {})
     delta = feedback.joined(huge)
     assert bool(torch.isfinite(read(delta, 0)).all())
-    feedback.settle(object(), delta, {})
+    feedback.settle(object(), (delta, EVERY), {})
     assert all(bool(torch.isfinite(each).all()) for each in feedback.chunks.values())
 
 
 def test_what_is_saved_comes_back() -> None:
     part, dice = layout(), torch.Generator().manual_seed(0)
     feedback = Feedback(part, room)
-    feedback.settle(object(), feedback.joined(dyadic(part, dice, "int4")), {})
-    feedback.drop(5, feedback.joined(dyadic(part, dice, "int4")))
+    feedback.settle(object(), (feedback.joined(dyadic(part, dice, "int4")), EVERY), {})
+    feedback.drop(5, feedback.joined(dyadic(part, dice, "int4")), EVERY)
     again = Feedback(part, room)
     again.restore(
         feedback.flat(feedback.chunks),

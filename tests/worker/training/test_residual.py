@@ -78,16 +78,27 @@ def counted_round(training: ScriptedTraining, counter: int) -> list[float]:
 
 
 def serves_in_part(
-    training: ScriptedTraining, counter: int, counted: Mapping[int, Bitmap | None]
+    training: ScriptedTraining,
+    counter: int,
+    counted: Mapping[int, Bitmap | None],
+    from_earlier: Mapping[int, Bitmap] | None = None,
 ) -> None:
-    """A version that contains these chunks of pushes; None: all."""
+    """A version that contains these chunks of pushes; None: all. In the place of some there are those of
+    an earlier push."""
     state = training.filled(100)
     broker, what = training.broker, version(counter)
     for span in state.layout.spans:
         values = state.vectors[span.segment][span.start : span.stop]
         broker.says(Chunk(0, span.index, version=what), values.numpy().tobytes())
+    earlier = {push: chunks.to_bytes() for push, chunks in (from_earlier or {}).items() if chunks}
     ledger = Ledger(
-        {"me": tuple(Counted(p, None if c is None else c.to_bytes()) for p, c in counted.items())}
+        {
+            "me": tuple(
+                Counted(push, None if chunks is None else chunks.to_bytes(), earlier.get(push))
+                for push, chunks in counted.items()
+                if chunks is None or chunks
+            )
+        }
     )
     broker.says(Released(0, what, ledger))
 
@@ -183,11 +194,13 @@ def test_refused_push_is_looked_for_in_two_versions_and_then_forgotten(
     assert saved["resume"]["fragments"][0]["gains"] == []
 
 
-@pytest.mark.parametrize(("code", "kept"), [("non_finite", 2), ("too_large", 0), ("stale", 0)])
-def test_worker_that_is_refused_again_and_again_keeps_no_more_for_it(
-    training: ScriptedTraining, code: str, kept: int
+@pytest.mark.parametrize(
+    ("may_count", "kept"), [(None, 2), (some(), 0), (some(1), 6), (some(0, 1), 3)]
+)
+def test_worker_that_is_refused_again_and_again_keeps_what_may_count_up_to_two_fragments(
+    training: ScriptedTraining, may_count: Bitmap | None, kept: int
 ) -> None:
-    """It is sent no versions meanwhile, in which those pushes could be looked for."""
+    """It receives no versions meanwhile, in which those pushes could be looked for."""
     few(training)
     sender = Sender()
     counted_round(training, 1)
@@ -198,7 +211,8 @@ def test_worker_that_is_refused_again_and_again_keeps_no_more_for_it(
         push, values = pushes(training)
         assert values == [sender.sends(H)] * CHUNKS, "the residual stays"
         numbers.append(push.push_id)
-        training.refuses(push, code)
+        told = None if may_count is None else may_count.to_bytes()
+        training.refuses(push, "non_finite", counted=told)
         training.done()
     (saved,) = training.worker.state_dict()["resume"]["fragments"]
     assert len(saved["gains"]) == len(saved["dropped"]) == kept
@@ -218,6 +232,36 @@ def test_worker_that_is_refused_again_and_again_keeps_no_more_for_it(
     _, values = pushes(training)
     assert values == [sender.sends(H), other.sends(H), sender.sends(H)]
     assert (other.residual == sender.residual) == (not kept)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_ledger_decides_which_chunks_an_earlier_push_has_brought(
+    training: ScriptedTraining, is_restarted: bool
+) -> None:
+    """A grant names chunks as held that the round has of a refused push. A broker that restarts in that
+    round forgets them, and the worker's push brings them after all."""
+    few(training)
+    left = [Sender() for _ in range(CHUNKS)]
+    training.trains(H)
+    broker = training.broker
+    push, earlier = broker.hears(Push), 5
+    broker.grants(push, some(1).to_bytes(), credit=CHUNKS)
+    broker.takes_chunks(push, CHUNKS - 1)
+    if is_restarted:
+        broker.restart()
+        broker.welcomes(version(0))
+        push = broker.hears(Push)
+        broker.grants(push, credit=CHUNKS)
+        broker.takes_chunks(push, CHUNKS)
+    assert broker.hears(Commit).push_id == push.push_id
+    others = some() if is_restarted else some(1)
+    serves_in_part(training, 1, {earlier: others, push.push_id: None}, {push.push_id: others})
+    training.done()
+    for index, each in enumerate(left):
+        if index not in others:
+            each.counts(H)
+    assert counted_round(training, 2) == [each.sends(H) for each in left]
+    assert left[0].residual != 0
 
 
 def test_late_push_of_which_a_part_counts_is_settled_by_the_version_that_it_missed(

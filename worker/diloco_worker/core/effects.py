@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_protocol import VersionId
+from diloco_protocol import Bitmap, VersionId
 from diloco_protocol.messages import Grant, Lane, Message, Notice, Released, Welcome
 
 
@@ -156,11 +156,16 @@ class Told(Effect):
 
 @dataclass(frozen=True)
 class PushOver(Effect):
-    """Forget the chunks of this push. `code` and `text` say why it was rejected, if it was."""
+    """Forget the chunks of this push. `code` and `text` say why it was rejected, if it was.
+
+    `counted` are the chunks of a rejected push that may count all the same; None where the broker does
+    not say.
+    """
 
     push_id: int
     code: str | None = None
     text: str = ""
+    counted: Bitmap | None = None
 
 
 @dataclass(frozen=True)

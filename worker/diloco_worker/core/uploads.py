@@ -256,7 +256,10 @@ class Uploads:
             return
         self._forget(push_id)
         if upload.is_gradient:
-            yield effects.PushOver(push_id, error.code, error.text)
+            counted = None
+            if error.counted is not None:
+                counted = Bitmap.from_bytes(error.counted, upload.push.chunks)
+            yield effects.PushOver(push_id, error.code, error.text, counted)
         else:
             yield effects.PushOver(push_id)
             yield effects.Say(error.text, trouble=True)

@@ -39,7 +39,6 @@ class InFewBits(FlatState):
 
     residual: dict[int, Tensor] = field(default_factory=dict)  # zeros where a chunk is missing
     codes: dict[int, memoryview] = field(default_factory=dict)
-    unsent: set[int] = field(default_factory=set)  # chunks that an earlier push stands in for
     room: Room = mapped
 
     def chunk(self, index: int) -> memoryview:
@@ -102,24 +101,33 @@ class Feedback:
         return InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks, room=self.room)
 
     def settle(
-        self, why: object, counted: FlatState | None, known: Mapping[int, Collection[int]]
+        self,
+        why: object,
+        counted: tuple[FlatState, Collection[int]] | None,
+        known: Mapping[int, Collection[int]],
     ) -> None:
         """A version has come into the model. For the same `why` it may be called again.
 
         Args:
-            counted: the delta that it contains whole; None where none was under way.
+            counted: the delta that it counts, and the chunks of it that it contains, by index in the
+                layout (an earlier push may have contributed the others); None where none was under way.
             known: of pushes that were dropped before, the chunks that count all the same, by index in
                 the layout; such a push is settled with it.
         """
-        flight = counted if isinstance(counted, InFewBits) else None
+        delta, own = (None, ()) if counted is None else counted
+        flight = delta if isinstance(delta, InFewBits) else None
         for span in self.spans:
             at = span.index
             before, last = self._chunks.get(at, (None, None))
             if last is why:
                 continue
             open_ = self.dropped.keys() & known.keys()
-            gains = [self.dropped[push][at] for push in open_ if at in known[push]]
-            sent = None if flight is None or at in flight.unsent else flight
+            gains = [
+                self.dropped[push][at]
+                for push in open_
+                if at in known[push] and at in self.dropped[push]
+            ]
+            sent = flight if at in own else None
             if sent is None and not gains:
                 continue
             made = before if sent is None else sent.left_out(span, self.room)
@@ -132,10 +140,14 @@ class Feedback:
         for push in known:
             self.dropped.pop(push, None)
 
-    def drop(self, push_id: int, delta: FlatState) -> None:
-        """A push is over without having counted, as far as is known. May be called again."""
+    def drop(self, push_id: int, delta: FlatState, may_count: Collection[int]) -> None:
+        """A push was refused; a version will tell which of these chunks count. May be called again."""
         if isinstance(delta, InFewBits):
-            self.dropped[push_id] = {span.index: self._gain(delta, span) for span in self.spans}
+            self.dropped[push_id] = {
+                span.index: self._gain(delta, span)
+                for span in self.spans
+                if span.index in may_count
+            }
 
     def _gain(self, delta: InFewBits, span: ChunkSpan) -> Tensor:
         after = delta.left_out(span, self.room)

@@ -154,8 +154,8 @@ class Inbox:
                     self.refusal, self.refused_for_good = Refused(code, text), final
                 case effects.Deliver():
                     self._deliver(effect, values)
-                case effects.PushOver(push_id, code, text) if code is not None:
-                    self.rejections[push_id] = Rejection(code, text)
+                case effects.PushOver(push_id, code, text, counted) if code is not None:
+                    self.rejections[push_id] = Rejection(code, text, counted)
                 case effects.DropParts():
                     self.arrivals.clear()
                 case effects.ForgetCheckpoint():

@@ -186,18 +186,17 @@ class FragmentSync:
                 feedback.clear()
             case Outcome.REJECTED if delta is not None and landing.flight is not None:
                 feedback.settle(landing, None, self._own(landing.settled))
-                if landing.may_have_counted:
-                    feedback.drop(landing.flight.push_id, delta.wire)
+                if landing.may_count:
+                    push_id = landing.flight.push_id
+                    chunks = self._own({push_id: landing.may_count})[push_id]
+                    feedback.drop(push_id, delta.wire, chunks)
             case Outcome.COUNTED if delta is not None:
-                self._note_stand_ins(landing, delta.wire)
-                feedback.settle(landing.arrival, delta.wire, self._own(landing.settled))
+                assert landing.flight is not None
+                settled = self._own(landing.settled)
+                counted = delta.wire, settled.pop(landing.flight.push_id)
+                feedback.settle(landing.arrival, counted, settled)
             case Outcome.MOVED | Outcome.LOADED:
                 feedback.settle(landing.arrival, None, self._own(landing.settled))
-
-    def _note_stand_ins(self, landing: Landing, wire: FlatState) -> None:
-        flight = landing.flight
-        if flight is not None and flight.stand_ins and isinstance(wire, InFewBits):
-            wire.unsent.update(self._own({0: flight.stand_ins})[0])
 
     def _own(self, settled: Mapping[int, Bitmap]) -> dict[int, set[int]]:
         """By push, the chunks by their index in what this process has of the fragment."""

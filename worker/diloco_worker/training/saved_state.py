@@ -165,12 +165,12 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
             "dropped": [
                 {
                     "push_id": as_hex(of.push_id),
-                    "stand_ins": _stand_ins(of.stand_ins),
+                    "may_count": of.may_count.to_bytes().hex(),
                     "versions": of.versions,
                 }
                 for of in each.base.dropped
             ],
-            **vectors_of_feedback(each.feedback, each.base.dropped),
+            **vectors_of_feedback(each.feedback, [of.push_id for of in each.base.dropped]),
         }
         for each in resumption.fragments
     ]
@@ -204,13 +204,8 @@ def _flight_plain(flight: Flight | None, delta: DeltaValues | None) -> Plain | N
         **{name: getattr(push, name) for name in _OF_PUSH},
         **{name: getattr(flight, name) for name in _OF_FLIGHT},
         "buffers": push.buffers,
-        "stand_ins": _stand_ins(flight.stand_ins),
         **vectors_of_delta(delta),
     }
-
-
-def _stand_ins(chunks: Bitmap | None) -> str:
-    return (chunks or Bitmap(0)).to_bytes().hex()
 
 
 _OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
@@ -235,13 +230,11 @@ def _codes_of(wire: InFewBits) -> dict[str, Tensor]:
     }
 
 
-def vectors_of_feedback(
-    feedback: SavedFeedback | None, dropped: Sequence[Dropped]
-) -> dict[str, Any]:
-    """The residual, and what it gains by chunks of dropped pushes, in their order."""
+def vectors_of_feedback(feedback: SavedFeedback | None, dropped: Sequence[int]) -> dict[str, Any]:
+    """The residual, and what it gains by chunks of these dropped pushes (ids), in this order."""
     if feedback is None:
         return {"residual": None, "gains": []}
-    gains = [vectors_of(feedback.dropped[each.push_id]) for each in dropped]
+    gains = [vectors_of(feedback.dropped[push_id]) for push_id in dropped]
     return {"residual": vectors_of(feedback.residual), "gains": gains}
 
 
@@ -352,13 +345,20 @@ def _fragment(
     dropped = tuple(
         Dropped(
             from_hex(each["push_id"]),
-            _read_stand_ins(each["stand_ins"], part.chunks),
+            _may_count(each.get("may_count"), part.chunks),
             _whole(each["versions"]),
         )
         for each in plain.get("dropped", ())  # an older release has none
     )
     base = TrainingBase(version, ledger, work, flight, dropped)
     return SavedFragment(base, values, delta, _feedback(share, plain, dropped))
+
+
+def _may_count(plain: object, size: int) -> Bitmap:
+    """The chunks of a dropped push that may count; every one where a state does not say."""
+    return (
+        Bitmap.full(size) if plain is None else Bitmap.from_bytes(bytes.fromhex(_text(plain)), size)
+    )
 
 
 def _feedback(
@@ -393,12 +393,7 @@ def _flight(part: FragmentLayout, plain: Plain) -> Flight:
         buffers=BUFFERS,
     )
     moments = {name: _whole(plain[name]) for name in ("began", "apply_at", "wait_at")}
-    stand_ins = _read_stand_ins(plain.get("stand_ins", ""), part.chunks)
-    return Flight(push, **moments, let_go=bool(plain["let_go"]), stand_ins=stand_ins)
-
-
-def _read_stand_ins(text: object, size: int) -> Bitmap:
-    return Bitmap.from_bytes(bytes.fromhex(_text(text)), size) if text else Bitmap(size)
+    return Flight(push, **moments, let_go=bool(plain["let_go"]))
 
 
 def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:

@@ -79,8 +79,9 @@ def _check_provenance(push: messages.Push) -> None:
         raise ProtocolError(Code.BAD_PUSH, "The donated version has no valid name.")
     for pushes in (push.ledger or Ledger()).pushes.values():
         for counted in pushes:
-            if counted.chunks is not None:
-                Bitmap.from_bytes(counted.chunks, push.chunks)
+            for chunks in (counted.chunks, counted.from_earlier):
+                if chunks is not None:
+                    Bitmap.from_bytes(chunks, push.chunks)
 
 
 def arrived(state: RunState, push: messages.Push) -> Bitmap | None:

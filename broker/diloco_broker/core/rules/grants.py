@@ -8,6 +8,7 @@ from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.update import PushInProgress, PushKey
 from diloco_broker.core.state.uploads import Upload
 from diloco_protocol import messages
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code
 
 
@@ -55,8 +56,19 @@ def acknowledge_work(state: RunState, work: effects.Fold | effects.Inspect) -> e
         yield from acknowledge(state, member, upload, work.index)
 
 
-def refuse(state: RunState, fragment: int, key: PushKey, code: Code, text: str) -> effects.Effects:
-    """A push is over without being counted: say so to its worker, if it is at it, and to everybody."""
+def refuse(
+    state: RunState,
+    fragment: int,
+    key: PushKey,
+    code: Code,
+    text: str,
+    *,
+    taken: Bitmap | None = None,
+) -> effects.Effects:
+    """Refuse the rest of a push: tell its worker, if it is still sending it, and the operators.
+
+    `taken` are chunks that the open round counts all the same; None: nothing.
+    """
     worker_id, push_id = key
     state.reject(worker_id, code.value, text)
     said = state.refusals.to_say(f"push of {worker_id} {code.value}", text, state.now)
@@ -65,4 +77,11 @@ def refuse(state: RunState, fragment: int, key: PushKey, code: Code, text: str) 
     member = state.members.named(worker_id)
     if member and member.uploads.void(fragment, push_id):
         member.figures.rejected += 1
-        yield member.tell(messages.Error(code, text, push_id=push_id, about="push"))
+        versions = state.versions[fragment]
+        counted = versions.ledger.own_chunks(worker_id, push_id, versions.layout.chunks)
+        if taken is not None:
+            counted |= taken
+        error = messages.Error(
+            code, text, push_id=push_id, about="push", counted=counted.to_bytes()
+        )
+        yield member.tell(error)

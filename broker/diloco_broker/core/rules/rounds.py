@@ -122,7 +122,7 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
     for each in counted:
         if each.chunks.is_full and each.push.contents is not None:
             ledger = ledger.with_contents(each.push.contents)
-        ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
+        ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks, each.added)
     ledger = ledger.without_the_long_gone(state.members.known)
     record = FragmentRecord(
         in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged

@@ -9,14 +9,13 @@ until the model is whole, and the next look goes on with the same landing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
 
 from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.dtypes import in_few_bits
-from diloco_protocol.errors import Code
 from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import Push
 from diloco_worker.core.sync.news import Arrival, Rejection, Work
@@ -24,11 +23,12 @@ from diloco_worker.core.sync.news import Arrival, Rejection, Work
 # A push that was dropped is looked for in the ledgers of so many versions: the one of the round that was
 # open then, and one that may have been here before it.
 VERSIONS_LOOKED_AT = 2
-# Dropped pushes that are looked for at a time. Whoever is refused again and again is sent no versions
-# meanwhile, and each push costs a copy of the fragment: of the oldest nothing has counted, then.
-MOST_DROPPED = 2
-# Whole submissions are refused for these: nothing of one has counted.
-WHOLE = (Code.TOO_LARGE, Code.STALE)
+# Until a version settles a dropped push, a copy of each chunk of it that may have counted is kept. The
+# copies take at most this many times the memory of the fragment; the oldest pushes are given up first,
+# as if nothing of them had counted. Once is enough for a round: of pushes that are refused one after
+# another each brings only chunks that the round lacks. Where the broker does not say which chunks may
+# have counted, every one is kept.
+MOST_KEPT = 2
 
 
 class Outcome(str, Enum):
@@ -69,9 +69,6 @@ class Flight:
     reconnections: int = 0  # of the link, when the flight began
     let_go: bool = False  # training has ceased to wait for it
     is_offered: bool = False  # the link has it
-    # Chunks on which an earlier push of this worker has its vote in place of this one's, as the first
-    # grant has named them; None before that.
-    stand_ins: Bitmap | None = None
 
     @property
     def push_id(self) -> int:
@@ -93,7 +90,7 @@ class Dropped:
     """A push in few bits that was dropped: chunks of it may have counted before that."""
 
     push_id: int
-    stand_ins: Bitmap | None = None  # as in `Flight`
+    may_count: Bitmap  # its chunks that are looked for
     versions: int = 0  # that have come into the model since
 
 
@@ -108,14 +105,11 @@ class Landing:
     touches_model: bool = True  # False leaves the model as it is, on its base
     is_load: bool = False  # a version was asked for, to be in the model as it is
     is_void: bool = False  # local values are of no use: steps made while it is broken off go too
-    # Of pushes that were dropped earlier, the chunks that the version contains; nothing else of them
-    # will count.
+    # By push id, the chunks of a push that the version contains; no other chunk of it will count. Of the
+    # flight where it is counted, and of pushes that were dropped earlier.
     settled: Mapping[int, Bitmap] = field(default_factory=dict)
-
-    @property
-    def may_have_counted(self) -> bool:
-        """Whether chunks of a push that was dropped may be in a version all the same."""
-        return self.rejection is None or self.rejection.code not in WHOLE
+    # The chunks of the rejected flight that may be in a version all the same; None without a rejection.
+    may_count: Bitmap | None = None
 
 
 @dataclass(frozen=True)
@@ -200,31 +194,44 @@ class Fragment:
         if reply is not None:
             if step < flight.apply_at and not now:
                 return None
-            settled = self._settled(reply)
+            settled = self._settled(reply, flight)
             return Landing(
                 Outcome.COUNTED, flight, reply, touches_model=touch_model, settled=settled
             )
         if rejection is not None:
-            landing = Landing(
-                Outcome.REJECTED, flight, rejection=rejection, touches_model=touch_model
-            )
-            if not landing.may_have_counted:
-                return landing
-            given_up = self.dropped[: len(self.dropped) + 1 - MOST_DROPPED]
-            return replace(
-                landing, settled={each.push_id: Bitmap(self.chunks) for each in given_up}
+            counted = rejection.counted
+            may_count = Bitmap.full(self.chunks) if counted is None else counted
+            return Landing(
+                Outcome.REJECTED,
+                flight,
+                rejection=rejection,
+                touches_model=touch_model,
+                settled={
+                    each.push_id: Bitmap(self.chunks) for each in self._given_up(len(may_count))
+                },
+                may_count=may_count,
             )
         return None
 
-    def _settled(self, arrival: Arrival) -> dict[int, Bitmap]:
-        """The pushes dropped earlier of which this version is the last word."""
-        ledger, found = arrival.released.ledger, {}
+    def _given_up(self, more: int) -> Iterator[Dropped]:
+        """The oldest dropped pushes that are not looked for any longer if so many chunks more are."""
+        kept = more + sum(len(each.may_count) for each in self.dropped)
         for each in self.dropped:
-            standing = ledger.standing(self.worker_id, each.push_id, self.chunks)
-            for index in each.stand_ins or ():
-                standing.discard(index)
-            if standing or each.versions + 1 >= VERSIONS_LOOKED_AT:
-                found[each.push_id] = standing
+            if kept <= MOST_KEPT * self.chunks:
+                return
+            kept -= len(each.may_count)
+            yield each
+
+    def _settled(self, arrival: Arrival, flight: Flight | None = None) -> dict[int, Bitmap]:
+        """The pushes that this version settles: dropped ones, and the flight that it counts."""
+        ledger = arrival.released.ledger
+        found = {
+            each.push_id: ledger.own_chunks(self.worker_id, each.push_id, self.chunks)
+            for each in (*self.dropped, *(() if flight is None else (flight,)))
+        }
+        for each in self.dropped:
+            if not found[each.push_id] and each.versions + 1 < VERSIONS_LOOKED_AT:
+                del found[each.push_id]
         return found
 
     def _keep_dropped(self, landing: Landing) -> None:
@@ -232,8 +239,8 @@ class Fragment:
         match landing.outcome:
             case Outcome.REJECTED if flight is not None and in_few_bits(flight.push.wire_dtype):
                 kept = [each for each in self.dropped if each.push_id not in landing.settled]
-                if landing.may_have_counted:
-                    kept.append(Dropped(flight.push_id, flight.stand_ins))
+                if landing.may_count:
+                    kept.append(Dropped(flight.push_id, landing.may_count))
                 self.dropped = tuple(kept)
             case Outcome.SUPERSEDED:
                 self.dropped = ()
@@ -299,6 +306,7 @@ class Fragment:
         elif flight is not None and flight.push_id in arrival.counted:
             outcome = Outcome.COUNTED
         # With a delta in flight it is its version that tells of those before it.
-        is_last_word = outcome is Outcome.COUNTED or flight is None
-        settled = self._settled(arrival) if is_last_word else {}
+        settled = {}
+        if outcome is Outcome.COUNTED or flight is None:
+            settled = self._settled(arrival, flight)
         self.landing = Landing(outcome, flight, arrival, is_load=True, settled=settled)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diloco_protocol import RunConfig, VersionId
+from diloco_protocol import Bitmap, RunConfig, VersionId
 from diloco_protocol.messages import Grant, Notice, Released, Welcome
 from diloco_worker.core.connection import Phase
 
@@ -49,10 +49,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a push was dropped."""
+    """Why a push was dropped, and which of its chunks may be in a version all the same."""
 
     code: str
     text: str
+    counted: Bitmap | None = None  # None: the broker has not said
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 
 from diloco_protocol import Code
-from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.messages import Grant, Notice, Released, Standing, Welcome
+from diloco_protocol.messages import Grant, Notice, Released, Welcome
 from diloco_worker.core.compatibility import sync_every
-from diloco_worker.core.sync.fragment import Flight, Fragment, TrainingBase
+from diloco_worker.core.sync.fragment import Fragment, TrainingBase
 from diloco_worker.core.sync.metrics import SyncLines, SyncMetrics
 from diloco_worker.core.sync.news import LinkState, News, Sight, Work
 from diloco_worker.core.sync.patience import Leaving, Options
@@ -132,16 +131,6 @@ class SyncState:
                 self.schedule.dropped(fragment.number, too_late=is_late)
         return news
 
-    def _note_stand_ins(
-        self, fragment: Fragment, flight: Flight, standing: Standing, held: bytes | None
-    ) -> None:
-        """What the broker has of a push before any of it was sent is of an earlier one."""
-        if flight.stand_ins is not None or standing is Standing.WAIT:
-            return
-        is_first = held is not None and self.link.reconnections == flight.reconnections
-        size = fragment.chunks
-        flight.stand_ins = Bitmap.from_bytes(held, size) if held and is_first else Bitmap(size)
-
     def _turn(self, news: News, over: Collection[int]) -> None:
         """Tell the schedule what concerns rounds; `over` are fragments whose flight has ended."""
         schedule = self.schedule
@@ -149,11 +138,9 @@ class SyncState:
             match event:
                 case Welcome(first_round=first_round):
                     schedule.welcomed(first_round, over)
-                case Grant(push_id, number, standing, held, round=round_):
-                    fragment = self.fragments[number]
-                    flight = fragment.flight
+                case Grant(push_id, number, standing, round=round_):
+                    flight = self.fragments[number].flight
                     if flight is not None and flight.push_id == push_id:
-                        self._note_stand_ins(fragment, flight, standing, held)
                         schedule.granted(number, standing, round_)
                 case Notice(fragment=number, round=round_):
                     schedule.carried(number, round_)

@@ -18,7 +18,7 @@ from diloco_protocol.messages import Heartbeat, Progress
 from diloco_protocol.version import from_hex
 from diloco_worker.core import events
 from diloco_worker.core.compatibility import Terms
-from diloco_worker.core.sync.fragment import Dropped, TrainingBase
+from diloco_worker.core.sync.fragment import TrainingBase
 from diloco_worker.core.sync.patience import HASTY_S
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
@@ -199,7 +199,7 @@ class Follower:
             return None
         fragments = []
         for plain, each in zip(told["fragments"], self._fragments, strict=True):
-            dropped = [Dropped(from_hex(of["push_id"])) for of in plain["dropped"]]
+            dropped = [from_hex(of["push_id"]) for of in plain["dropped"]]
             made = {
                 **plain,
                 "base": vectors_of(each.base, copy=True),

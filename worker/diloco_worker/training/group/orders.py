@@ -14,7 +14,7 @@ from diloco_protocol import Ledger, VersionId
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Progress, Push, Released
 from diloco_worker.core.sync.fragment import Flight, Landing, Outcome
-from diloco_worker.core.sync.news import Arrival, Rejection
+from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.flat_state import FlatState
 
 # While a fragment is waited for, nothing is to be done; training goes on; the leader has failed.
@@ -72,15 +72,13 @@ def landing_as_order(number: int, landing: Landing, step: int) -> list[Any]:
         LAND,
         number,
         landing.outcome.value,
-        None
-        if flight is None
-        else [flight.began, flight.push_id, _of_bitmap(flight.stand_ins or Bitmap(0))],
+        None if flight is None else [flight.began, flight.push_id],
         None if arrival is None else arrival.version.plain(),
         has_values,
         landing.is_load,
         landing.is_void,
         [[push, _of_bitmap(chunks)] for push, chunks in landing.settled.items()],
-        None if landing.rejection is None else landing.rejection.code,
+        None if landing.may_count is None else _of_bitmap(landing.may_count),
         step,
     ]
 
@@ -95,24 +93,23 @@ def landing_of(order: Sequence[Any], values: FlatState | None) -> Landing:
 
     Its flight and arrival have only what the values follow from.
     """
-    _, number, outcome, flown, version, _, is_load, is_void, dropped, code, _ = order
+    _, number, outcome, flown, version, _, is_load, is_void, settled, may_count, _ = order
     flight = arrival = None
     if flown is not None:
-        began, push_id, stand_ins = flown
+        began, push_id = flown
         push = Push(b"", push_id, number, 0, "fp32")
-        flight = Flight(push, began, began, began, stand_ins=_bitmap(stand_ins))
+        flight = Flight(push, began, began, began)
     if version is not None:
         released = Released(number, VersionId.from_plain(version), Ledger())
         arrival = Arrival(released, frozenset(), values)
-    settled = {push: _bitmap(chunks) for push, chunks in dropped}
     return Landing(
         Outcome(outcome),
         flight,
         arrival,
-        None if code is None else Rejection(code, ""),
         is_load=is_load,
         is_void=is_void,
-        settled=settled,
+        settled={push: _bitmap(chunks) for push, chunks in settled},
+        may_count=None if may_count is None else _bitmap(may_count),
     )
 
 

@@ -143,7 +143,8 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
             f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are "
             "not finite or cannot be read; the push is void from there on, the round goes on without it."
         )
-        yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text)
+        taken = round_.contributions[key].arrived
+        yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text, taken=taken)
     yield from step(state, ready)
     yield from _let_in(state, round_, work.worker_id)
 

@@ -38,6 +38,8 @@ def final_model(
     for island in islands:
         codes = island.ends()
         assert codes == [0] * len(codes), "\n".join(each.output for each in island.ranks)
+        for each in island.ranks:
+            assert "Traceback" not in each.output, each.output
         told = {(each["steps"], each["rounds"], each["stop"]) for each in island.results()}
         assert len(told) == 1, "all processes of a worker stop at one step, for one reason"
     assert broker.ends(PATIENCE_S) == 0, broker.output
@@ -74,6 +76,7 @@ def test_ddp_comes_bit_for_bit_to_what_one_process_comes_to(
 @pytest.mark.parametrize(
     ("mode", "kind", "count"),
     [
+        pytest.param(SYNC, "fsdp", 1, id="sync-fsdp1"),
         pytest.param(SYNC, "fsdp", 2, id="sync-fsdp2"),
         pytest.param(STREAMING, "fsdp", 3, id="streaming-fsdp3-uneven"),
         pytest.param(ASYNC, "fsdp", 3, id="async-fsdp3-uneven"),

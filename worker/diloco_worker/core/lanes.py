@@ -1,7 +1,8 @@
-"""The connections for chunks of a worker of several processes: each sends and takes those it owns. Pure.
+"""The connections for chunks of a worker that is a group of processes: each moves those it owns. Pure.
 
-Lane i is that of process i, lane 0 the bulk connection of the one that has the session. A worker of one
-process has lane 0 alone, which owns all.
+Lane i is that of process i, lane 0 the bulk connection of the one that has the session. A worker that is
+no group has lane 0 alone, which owns all from the start. A group shares its chunks out first, also a
+group of one process.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ class Lanes:
     """See the head of this module."""
 
     count: int = 1
-    owners: Owners | None = None  # None where all are those of lane 0, and until it is known
+    is_group: bool = False
+    owners: Owners | None = None  # None unless it is a group, and until its chunks are shared out
 
     @property
     def are_known(self) -> bool:
-        return self.count == 1 or self.owners is not None
+        return not self.is_group or self.owners is not None
 
     def of(self, fragment: int, index: int) -> int:
         """The lane of a chunk."""

@@ -46,6 +46,7 @@ class Session:
     """See the head of this module. `draw` returns a random number below 2**64 (ids of donations).
 
     `heartbeat_interval`: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
+    `is_group`: the worker is a group of processes, maybe of one; its chunks wait for `ShareOut`.
     `has_frozen`: the worker's frozen parameters may be the run's already; then they are not fetched.
     `takes_deltas`: versions in few bits may come as differences from what is held, not only whole.
     """
@@ -56,11 +57,13 @@ class Session:
         draw: Callable[[], int],
         heartbeat_interval: float | None = None,
         *,
+        is_group: bool = False,
         has_frozen: bool = False,
         takes_deltas: bool = True,
     ) -> None:
         # where its chunks come and go
-        self.lanes = Lanes(1 if join is None else join.processes)
+        processes = 1 if join is None else join.processes
+        self.lanes = Lanes(processes, is_group or processes > 1)
         self.votes = Votes(draw())  # for a hub or its standby
         # How it asks to take part; None for an observer, which only asks and pulls
         self.join = None if join is None else replace(join, voter=self.votes.voter)
@@ -494,7 +497,7 @@ class Session:
                 yield from self._arrived_elsewhere(chunk, now)
 
     def _share_out(self, owners: Owners) -> Iterator[Effect]:
-        if self.lanes.count == 1 or self.lanes.owners is not None:
+        if self.lanes.are_known:
             raise ValueError("the chunks are shared out once, among the processes of one worker")
         self.lanes.owners = owners
         if (token := self.connection.live_token) is not None:

@@ -190,9 +190,12 @@ def new_session(
     heartbeat_interval: float | None = None,
     extra: Mapping[str, Any] | None = None,
     has_frozen: bool = False,
-    processes: int = 1,
+    processes: int | None = None,
 ) -> Session:
-    """A session of a worker in this process; the arguments are those of `Join` and `Session`."""
+    """A session of a worker in this process; the arguments are those of `Join` and `Session`.
+
+    `processes`: how many the worker's group has; None where it is not a group.
+    """
     join = Join(
         worker_id,
         manifest,
@@ -200,10 +203,16 @@ def new_session(
         host=socket.gethostname(),
         pid=os.getpid(),
         extra=dict(extra or {}),
-        processes=processes,
+        processes=processes or 1,
     )
     check_sendable(join, "What this worker says of itself (its wants, extra, names of its model)")
-    return Session(join, lambda: secrets.randbits(64), heartbeat_interval, has_frozen=has_frozen)
+    return Session(
+        join,
+        lambda: secrets.randbits(64),
+        heartbeat_interval,
+        is_group=processes is not None,
+        has_frozen=has_frozen,
+    )
 
 
 def check_sendable(message: Message, what: str) -> None:

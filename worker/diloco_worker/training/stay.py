@@ -65,7 +65,8 @@ class Stay:
     def patience(self) -> Patience:
         return Patience(self.clock, first=FIRST_WORD_S)
 
-    def session(self, processes: int = 1) -> Session:
+    def session(self, processes: int | None = None) -> Session:
+        """The session of this worker; `processes` of a group, None where it is not one."""
         own, resumption = self.settings, self.resumption
         session = start.new_session(
             self.worker_id,

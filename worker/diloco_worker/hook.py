@@ -295,6 +295,12 @@ class DiLoCoWorker(RunView):
         finally:
             if self._audit is not None:
                 if trained:
+                    if not self.sync_count:
+                        logger.warning(
+                            "%s left without having closed a round: none of its %d steps is in the "
+                            "run, where a round takes %s of them.",
+                            *(self.worker_id, self._step, self.sync_every),
+                        )
                     self._audit.left(self._step)
                     tell_launcher(self.run_is_over, asked=self.stop_reason is not None)
                 self._audit.close()

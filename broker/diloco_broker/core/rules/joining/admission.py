@@ -263,6 +263,10 @@ def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
 def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:
     why = message.reason[:200]
     yield effects.info(f"{member.worker_id} leaves: {why or 'it is done'}.")
+    if not member.figures.pushes:
+        yield effects.warning(
+            f"{member.worker_id} left without having closed a round: the run has none of its steps."
+        )
     fence.left(state, member)
     yield from remove(state, member, why)
     if why and member.has_trained:

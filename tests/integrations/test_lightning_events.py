@@ -134,6 +134,29 @@ def test_optimizer_steps_are_counted_and_not_batches(callback: Fit, trainer: Fit
     assert counted(own) == (5, 1)
 
 
+@pytest.mark.parametrize("processes", [0, 1], ids=["", "in-a-process-of-its-own"])
+def test_workers_of_one_script_read_other_batches(
+    callback: Fit, trainer: Fit, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    def batches(index: int) -> list[Tensor]:
+        seen: list[Tensor] = []
+        monkeypatch.setenv("DILOCO_SHARD_INDEX", str(index))
+        monkeypatch.setenv("DILOCO_NUM_SHARDS", "2")
+        torch.manual_seed(42)
+        loader = DataLoader(
+            tiny_task.Examples("w", 64), tiny_task.BATCH, shuffle=True, num_workers=processes
+        )
+        module = module_of()
+        module.model.register_forward_pre_hook(
+            lambda _, __, given: seen.append(given["x"].clone()), with_kwargs=True
+        )
+        trainer(callback()).fit(module, loader)
+        return seen
+
+    same = [torch.equal(*each) for each in zip(batches(0), batches(1), strict=True)]
+    assert len(same) == 8 and not any(same)
+
+
 def test_two_optimizers_by_hand_are_one_step(callback: Fit, trainer: Fit) -> None:
     own = callback()
     made = trainer(own)
@@ -297,5 +320,5 @@ def test_strategies_that_cut_the_model_up_are_refused(
         made.fit(module_of(), batches())
     several = trainer(callback())
     monkeypatch.setattr(type(several), "world_size", 2)
-    with pytest.raises(UsageError, match="2 processes, and this release has no workers of several"):
+    with pytest.raises(UsageError, match="2 processes, and this callback takes one"):
         several.fit(module_of(), batches())

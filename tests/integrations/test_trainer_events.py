@@ -99,6 +99,59 @@ def test_optimizer_steps_are_counted_and_not_batches(trainer: MakeTrainer) -> No
     assert (diloco.local_step, diloco.sync_count) == (5, 1)
 
 
+def test_a_trainer_that_counts_tokens_stays_in_the_run_to_its_end(trainer: MakeTrainer) -> None:
+    """It adds to each log what others add to the last one."""
+    made = trainer(include_num_input_tokens_seen="all")
+    made.train()
+    diloco = hook_of(made)
+    assert (diloco.local_step, diloco.sync_count) == (2 * H, 2)
+
+
+def test_the_best_model_stays_as_it_was_loaded_while_pushes_in_flight_are_waited_for(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    from diloco_worker.transformers import DiLoCoCallback
+
+    fragments = make_config(workers=1, sync_every=H, num_fragments=2, fragment_sync_delay=1)
+    with Broker(fragments) as broker:
+        own = DiLoCoCallback(broker.address, worker_id="w", timeout=PATIENCE_S)
+        saves = {"save_strategy": "steps", "save_steps": H // 2, "eval_steps": H // 2}
+        made = trainer(own=own, eval_strategy="steps", load_best_model_at_end=True, **saves)
+        made.train()
+    assert own.diloco is not None and own.diloco.sync_count == 4, "all pushes were waited for"
+    best = load_file(Path(made.state.best_model_checkpoint, "model.safetensors"))
+    for name, value in best.items():
+        assert torch.equal(made.model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("shard_data", [True, False])
+def test_workers_of_one_script_read_other_batches(
+    trainer: MakeTrainer, broker: Broker, monkeypatch: pytest.MonkeyPatch, shard_data: bool
+) -> None:
+    from diloco_worker.transformers import DiLoCoCallback
+
+    def batches(index: int) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+
+        class Looks(tiny_task.TinyModel):
+            def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+                seen.append(x.clone())
+                return super().forward(x, labels)
+
+        monkeypatch.setenv("DILOCO_SHARD_INDEX", str(index))
+        monkeypatch.setenv("DILOCO_NUM_SHARDS", "2")
+        own = DiLoCoCallback(
+            broker.address, worker_id=f"w{index}", timeout=PATIENCE_S, shard_data=shard_data
+        )
+        trainer(own=own, model=Looks(), max_steps=H).train()
+        return seen
+
+    same = [torch.equal(*each) for each in zip(batches(0), batches(1), strict=True)]
+    assert not any(same) if shard_data else all(same)
+
+
 def test_steps_that_overflow_are_not_counted(trainer: MakeTrainer) -> None:
     class Overflows(nn.Module):
         """Has an infinite gradient at the second and third batch."""

@@ -21,11 +21,13 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.shell.whereabouts import Given
+from diloco_worker.training.data_order import give_own_order
 from diloco_worker.training.settings import resolve
 
 logger = logging.getLogger("diloco.worker")
@@ -41,6 +43,8 @@ class DiLoCoCallback(Callback):
 
     Args:
         server: the broker's address. Without one here and in DILOCO_SERVER nothing is done.
+        shard_data: shuffle the training data from another seed than other workers do. False leaves the
+            seeds alone, for scripts that give each worker data of its own.
         keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
 
     Attributes:
@@ -57,13 +61,17 @@ class DiLoCoCallback(Callback):
         TypeError: a keyword that DiLoCoWorker has not.
     """
 
-    def __init__(self, server: Given | None = None, **keywords: Any) -> None:
+    def __init__(
+        self, server: Given | None = None, *, shard_data: bool = True, **keywords: Any
+    ) -> None:
         inspect.signature(DiLoCoWorker).bind(None, None, server, **keywords)
         self.diloco: DiLoCoWorker | None = None
         self._given = {"server": server, **keywords}
+        self._shard_data = shard_data
         self._loaded: dict[str, Any] = {}  # the worker's state in a checkpoint
         self._theirs: Any = None  # what Lightning does with SIGTERM
         self._is_in = False
+        self._ordered: object = None  # the loaders that have this worker's order
 
     # What the Trainer calls.
 
@@ -93,6 +101,10 @@ class DiLoCoCallback(Callback):
             self._give_sigterm_back()
             raise
         self._is_in = True
+        self._give_own_order(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._give_own_order(trainer)  # of loaders that were made anew
 
     def on_train_batch_end(
         self,
@@ -149,6 +161,23 @@ class DiLoCoCallback(Callback):
         finally:
             self._give_sigterm_back()
 
+    def _give_own_order(self, trainer: Trainer) -> None:
+        """Shuffle what the Trainer reads from seeds of this worker's.
+
+        A loader that keeps its own state is left alone: it may go on within an epoch.
+        """
+        worker, given = self.diloco, trainer.train_dataloader
+        if worker is None or worker.config is None or not self._shard_data:
+            return
+        if given is self._ordered:
+            return
+        self._ordered = given
+        loaders = [each for each in _flat(given) if not hasattr(each, "state_dict")]
+        is_changed = give_own_order(loaders, lambda: worker.shard)
+        # Processes of a loader have taken the first batches of the old order by now.
+        if is_changed and any(getattr(each, "num_workers", 0) for each in loaders):
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+
     def _take_sigterm(self) -> None:
         """Let the worker have the signal: Lightning's handler would not end a wait for a round."""
         if threading.current_thread() is threading.main_thread():
@@ -158,6 +187,11 @@ class DiLoCoCallback(Callback):
         if self._theirs is not None:
             signal.signal(signal.SIGTERM, self._theirs)
             self._theirs = None
+
+
+def _flat(loaders: Any) -> list[Any]:
+    """The loaders in what a Trainer was given: one, or several in lists and dicts."""
+    return CombinedLoader(loaders).flattened
 
 
 def _save(trainer: Trainer, worker: DiLoCoWorker) -> None:
@@ -179,6 +213,7 @@ def _require_whole_model(trainer: Trainer) -> None:
         )
     if trainer.world_size > 1:
         raise UsageError(
-            f"The Trainer has {trainer.world_size} processes, and this release has no workers of "
-            "several; start one Trainer with devices=1 for each device."
+            f"The Trainer has {trainer.world_size} processes, and this callback takes one: start one "
+            "Trainer with devices=1 for each device, or make the processes one worker in a loop of "
+            "your own (worker/GROUPS.md)."
         )

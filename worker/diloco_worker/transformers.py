@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.shell.whereabouts import Given
+from diloco_worker.training.data_order import give_own_order
 from diloco_worker.training.settings import resolve
 
 logger = logging.getLogger("diloco.worker")
@@ -46,6 +47,8 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         server: the broker's address. Without one here and in DILOCO_SERVER nothing is done.
         evaluate_global: the Trainer evaluates the global parameters that came last instead of this
             worker's own; they are in the model while it is in evaluation mode.
+        shard_data: shuffle the training data from another seed than other workers do. False leaves the
+            seeds alone, for scripts that give each worker data of its own.
         keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
 
     Logged with what the Trainer logs, each as diloco/NAME: `round` of the run, `global_loss`, and of
@@ -54,13 +57,18 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
     With several processes (torchrun) all of them are one worker, as with `process_group="world"`.
 
     Raises:
-        UsageError: at the begin of training; what `DiLoCoWorker` raises, or a Trainer with FSDP or
+        UsageError: when training begins; what `DiLoCoWorker` raises, or a Trainer with FSDP or
             DeepSpeed, or with two of these callbacks.
         TypeError: a keyword that DiLoCoWorker has not.
     """
 
     def __init__(
-        self, server: Given | None = None, *, evaluate_global: bool = False, **keywords: Any
+        self,
+        server: Given | None = None,
+        *,
+        evaluate_global: bool = False,
+        shard_data: bool = True,
+        **keywords: Any,
     ) -> None:
         inspect.signature(DiLoCoWorker).bind(None, None, server, **keywords)
         self.diloco: DiLoCoWorker | None = None  # while training goes on, and after it
@@ -68,6 +76,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         self._server = server
         self._keywords = keywords
         self._evaluate_global = evaluate_global
+        self._shard_data = shard_data
         self._global_parameters = ExitStack()  # they are in the model until it is closed
         self._shows_global = False
         self._hooks: list[Any] = []
@@ -98,6 +107,8 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         self._tokens = state.num_input_tokens_seen
         if self._is_in_a_run:
             _callbacks[model] = self
+            if self._shard_data:
+                give_own_order([objects.get("train_dataloader")], lambda: diloco.shard)
             if self._evaluate_global:
                 self._hooks = [
                     model.register_forward_pre_hook(self._before_forward),
@@ -143,14 +154,8 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
             return
         if "loss" in logs:
             self.diloco.report(loss=logs["loss"])
-        is_over = "train_runtime" in logs
-        if is_over:  # before the Trainer loads the best model, which stays as it is then
-            self._leave()
-        if "loss" in logs or is_over:
-            figures = self._figures()
-            logs.update(figures)
-            if state.log_history:
-                state.log_history[-1].update(figures)
+        if "loss" in logs or "train_loss" in logs:  # the latter once, at the end
+            self._log_figures(state, logs)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -167,14 +172,26 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
             os.replace(aside, folder / file)
             self.diloco.saved()  # if an operator has asked
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._leave()
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
+        self._leave()  # which leaves the best model as it was loaded
+        self._log_figures(state, {})
 
     # What the Trainer writes into its checkpoint.
 
     def state(self) -> dict[str, Any]:
         plain = {k: str(v) if isinstance(v, Path) else v for k, v in self._keywords.items()}
-        given = {"server": self._server, "evaluate_global": self._evaluate_global, **plain}
+        given = {
+            "server": self._server,
+            "evaluate_global": self._evaluate_global,
+            "shard_data": self._shard_data,
+            **plain,
+        }
         return {"args": given, "attributes": {"saved_in": self.saved_in}}
 
     # Behind them.
@@ -232,6 +249,13 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         if diloco.global_loss is not None:
             figures["global_loss"] = diloco.global_loss
         return {f"diloco/{name}": value for name, value in figures.items()}
+
+    def _log_figures(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        """Add this worker's figures to what is being logged, and to the last entry of the history."""
+        figures = self._figures()
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
 
     def _leave(self, *, failed: bool = False) -> None:
         self._hide_global()

@@ -1,0 +1,77 @@
+"""Do workers of one script read the data in orders of their own?"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from diloco_protocol import UsageError
+from diloco_worker.training.data_order import give_own_order
+
+NUMBERS = list(range(64))
+
+
+def seeded(**options: Any) -> RandomSampler:
+    return RandomSampler(NUMBERS, generator=torch.Generator().manual_seed(42), **options)
+
+
+def loader(kind: str) -> DataLoader[int]:
+    """One that gives the same order in each process of a script."""
+    torch.manual_seed(42)
+    sampler: Any = {
+        "shuffle": None,
+        "own generator": seeded(),
+        "weighted": WeightedRandomSampler([1.0] * 64, 64),
+        "distributed": DistributedSampler(NUMBERS, num_replicas=1, rank=0),  # type: ignore[arg-type]
+    }[kind]
+    return DataLoader(NUMBERS, 8, shuffle=sampler is None, sampler=sampler)  # type: ignore[arg-type]
+
+
+def order(kind: str, index: int, epochs: int = 2) -> list[list[int]]:
+    """What a worker with this share reads in each epoch."""
+    made = loader(kind)
+    assert give_own_order([made], lambda: (index, 2))
+    return [[int(each) for batch in made for each in batch] for _ in range(epochs)]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "own generator", "weighted", "distributed"])
+def test_each_worker_has_an_order_of_its_own_and_the_same_in_each_life(kind: str) -> None:
+    first, second = order(kind, 0), order(kind, 1)
+    assert first[0] != second[0] and first[1] != second[1]
+    assert order(kind, 1) == second
+    if kind not in {"weighted"}:
+        assert sorted(second[0]) == NUMBERS
+    if kind != "distributed":  # which is told of the epoch by the loop
+        assert second[0] != second[1]
+
+
+def test_a_loader_that_is_used_again_keeps_its_order() -> None:
+    made, again = loader("distributed"), loader("distributed")
+    give_own_order([made], lambda: (1, 2))
+    give_own_order([again], lambda: (1, 2))
+    assert give_own_order([again], lambda: (1, 2))
+    assert [list(map(int, each)) for each in made] == [list(map(int, each)) for each in again]
+
+
+def test_data_that_is_read_in_order_is_warned_of_where_there_are_several_workers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    in_order = DataLoader(NUMBERS, 8)  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO, "diloco.worker"):
+        assert not give_own_order([in_order], lambda: (0, 1))
+        assert not caplog.records
+        assert not give_own_order([in_order], lambda: (1, 2))
+    assert "own part of the data" in caplog.text
+
+
+def test_a_broker_that_gives_no_shares_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    def shard() -> tuple[int, int]:
+        raise UsageError("no shares here")
+
+    assert not give_own_order([loader("shuffle")], shard)
+    assert "no shares here" in caplog.text

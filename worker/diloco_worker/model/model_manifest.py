@@ -11,28 +11,26 @@ from torch.nn.parameter import is_lazy
 
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.manifest import summarise
-from diloco_worker.model.model_parts import ModelParts
+from diloco_worker.model.model_parts import ModelParts, named_tensors
 from diloco_worker.model.spread.blocks import is_spread, local
+from diloco_worker.model.wrappers import without_wrappers
 
 
 def unwrapped(model: object) -> nn.Module:
-    """What torch.compile wraps, or the model itself; raises UsageError when it is no module.
+    """The model without the wrappers of libraries around it; raises UsageError when it is no module.
 
     A list of modules is taken for the parts of one model.
     """
     if isinstance(model, list | tuple):
         return ModelParts([unwrapped(part) for part in model])
-    module = getattr(model, "_orig_mod", model)
-    if not isinstance(module, nn.Module):
+    if not isinstance(model, nn.Module):
         raise UsageError(f"The model is a {type(model).__name__}; it must be an nn.Module.")
-    return module
+    return without_wrappers(model)
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, tied ones under each of their names."""
-    tensors: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
-    tensors.update(module.named_parameters(remove_duplicate=False))
-    return tensors
+    return {found.name: found.tensor for found in named_tensors(module)}
 
 
 def manifest_of(model: nn.Module | Sequence[nn.Module], *, may_be_spread: bool = False) -> Manifest:
@@ -46,14 +44,16 @@ def manifest_of(model: nn.Module | Sequence[nn.Module], *, may_be_spread: bool =
         UsageError: it cannot be exchanged.
     """
     module = unwrapped(model)
-    live = live_tensors(module)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found = list(named_tensors(module))
+    live = {each.name: each.tensor for each in found}
+    parameters = {each.name: each.tensor for each in found if each.is_parameter}
     entries = []
     own = live
     if may_be_spread:
         parts = {id(tensor): local(tensor) for tensor in live.values() if is_spread(tensor)}
         own = {name: parts.get(id(tensor), tensor) for name, tensor in live.items()}
-    for name, aliases in _tied(module, own, parameters).items():
+    saved = [each.name for each in found if each.is_saved]
+    for name, aliases in _tied(saved, own).items():
         tensor = live[name]
         tied = [parameters[each] for each in (name, *aliases) if each in parameters]
         if any(parameter.requires_grad for parameter in tied):
@@ -69,26 +69,11 @@ def manifest_of(model: nn.Module | Sequence[nn.Module], *, may_be_spread: bool =
     return manifest
 
 
-def _tied(
-    module: nn.Module, live: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
-) -> dict[str, list[str]]:
-    """The tensors of a state dict by their first name, each with its other names."""
-    listed = [name for name, value in module.state_dict().items() if isinstance(value, Tensor)]
-    foreign = [name for name in listed if name not in live]
-    if foreign:
-        raise UsageError(
-            f"The model's state_dict has {foreign[0]!r}, which is neither a parameter nor a buffer, "
-            "so it could not be kept in step; remove the hook that adds it."
-        )
-    hidden = [n for n, p in parameters.items() if p.requires_grad and n not in listed]
-    if hidden:
-        raise UsageError(
-            f"The parameter {hidden[0]!r} is trained but is not in the model's state_dict, so it "
-            "would not be exchanged; remove the hook that hides it."
-        )
+def _tied(names: Sequence[str], live: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """The first name of each tensor, with its other names."""
     first: dict[object, str] = {}
     aliases: dict[str, list[str]] = {}
-    for name in listed:
+    for name in names:
         tensor = live[name]
         _require_values_of_its_own(name, tensor)
         original = first.setdefault(_identity(tensor), name)

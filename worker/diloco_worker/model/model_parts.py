@@ -1,19 +1,21 @@
 """A model in several modules, as pipelines have them, in the place of one.
 
-The parts of a pipeline are cut out of one model and keep its names, so their state dicts, one behind the
-other, are that of the whole model: a worker with all of it in one module may be in the same run. A name
-that two parts have for different tensors would stand for either, so it is refused; what is in no state
-dict (a table of rotary embeddings that each part has for itself) may have any name.
+The parts of a pipeline are cut out of one model and keep its names, so their tensors, one part after the
+other, are those of the whole model: a worker with all of it in one module may be in the same run. A name
+that two parts have for different tensors would stand for either, so it is refused; buffers that are not
+saved (a table of rotary embeddings that each part has for itself) may have any name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from diloco_protocol import UsageError
+from diloco_worker.model import wrappers
+from diloco_worker.model.wrappers import Named
 
 
 class ModelParts(nn.Module):
@@ -31,10 +33,10 @@ class ModelParts(nn.Module):
         self._owners: dict[str, int] = {}  # the part whose tensor a name stands for
         known: dict[str, object] = {}
         for number, part in enumerate(parts):
-            listed = part.state_dict(keep_vars=True)
-            named: dict[str, object] = {n: t for n, t in listed.items() if isinstance(t, Tensor)}
-            named.update((n, p) for n, p in part.named_parameters() if p.requires_grad)
-            for name, value in named.items():
+            for found in named_tensors(part):
+                if not found.is_saved:
+                    continue
+                name, value = found.name, found.tensor
                 if name in known and known[name] is not value:
                     raise UsageError(
                         f"Parts {self._owners[name]} and {number} of the model both have a "
@@ -48,36 +50,25 @@ class ModelParts(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of all parts, as `nn.Module.named_parameters` gives them."""
-        return self._own("named_parameters", prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Those of all parts, as `nn.Module.named_buffers` gives them."""
-        return self._own("named_buffers", prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the parts in one; the arguments are those of `nn.Module.state_dict`."""
-        # One name stands for one tensor, whichever part it is read from.
-        return {
-            name: value
-            for part in self.parts
-            for name, value in part.state_dict(*args, **kwargs).items()
-        }
-
-    def _own(
-        self, method: str, prefix: str, recurse: bool, remove_duplicate: bool
-    ) -> Iterator[tuple[str, Any]]:
-        """What this method of each part gives, but for what the name of another part's tensor hides."""
         seen: set[int] = set()
+        for found in self.tensors():
+            if not found.is_parameter or (remove_duplicate and id(found.tensor) in seen):
+                continue
+            seen.add(id(found.tensor))
+            name = f"{prefix}.{found.name}" if prefix else found.name
+            yield name, cast(nn.Parameter, found.tensor)
+
+    def tensors(self) -> Iterator[Named]:
+        """Those of all parts, but for what the name of another part's tensor hides."""
         for number, part in enumerate(self.parts):
-            for name, value in getattr(part, method)("", recurse, remove_duplicate):
-                if self._owners.get(name, number) != number or (
-                    remove_duplicate and id(value) in seen
-                ):
-                    continue
-                seen.add(id(value))
-                yield f"{prefix}.{name}" if prefix else name, value
+            for found in named_tensors(part):
+                if self._owners.get(found.name, number) == number:
+                    yield found
+
+
+def named_tensors(module: nn.Module) -> Iterator[Named]:
+    """The tensors of a model, or of one in parts, as `wrappers.named_tensors` gives them."""
+    return module.tensors() if isinstance(module, ModelParts) else wrappers.named_tensors(module)
 
 
 def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:

@@ -12,17 +12,18 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from diloco_protocol.manifest import summarise
 from diloco_worker.model.model_manifest import dtype_name
+from diloco_worker.model.model_parts import named_tensors
 
 
 @dataclass(frozen=True)
 class Seen:
     """A parameter as it was."""
 
-    parameter: weakref.ref[nn.Parameter]
+    parameter: weakref.ref[Tensor]
     shape: tuple[int, ...]
     dtype: str
     is_trained: bool
@@ -70,7 +71,7 @@ class ModelWatch:
                 clauses.append(f"{name} is gone")
             else:
                 clauses += _differences(name, before, now[name])
-        live = dict(self._model.named_parameters(remove_duplicate=False))
+        live = _parameters(self._model)
         clauses += [
             f"{name} and {other} are not tied any more"
             for name, other in self._ties
@@ -79,10 +80,15 @@ class ModelWatch:
         return clauses
 
 
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """By name, tied ones under each of their names."""
+    return {found.name: found.tensor for found in named_tensors(model) if found.is_parameter}
+
+
 def _seen(model: nn.Module) -> Mapping[str, Seen]:
     return {
         name: Seen(weakref.ref(p), tuple(p.shape), dtype_name(p), bool(p.requires_grad))
-        for name, p in model.named_parameters(remove_duplicate=False)
+        for name, p in _parameters(model).items()
     }
 
 
@@ -90,7 +96,7 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
     """Pairs of names of the same values."""
     first: dict[object, str] = {}
     ties = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in _parameters(model).items():
         if parameter.numel():
             other = first.setdefault((parameter.data_ptr(), parameter.shape), name)
             if other != name:

@@ -1,0 +1,92 @@
+"""The tensors of a module by the names that the model itself gives them, whatever is wrapped around it.
+
+Libraries wrap a model, or parts of it, in modules of their own: DDP's puts `module.` in front of each
+name, torch.compile's `_orig_mod.`, and so on. Workers with and without them are to share a run, so these
+names are left out. Only the classes of those libraries are looked through: a model may well call a part
+of its own `module`.
+
+State dicts are not asked: hooks give them other entries (Fabric's wrapper, a fused projection that is
+split for checkpoints), while it is the parameters that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from diloco_protocol import UsageError
+
+# Of each wrapper, by the name of its class, what it calls the module that it wraps.
+_INNER = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",  # of torch.compile
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",  # FSDP1; fully_shard wraps nothing
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "_FabricModule": "_original_module",  # and `_forward_module`, the same in other wrappers
+}
+_LIBRARIES = frozenset({"torch", "lightning", "lightning_fabric"})
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor of a module under one of its names."""
+
+    name: str
+    tensor: Tensor
+    is_parameter: bool
+    is_saved: bool  # in the state dict: all but buffers that are `persistent=False`
+
+
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """The model in its wrappers; itself where it has none.
+
+    Raises:
+        UsageError: FSDP1 has cut its parameters into flat ones.
+    """
+    while (inner := _inner(module)) is not None:
+        module = inner
+    return module
+
+
+def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[Named]:
+    """Parameters and buffers in the order of a state dict, tied ones under each of their names.
+
+    Raises UsageError as `without_wrappers` does.
+    """
+    module = without_wrappers(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Named(prefix + name, parameter, is_parameter=True, is_saved=True)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            is_saved = name not in module._non_persistent_buffers_set
+            yield Named(prefix + name, buffer, is_parameter=False, is_saved=is_saved)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from named_tensors(child, f"{prefix}{name}.")
+
+
+def _inner(module: nn.Module) -> nn.Module | None:
+    """What a wrapper of a library wraps; None for any other module."""
+    for kind in type(module).__mro__:
+        name = _INNER.get(kind.__name__)
+        if name is not None and kind.__module__.partition(".")[0] in _LIBRARIES:
+            if kind.__name__ == "FullyShardedDataParallel":
+                _require_whole(module)
+            return module._modules.get(name)
+    return None
+
+
+def _require_whole(fsdp: nn.Module) -> None:
+    """Raise UsageError for a module of FSDP1 unless its parameters are those of the model."""
+    strategy = getattr(getattr(fsdp, "sharding_strategy", None), "name", None)
+    if strategy != "NO_SHARD" or not getattr(fsdp, "_use_orig_params", False):
+        raise UsageError(
+            f"The model is wrapped in FullyShardedDataParallel ({strategy}), which cuts its parameters "
+            "into flat shards; use torch's fully_shard instead (worker/GROUPS.md), or NO_SHARD with "
+            "use_orig_params=True."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
@@ -13,6 +13,10 @@ DIFFERENCES_NAMED = 5
 # Books are kept for each chunk: 200,000 of them at this size. Far above what any host could hold.
 MAX_ELEMENTS = 10**11
 MAX_DIMENSIONS = 16
+
+# What DDP and torch.compile put in front of the names of what they wrap.
+IN_DDP = "module."
+COMPILED = "_orig_mod."
 
 FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 INTEGER_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "bool"})
@@ -80,6 +84,26 @@ class Manifest:
         if self.trainable_elements <= 0:
             found.append("it has no trainable parameters")
         return found
+
+
+def without_wrappers(manifest: Manifest) -> Manifest:
+    """The manifest without the names of DDP (around the model) and torch.compile (around its parts).
+
+    Workers of earlier releases kept these in the names of tensors, and so do their checkpoints.
+    """
+    names = [name for entry in manifest.entries for name in (entry.name, *entry.aliases)]
+    is_in_ddp = all(name.replace(COMPILED, "").startswith(IN_DDP) for name in names)
+
+    def bare(name: str) -> str:
+        plain = name.replace(COMPILED, "")
+        return plain.removeprefix(IN_DDP) if is_in_ddp else plain
+
+    return Manifest(
+        tuple(
+            replace(each, name=bare(each.name), aliases=tuple(map(bare, each.aliases)))
+            for each in manifest.entries
+        )
+    )
 
 
 def differences(ours: Manifest, theirs: Manifest) -> list[str]:

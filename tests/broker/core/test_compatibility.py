@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Error, Notice, Welcome
-from kit.core_harness import Stage, a_stage, alone
+from kit.core_harness import Stage, a_stage, alone, layered
 
 
 def steps_shown(stage: Stage) -> dict[str, int]:
@@ -129,3 +131,14 @@ def test_floor_that_is_raised_holds_from_the_open_round_on() -> None:
     b = stage.worker("b").joins()
     b.pushes(12, base=stage.version())
     assert stage.version().counter == 2
+
+
+def test_names_of_wrappers_make_no_other_model() -> None:
+    """A run whose first workers were of an earlier release, which kept them, goes on with newer ones."""
+    plain = layered(2)
+    named = [replace(each, name=f"module.{each.name}") for each in plain.entries]
+    stage = a_stage(workers=2)
+    assert stage.worker("a").joins(manifest=Manifest(tuple(named))).last(Welcome) is not None
+    assert stage.worker("b").joins(manifest=plain).last(Welcome) is not None
+    other = Manifest(tuple(reversed(plain.entries)))
+    assert stage.worker("c").joins(manifest=other).error().code == "model_differs"

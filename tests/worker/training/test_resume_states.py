@@ -298,3 +298,23 @@ def test_state_of_another_model_names_the_tensors(training: ScriptedTraining) ->
     state = training.saves()[0]
     with pytest.raises(UsageError, match=r"weight is shaped \[3, 3\] instead of \[5, 3\]"):
         training.makes(nn.Linear(3, 5)).load_state_dict(state)
+
+
+def test_state_whose_names_have_those_of_wrappers_is_resumed(training: ScriptedTraining) -> None:
+    """Earlier releases kept what DDP and torch.compile put in front of names."""
+    training.begins()
+    training.steps(1)
+    state, model = training.saves()
+    resume = state["resume"]
+    for entry in resume["model"]:
+        entry[0] = f"module._orig_mod.{entry[0]}"
+    resume["checksums"] = {f"module._orig_mod.{n}": of for n, of in resume["checksums"].items()}
+    training.resumes((state, model), version(0))
+    training.says_current(0)
+    training.done()
+    training.trains(H - 1)
+    training.says_current(0)
+    push, _ = training.takes()
+    assert push.steps == H
+    training.serves(1, 1, push)
+    training.done()

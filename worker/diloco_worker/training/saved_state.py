@@ -28,7 +28,7 @@ from diloco_protocol import (
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes
-from diloco_protocol.manifest import differences, summarise
+from diloco_protocol.manifest import differences, summarise, without_wrappers
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.ranges import MOST
 from diloco_protocol.records import from_plain as record_of
@@ -44,7 +44,7 @@ from diloco_worker.model.feedback import InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.saved_share import states_in
-from diloco_worker.model.spread.shares import is_piece, overlaps, piece_name
+from diloco_worker.model.spread.shares import is_piece, overlaps, piece_name, tensor_name
 from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
 from diloco_worker.training.resumption import Resumption, SavedFragment
 
@@ -272,11 +272,17 @@ def _resumption(plains: list[Plain], tensors: ModelTensors) -> Resumption:
             f"The worker's state has format {plain['format']!r}, this release reads {FORMAT}; go on "
             "with the release that wrote it."
         )
-    clauses = differences(tensors.manifest, _manifest(plain["model"]))
-    if clauses:
+    saved = _manifest(plain["model"])
+    clauses = differences(tensors.manifest, saved)
+    if clauses and without_wrappers(saved) != without_wrappers(tensors.manifest):
         raise UsageError(
             f"The worker's state is of another model than this one: {summarise(clauses)}."
         )
+    if clauses:
+        pairs = zip(saved.entries, tensors.manifest.entries, strict=True)
+        names = {then.name: now.name for then, now in pairs}
+        plains = [_renamed(each, names) for each in plains]
+        plain = plains[0]
     told = asdict(RunConfig(**_dict(plain["config"])))  # what a newer release has told is unknown
     config = record_of(RunConfig, told, "config")
     unsound = why_unsound(config, tensors.manifest)
@@ -310,6 +316,17 @@ def _resumption(plains: list[Plain], tensors: ModelTensors) -> Resumption:
         checksums=None if is_old else _checksums(plain, layout),
         distances=tuple(float(each["distance"]) for each in parts) if is_old else (),
     )
+
+
+def _renamed(plain: Plain, names: Mapping[str, str]) -> Plain:
+    """A state of an earlier release, whose names had those of wrappers in them."""
+    if "checksums" not in plain:
+        return plain
+    checksums = {}
+    for name, sums in _dict(plain["checksums"]).items():
+        tensor = tensor_name(name)
+        checksums[names.get(tensor, tensor) + name.removeprefix(tensor)] = sums
+    return {**plain, "checksums": checksums}
 
 
 def _checksums(plain: Plain, layout: ModelLayout) -> dict[str, tuple[int, ...]]:

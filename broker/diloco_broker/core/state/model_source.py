@@ -18,7 +18,7 @@ from diloco_broker.core.state.versions import WholeVersion
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import ModelLayout, lay_out_plan
 from diloco_protocol.description import Description, describe
-from diloco_protocol.manifest import Kind, Manifest
+from diloco_protocol.manifest import Kind, Manifest, without_wrappers
 from diloco_protocol.messages import Push, Released, RunConfig
 from diloco_protocol.version import Ledger, VersionId, tag_of
 
@@ -143,6 +143,13 @@ class RunModel:
         description = self.description
         is_it = description is not None and digest in (description.digest, self.came_as)
         return self.manifest if is_it else None
+
+    def as_known(self, manifest: Manifest) -> Manifest:
+        """The run's manifest where this one differs from it by the names of wrappers alone."""
+        known = self.manifest
+        if known is None or known == manifest:
+            return manifest
+        return known if without_wrappers(known) == without_wrappers(manifest) else manifest
 
     def settle_manifest(
         self,

@@ -28,6 +28,7 @@ def join(
     state: RunState, route: effects.Route, join: messages.Join, manifest: Manifest
 ) -> effects.Effects:
     """A worker asks to take part, for the first time or again on new connections."""
+    manifest = state.model.as_known(manifest)
     plan = _check_join(state, join, manifest)
     # Of more fragments than there are, the frozen one included, nobody has a version.
     join = replace(join, versions=join.versions[: state.config.num_fragments + 1])

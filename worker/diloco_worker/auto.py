@@ -2,7 +2,8 @@
 
 The script runs as it would without: `__main__`, `sys.argv`, `sys.path` and its exit code are its own.
 Nothing of torch is loaded before the script loads it, which may set variables for it first. Processes
-that it starts are no part of the run.
+that it starts are no part of the run: a launcher is refused, and a script in whose own process nothing
+was trained ends with code 2.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
+from diloco_protocol import UsageError
+from diloco_worker.cli.python_command import refuse_launcher
 from diloco_worker.core.restarts import WRONG_USAGE
 
 if TYPE_CHECKING:
     from diloco_worker.attachment import Attachment
 
 TORCH = "torch"
+# A number that is added to the script's seeds; `diloco-worker run --own-seed` sets it.
+SEED_OFFSET = "DILOCO_SEED_OFFSET"
 USAGE = "diloco-worker: give a script or -m MODULE: python -m diloco_worker.auto train.py"
 
 
@@ -33,8 +38,11 @@ class _AfterTorch(MetaPathFinder):
 
     def attach(self) -> None:
         from diloco_worker.attachment import Attachment
+        from diloco_worker.seeds import shift_seeds
 
         self.attachment = Attachment()
+        if offset := os.environ.get(SEED_OFFSET, "").strip():
+            shift_seeds(int(offset))
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -69,27 +77,48 @@ def main() -> None:
         _fail(USAGE)
     if words[0] != "-m" and not os.path.exists(words[0]):
         _fail(f"diloco-worker: there is no script {words[0]!r:.200}.")
-    watch = _AfterTorch()
+    try:
+        refuse_launcher(words)
+    except UsageError as error:
+        _fail(f"diloco-worker: {error}")
+    watch, failure, pid = _AfterTorch(), None, os.getpid()
     if TORCH in sys.modules:
         watch.attach()
     else:
         sys.meta_path.insert(0, watch)
-    failure: BaseException | None = None
     try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
-                sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
+        _run(words)
     except BaseException as error:
         failure = error
         raise
     finally:
         if watch.attachment is not None:
             watch.attachment.leave(failure)
+        if os.getpid() == pid and (watch.attachment is None or not watch.attachment.is_settled):
+            _end_without_training(failure)
+
+
+def _run(words: list[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _end_without_training(failure: BaseException | None) -> None:
+    """Say that nothing was trained here; no success, since the script may have trained elsewhere."""
+    sentence = (
+        "diloco-worker: Nothing of this script was in the run: in its own process no optimizer of torch "
+        "has made a step, or several have made one and no second. Processes that it starts are no part "
+        "of the run; put a DiLoCoWorker into the script where it trains (worker/README.md)."
+    )
+    if failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0)):
+        _fail(sentence)
+    print(sentence, file=sys.stderr)
 
 
 if __name__ == "__main__":

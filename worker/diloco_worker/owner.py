@@ -1,14 +1,18 @@
-"""Which model an optimizer trains, where nobody says so: found among all modules of a process."""
+"""Which model optimizers train, where the script does not say so: found in the memory of a process."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from typing import TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from diloco_protocol import UsageError
+from diloco_worker.training.start import HOOKS
+
+T = TypeVar("T")
 
 BY_HAND = "Put a DiLoCoWorker into the script instead; worker/README.md says how."
 # Wrappers that exchange gradients among the processes of one training, by the names of their classes.
@@ -17,13 +21,32 @@ OF_SEVERAL_PROCESSES = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 def living_modules() -> list[nn.Module]:
     """All modules of this process that something refers to."""
+    return _living(nn.Module)
+
+
+def living_optimizers() -> list[Optimizer]:
+    """All optimizers of this process that something refers to, but for wrappers of others."""
+    return [found for found in _living(Optimizer) if HOOKS in vars(found)]
+
+
+def _living(kind: type[T]) -> list[T]:
     gc.collect()
     # By type: `isinstance` asks the object, and lazy ones load what they stand for.
-    return [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
-def owner_of(optimizer: Optimizer, modules: Iterable[nn.Module]) -> nn.Module:
-    """The outermost module that holds every parameter of the optimizer.
+def parameters_of(*optimizers: Optimizer) -> set[int]:
+    """The `id` of each parameter that they train."""
+    return {
+        id(parameter)
+        for each in optimizers
+        for group in each.param_groups
+        for parameter in group["params"]
+    }
+
+
+def owner_of(optimizer: Optimizer, modules: Iterable[nn.Module], *others: Optimizer) -> nn.Module:
+    """The outermost module that holds every parameter of the optimizer, and of the others.
 
     Where several do that are not parts of each other, such as two wrappers of one model, it is the
     outermost that is a part of all of them.
@@ -31,7 +54,7 @@ def owner_of(optimizer: Optimizer, modules: Iterable[nn.Module]) -> nn.Module:
     Raises:
         UsageError: there is none, there are several, or its processes train it together; a sentence.
     """
-    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    wanted = parameters_of(optimizer, *others)
     kind = type(optimizer).__name__
     made = [module for module in modules if "_parameters" in vars(module)]  # its __init__ has run
     holders = [module for module in made if wanted <= _parameters(module)]

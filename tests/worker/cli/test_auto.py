@@ -75,6 +75,28 @@ for _ in range(3):
 """
 
 
+# As Muon beside AdamW: the parameters of one model, in two optimizers that step one after the other.
+SEVERAL = """
+import sys, torch
+torch.manual_seed(int(sys.argv[1]))
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+hidden = torch.optim.SGD(model[0].parameters(), lr=0.1)
+head = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+for step in range(int(sys.argv[2])):
+    model(torch.ones(4, 3)).pow(2).mean().backward()
+    for optimizer in (hidden, head):
+        optimizer.step()
+        optimizer.zero_grad()
+torch.save(model.state_dict(), f"{sys.argv[1]}.pt")
+"""
+LATE = SEVERAL.replace("(hidden, head)", "(hidden, head) if step == 3 else (hidden,)")
+SHUFFLES = """
+import torch
+torch.manual_seed(42)
+print("order", torch.randperm(1000)[:6].tolist(), flush=True)
+"""
+
+
 def script(folder: Path, text: str) -> str:
     path = folder / "script.py"
     path.write_text(text)
@@ -175,13 +197,54 @@ def test_what_is_not_exchanged_is_said(processes: Processes, tmp_path: Path) -> 
     assert made.output.count("SGD trains parameters outside Linear") == 1
 
 
+def test_optimizers_of_one_model_are_counted_together(processes: Processes, tmp_path: Path) -> None:
+    """Both end behind a boundary: if it fell between two optimizers, their models would differ."""
+    options = ("--workers", "2", "--min-workers", "2", "--sync-every", "4", "--no-save")
+    _, address = processes.serve(*options)
+    path = script(tmp_path, SEVERAL)
+    made = [auto(processes, address, path, seed, "9") for seed in ("1", "2")]
+    assert [each.ends() for each in made] == [0, 0], made[0].output + made[1].output
+    assert "trained by SGD and AdamW" in made[0].output
+    one, other = (torch.load(tmp_path / f"{seed}.pt") for seed in (1, 2))
+    assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+def test_optimizer_that_steps_later_ends_the_script(processes: Processes, tmp_path: Path) -> None:
+    _, address = processes.serve("--sync-every", "2", "--no-save")
+    made = auto(processes, address, script(tmp_path, LATE), "1", "9")
+    assert made.ends() == 2
+    assert "AdamW trains Sequential, too" in made.output
+
+
+def test_workers_of_one_script_may_shuffle_from_seeds_of_their_own(
+    processes: Processes, tmp_path: Path
+) -> None:
+    path = script(tmp_path, SHUFFLES)
+
+    def order(*options: str) -> str:
+        words = ("run", "--server", "127.0.0.1:1", "--auto", *options, "--", sys.executable, path)
+        made = processes.run("-m", "diloco_worker", *words)
+        assert made.ends() == 2, "nothing was trained"
+        return made.says("order")
+
+    orders = [order("--own-seed", "--worker-id", name) for name in ("a", "b", "a")]
+    assert orders[0] == orders[2] != orders[1]
+    assert order() not in orders
+
+
 def test_script_without_an_optimizer_and_none_at_all_get_a_sentence(
     processes: Processes, tmp_path: Path
 ) -> None:
     made = auto(processes, "127.0.0.1:1", script(tmp_path, "import torch, sys; sys.exit(5)"))
     assert made.ends() == 5
-    assert "No optimizer of torch has made a step" in made.output
-    for words, sentence in (((), "give a script or -m MODULE"), (("x.py",), "no script 'x.py'")):
+    assert "Nothing of this script was in the run" in made.output
+    trained_elsewhere = auto(processes, "127.0.0.1:1", script(tmp_path, "import torch"))
+    assert trained_elsewhere.ends() == 2
+    for words, sentence in (
+        ((), "give a script or -m MODULE"),
+        (("x.py",), "no script 'x.py'"),
+        (("-m", "torch.distributed.run", "x.py"), "torch.distributed.run starts the script"),
+    ):
         made = auto(processes, "127.0.0.1:1", *words)
         assert made.ends() == 2
         assert sentence in made.output
@@ -203,7 +266,11 @@ def test_attaching_stands_in_front_of_the_script(command: str, place: int) -> No
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("torchrun train.py", "begins with 'torchrun'"),
+        ("torchrun train.py", "torchrun starts the script in processes of its own.*process_group"),
+        ("accelerate launch train.py", "accelerate starts"),
+        ("python -m torch.distributed.run train.py", "torch.distributed.run starts"),
+        ("python /usr/bin/torchrun train.py", "torchrun starts"),
+        ("srun train.py", "begins with 'srun'"),
         ("pythonista train.py", "begins with 'pythonista'"),
         ("python -c pass", "needs a script"),
         ("python -cpass", "needs a script"),

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -19,6 +20,7 @@ import typer
 from diloco_protocol import UsageError
 from diloco_protocol.clients.keys import HANDED_OUT
 from diloco_protocol.roles import Role
+from diloco_worker.auto import SEED_OFFSET
 from diloco_worker.cli.python_command import with_auto
 from diloco_worker.core.restarts import RUN_IS_OVER, WRONG_USAGE, Restarts
 from diloco_worker.shell.end_file import VARIABLE
@@ -65,7 +67,15 @@ def run(  # noqa: PLR0913  each is an option
     auto: Annotated[
         bool,
         typer.Option(
-            "--auto", help="The script knows nothing of DiLoCo: attach to its first optimizer."
+            "--auto", help="The script knows nothing of DiLoCo: attach to its optimizers."
+        ),
+    ] = False,
+    own_seed: Annotated[
+        bool,
+        typer.Option(
+            "--own-seed",
+            help="With --auto: add a number of this worker's to each seed of torch.manual_seed, so that "
+            "no two workers shuffle the same data in the same order.",
         ),
     ] = False,
     over_is_success: Annotated[
@@ -101,6 +111,10 @@ def run(  # noqa: PLR0913  each is an option
             num_shards=num_shards,
         )
         words = with_auto(command) if auto else list(command)
+        if own_seed:
+            if not auto:
+                raise UsageError("--own-seed needs --auto; else seed the data by diloco.shard.")
+            given[SEED_OFFSET] = str(zlib.crc32(given["DILOCO_WORKER_ID"].encode()))
         if shutil.which(words[0]) is None:
             raise UsageError(f"There is no program {words[0]!r:.200}; give the path of one.")
         if log_file is not None and not detach:

@@ -108,7 +108,7 @@ class Model(torch.nn.Linear):
 
 model = Model(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = [torch.randn(4, 8) for _ in range(100)]
+data = torch.randn(800, 8)
 """
 
 

@@ -64,6 +64,9 @@ WEB = {
     "diloco-exporter": "diloco_tools.exporter.cli",
 }
 # diloco-top ends with 1 where a run is not healthy: of one that has just begun either may be.
+# Scripts that pages call train.py: one that makes an optimizer step, and one that is quick.
+SAYS = "import sys; print('trained', *sys.argv[1:])\n"
+TRAINS = "import torch; model = torch.nn.Linear(8, 1); torch.optim.SGD(model.parameters()).step()\n"
 MAY_END = {"diloco-top": {0, 1}}
 GUESTS = [
     Peer(Role.WORKER, "gpu-0"),
@@ -181,7 +184,7 @@ class Place:
                 # The folder is at the other broker; the key was brought here.
                 self._brought(key)
         if "train.py" in words:
-            (self.folder / "train.py").write_text("import sys; print('trained', *sys.argv[1:])\n")
+            (self.folder / "train.py").write_text(TRAINS if "--auto" in command.words else SAYS)
 
     def _brought(self, key: str) -> None:
         """A key like worker-north.key, made where its broker is and carried here."""

@@ -41,8 +41,7 @@ class _AfterTorch(MetaPathFinder):
         from diloco_worker.seeds import shift_seeds
 
         self.attachment = Attachment()
-        if offset := os.environ.get(SEED_OFFSET, "").strip():
-            shift_seeds(int(offset))
+        shift_seeds(_seed_offset())
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -65,6 +64,14 @@ class _AfterTorch(MetaPathFinder):
         return spec
 
 
+def _seed_offset() -> int:
+    given = os.environ.get(SEED_OFFSET, "").strip() or "0"
+    try:
+        return int(given)
+    except ValueError:
+        raise UsageError(f"{SEED_OFFSET} is {given!r:.40}; it must be a whole number.") from None
+
+
 def _fail(sentence: str) -> NoReturn:
     print(sentence, file=sys.stderr)
     sys.exit(WRONG_USAGE)
@@ -79,6 +86,7 @@ def main() -> None:
         _fail(f"diloco-worker: there is no script {words[0]!r:.200}.")
     try:
         refuse_launcher(words)
+        _seed_offset()
     except UsageError as error:
         _fail(f"diloco-worker: {error}")
     watch, failure, pid = _AfterTorch(), None, os.getpid()

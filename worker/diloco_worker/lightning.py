@@ -176,7 +176,7 @@ class DiLoCoCallback(Callback):
         is_changed = give_own_order(loaders, lambda: worker.shard)
         # Processes of a loader have taken the first batches of the old order by now.
         if is_changed and any(getattr(each, "num_workers", 0) for each in loaders):
-            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+            iter(trainer.fit_loop._data_fetcher)
 
     def _take_sigterm(self) -> None:
         """Let the worker have the signal: Lightning's handler would not end a wait for a round."""
@@ -191,7 +191,7 @@ class DiLoCoCallback(Callback):
 
 def _flat(loaders: Any) -> list[Any]:
     """The loaders in what a Trainer was given: one, or several in lists and dicts."""
-    return CombinedLoader(loaders).flattened
+    return list(CombinedLoader(loaders).flattened)
 
 
 def _save(trainer: Trainer, worker: DiLoCoWorker) -> None:

@@ -17,6 +17,8 @@ def shift_seeds(offset: int) -> None:
 
     Generators that the script makes, and those of random and numpy, are left as they are.
     """
+    if not offset:
+        return
     given = torch.manual_seed
 
     def manual_seed(seed: int) -> Generator:

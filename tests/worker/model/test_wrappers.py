@@ -22,7 +22,8 @@ from diloco_worker.model.model_tensors import ModelTensors
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
     """A launch of one process, and none of the warnings that come with old wrappers."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

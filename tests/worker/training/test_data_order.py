@@ -61,7 +61,7 @@ def test_a_loader_that_is_used_again_keeps_its_order() -> None:
 def test_data_that_is_read_in_order_is_warned_of_where_there_are_several_workers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    in_order = DataLoader(NUMBERS, 8)  # type: ignore[arg-type]
+    in_order: DataLoader[int] = DataLoader(NUMBERS, 8)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, "diloco.worker"):
         assert not give_own_order([in_order], lambda: (0, 1))
         assert not caplog.records

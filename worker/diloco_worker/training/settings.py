@@ -45,6 +45,7 @@ OTHER_VARIABLES = (
     "DILOCO_NUM_SHARDS",
     "DILOCO_END_FILE",
     own_log.VARIABLE,
+    "DILOCO_SEED_OFFSET",
 )
 # What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")

@@ -108,7 +108,7 @@ class Model(torch.nn.Linear):
 
 model = Model(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = torch.randn(800, 8)
+data = torch.randn(1600, 8)  # of which each of two workers has a half, 100 batches
 """
 
 

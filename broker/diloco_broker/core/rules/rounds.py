@@ -19,13 +19,14 @@ from diloco_broker.core.state import progress
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.update import Phase, Update
-from diloco_protocol.messages import Rejoin
+from diloco_protocol.messages import Notice, Rejoin
 
 
 def open_round(state: RunState, number: int) -> effects.Effects:
     """Open a round, and close it at once if everything for it is here."""
     yield from settings.take_effect(state)
     yield from rules_of(state).open_round(state, number)
+    yield from _announce_lack(state)
     yield from close_if_due(state)
 
 
@@ -34,7 +35,33 @@ def leave(state: RunState, worker_id: str) -> effects.Effects:
     if state.round is not None:
         yield from rules_of(state).leave(state, worker_id)
     yield from expect_all(state)
+    yield from _announce_lack(state, f"{worker_id} has left. ")
     yield from close_if_due(state)
+
+
+def is_lacking(state: RunState) -> bool:
+    """Whether the open round has fewer workers than it needs, so that it cannot close yet."""
+    return state.round is not None and state.round.barrier is not None and state.below_floor
+
+
+def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
+    """Tell workers that the round cannot close without others, and what an operator can do."""
+    round_ = state.round
+    is_ending = state.stopping is not None or state.ending.is_over
+    if round_ is None or round_.barrier is None or is_ending or round_.is_lack_known:
+        return
+    if not state.below_floor:
+        return
+    round_.is_lack_known = True
+    needed, here = state.floor, len(round_.barrier.expected | round_.participating)
+    option = "--workers" if state.first_round_pending else "--min-workers"
+    text = (
+        f"{cause}Round {round_.number} needs {needed} worker{'s'[: needed != 1]} and has {here}, so it "
+        f"waits. To go on with fewer: diloco-broker set {option} N."
+    )
+    yield effects.warning(text) if cause else effects.info(text)
+    for member in state.members:
+        yield member.tell(Notice("waiting", text))
 
 
 def expect_all(state: RunState) -> effects.Effects:
@@ -59,6 +86,7 @@ def stall(state: RunState, worker_id: str) -> effects.Effects:
         if round_.barrier is not None:
             round_.barrier.expect_no_more(worker_id)
         yield from expect_all(state)
+        yield from _announce_lack(state, f"{worker_id} does not train. ")
         yield from close_if_due(state)
 
 
@@ -73,6 +101,8 @@ def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None:
         yield from rules_of(state).tick(state)
+        if state.round.is_lack_known and not is_lacking(state):
+            state.round.is_lack_known = False
     if state.unreleased is not None and state.unreleased.waits_for_lease:
         yield from _release_with_lease(state, state.unreleased)
     yield from _go_on_with_fewer(state)

@@ -95,6 +95,7 @@ def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -
     stage.passes(0.3)
     assert new.asked_for == [0]
     stage.provide()
+    stage.passes(1.0)
     assert stage.said("Round 0 needs 3 workers and has 1")
 
 

@@ -141,6 +141,7 @@ def test_worker_whose_round_needs_another_hears_of_it_once(end: str) -> None:
 def test_workers_that_wait_for_more_to_join_hear_of_it_again_when_one_has_come_and_gone() -> None:
     stage = a_stage(workers=2)
     (a,) = stage.joined("a")
+    stage.passes(2.0)
     (b,) = stage.joined("b")
     stage.passes(2.0)
     b.leaves()

@@ -26,7 +26,6 @@ def open_round(state: RunState, number: int) -> effects.Effects:
     """Open a round, and close it at once if everything for it is here."""
     yield from settings.take_effect(state)
     yield from rules_of(state).open_round(state, number)
-    yield from _announce_lack(state)
     yield from close_if_due(state)
 
 
@@ -45,12 +44,12 @@ def is_lacking(state: RunState) -> bool:
 
 
 def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
-    """Tell workers that the round cannot close without others, and what an operator can do."""
+    """Tell workers, once, that the round cannot close without others, and what an operator can do."""
     round_ = state.round
-    is_ending = state.stopping is not None or state.ending.is_over
-    if round_ is None or round_.barrier is None or is_ending or round_.is_lack_known:
+    is_ending = state.stopping is not None or state.ending.is_over or not len(state.members)
+    if round_ is None or round_.barrier is None or not state.below_floor or is_ending:
         return
-    if not state.below_floor:
+    if round_.is_lack_known:
         return
     round_.is_lack_known = True
     needed, here = state.floor, len(round_.barrier.expected | round_.participating)
@@ -101,8 +100,9 @@ def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None:
         yield from rules_of(state).tick(state)
-        if state.round.is_lack_known and not is_lacking(state):
+        if not is_lacking(state):
             state.round.is_lack_known = False
+        yield from _announce_lack(state)
     if state.unreleased is not None and state.unreleased.waits_for_lease:
         yield from _release_with_lease(state, state.unreleased)
     yield from _go_on_with_fewer(state)

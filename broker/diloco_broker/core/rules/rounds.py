@@ -49,10 +49,10 @@ def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
     is_ending = state.stopping is not None or state.ending.is_over or not len(state.members)
     if round_ is None or round_.barrier is None or not state.below_floor or is_ending:
         return
-    if round_.is_lack_known:
+    needed, here = state.floor, len(round_.barrier.expected | round_.participating)
+    if round_.is_lack_known or not here:  # without any there is nobody that waits
         return
     round_.is_lack_known = True
-    needed, here = state.floor, len(round_.barrier.expected | round_.participating)
     option = "--workers" if state.first_round_pending else "--min-workers"
     text = (
         f"{cause}Round {round_.number} needs {needed} worker{'s'[: needed != 1]} and has {here}, so it "

@@ -52,6 +52,8 @@ def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
     needed, here = state.floor, len(round_.barrier.expected | round_.participating)
     if round_.is_lack_known or not here:  # without any there is nobody that waits
         return
+    if round_.number and state.first_round_pending:
+        return  # a run that was resumed soon goes on with fewer
     round_.is_lack_known = True
     option = "--workers" if state.first_round_pending else "--min-workers"
     text = (

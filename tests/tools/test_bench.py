@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_broker.pure import upload_window
 from diloco_tools.bench import link, machine
 from diloco_tools.bench.cli import ALL, COMMANDS, QUICK, app, parts_of, write
 from diloco_tools.bench.parts import codecs, groups, rounds, wire
@@ -36,6 +37,7 @@ from diloco_tools.bench.sizes import CONTEXT, SIZES, parameters_of
 from diloco_tools.demo.model import GPT, GPTConfig
 from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient
+from diloco_worker.core import downloads
 from kit.tool_results import report
 
 MIB = 1 << 20
@@ -291,6 +293,12 @@ def test_link_has_its_rate_and_counts_its_share_between_chunks(
 def pool(tmp_path: Path) -> Iterator[ProcessPool]:
     with ProcessPool(tmp_path, bytes_raw=8 * MIB) as it:
         yield it
+
+
+def test_as_many_chunks_are_in_flight_as_in_a_run() -> None:
+    credit = (downloads.DOWNLOAD_WINDOW, downloads.CREDIT_BATCH)
+    assert credit == (fake_worker.WINDOW, fake_worker.CREDIT_BATCH)
+    assert upload_window(1) == wire.DEFAULT_WINDOW
 
 
 def test_cpu_and_memory_of_a_process_are_read() -> None:

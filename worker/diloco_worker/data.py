@@ -54,7 +54,8 @@ class WorkQueue:
         prefetch: units asked for at a time. A worker that dies gives back those that it had.
 
     Raises:
-        UsageError: numbers that cannot be meant.
+        UsageError: numbers that cannot be meant; or the broker hands out no units of this data set, as
+            a relay never does. A queue that is made before its worker has started makes `start` raise.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class WorkQueue:
         self._lock = threading.RLock()
         self._next = 0  # ticket, where there is no server
         self._forced_at = -1  # optimizer steps at the last boundary that was made for the queue
+        self._line.open(name, units, epochs, seed)
 
     def take(self) -> int | None:
         """A ticket of a unit to train on; None while none is free, or once all are counted."""

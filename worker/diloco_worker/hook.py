@@ -187,7 +187,9 @@ class DiLoCoWorker(RunView):
         self._reports = Reports()
         # What a `data.WorkQueue` of this worker speaks to.
         self.units = UnitLine(
-            is_alone=self._settings.server is None, is_asked=lambda: self._termination.is_asked
+            is_alone=self._settings.server is None,
+            leads=ranks is None or ranks.leads,
+            is_asked=lambda: self._termination.is_asked,
         )
         self._pace = Pace()
         self._counters = SyncMetrics()
@@ -220,7 +222,7 @@ class DiLoCoWorker(RunView):
             Refused: the broker does not take this worker, with its sentence.
             UsageError: this worker has been started before, its audit log cannot be written, the model
                 is not the one that the loaded state belongs to, or holds values that no run can begin
-                with.
+                with; or the broker hands out no units of a `WorkQueue` that was made before.
         """
         settings.warn_of_silence(self._settings.server)
         if self._settings.server is None or self._tensors is None:
@@ -274,6 +276,8 @@ class DiLoCoWorker(RunView):
         else:
             self._group = begin_together(stay, ranks)
             self._driver = cast(Driver, self._group)
+        opened = self.units.started
+        opened() if ranks is None else ranks.agreed(opened)
         self._resumption = self._carried = None
         self._steps.start()
         self._pace.resume(self._clock())

@@ -102,7 +102,12 @@ class Uplink:
         elif changes.broken is not None:
             self.tell(events.Disconnected(changes.broken))
         elif changes.unreached and not changes.connected:
+            if changes.refused is None:
+                where = self._whereabouts.names(self.address)
+                self.say(f"No broker answers at {where}; retrying.", trouble=True)
             self.tell(events.Unreached())
+        if changes.refused is not None and not changes.is_final and not changes.connected:
+            self.say(changes.refused, trouble=True)
 
     def _receive(
         self, executor: Executor, connections: Connections, source: zmq.Socket[bytes]

@@ -95,7 +95,8 @@ def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -
     stage.passes(0.3)
     assert new.asked_for == [0]
     stage.provide()
-    assert "Round 0 waits for 3 workers; 1 is here." in stage.logs
+    stage.passes(1.0)
+    assert stage.said("Round 0 needs 3 workers and has 1")
 
 
 @pytest.mark.parametrize("options", [{"recover_wait": 0.0}, {"bind": "tcp://127.0.0.1:0"}], ids=str)

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_broker.core.events import Tick
 from diloco_broker.core.rules.liveness import PROBES_A_TICK
-from diloco_protocol.messages import Notice, Rejoin, Welcome
+from diloco_protocol.messages import Heartbeat, Notice, Rejoin, Welcome
 from kit.core_harness import Puppet, Stage, a_run, a_stage, alone
 from kit.heartbeats import Beating
 
@@ -117,6 +117,50 @@ def test_floor_holds_and_the_run_says_that_it_waits() -> None:
     assert "the round needs 2" in shown["waiting_for"]
     b.pushes(12)
     assert stage.version().counter == 2
+
+
+@pytest.mark.parametrize("end", ["leaves", "dies", "stands still"])
+def test_worker_whose_round_needs_another_hears_of_it_once(end: str) -> None:
+    stage = a_stage(workers=3, stall_timeout=60.0)
+    a, b, c = stage.joined("a", "b", "c")
+    a.pushes(1)
+    if end == "stands still":
+        Beating(stage).goes_on(100, a="waiting", b="training", c="standing")
+        c.leaves()
+    else:
+        getattr(c, end)()
+    b.leaves()
+    (told,) = [each.text for each in a.all(Notice) if each.what == "waiting"]
+    assert "needs 3 workers and has 2" in told
+    assert "set --workers" in told
+    assert stage.said("needs 3 workers") == [told]
+    assert stage.asks("set", workers=1).ok
+    assert stage.version().counter == 1
+
+
+def test_workers_that_wait_for_more_to_join_hear_of_it_again_when_one_has_come_and_gone() -> None:
+    stage = a_stage(workers=2)
+    (a,) = stage.joined("a")
+    stage.passes(2.0)
+    (b,) = stage.joined("b")
+    stage.passes(2.0)
+    b.leaves()
+    (c,) = stage.joined("c")
+    stage.passes(2.0)
+    c.leaves()
+    told = [each.text for each in a.all(Notice) if each.what == "waiting"]
+    assert [text.split()[0] for text in told] == ["Round", "b", "c"]
+
+
+def test_round_one_is_said_to_wait_for_a_relay_without_workers() -> None:
+    stage = a_stage(workers=2, relays=True)
+    stage.joined("a")
+    north = stage.worker("north")
+    north.joins(workers=1)
+    stage.passes(2.0)
+    north.sends(Heartbeat(north.token(), 0, workers=0))
+    assert not stage.said("do not wait for it")
+    assert stage.said("north", "needs 2 workers")
 
 
 def test_newcomer_is_expected_at_once_in_the_place_of_one_that_stands_still() -> None:

@@ -109,6 +109,15 @@ def test_complete_submission_counts_even_if_its_worker_died() -> None:
     assert all("b2" in chunk for chunk in contents(stage))
 
 
+def test_worker_that_has_pushed_and_left_is_among_the_expected_in_the_line_of_its_round() -> None:
+    stage, a, b = two()
+    a.pushes(1)
+    b.begins(2)
+    b.delivers([0, 1, 2])
+    a.leaves()
+    assert stage.said("Round 0 closed", "2 of 2 expected")
+
+
 def test_chunk_that_nobody_delivered_keeps_its_value() -> None:
     stage, a, b = two(chunks=2)
     for worker in (a, b):

@@ -103,6 +103,14 @@ def test_table_fits_80_columns_and_names_what_was_asked() -> None:
         assert name in found.stdout
 
 
+def test_poor_plan_ends_with_how_to_find_a_better_one() -> None:
+    def last_line(*words: str) -> str:
+        return run(*SMALL, *words, columns=120).stdout.rstrip().splitlines()[-1]
+
+    assert last_line("-H", "5", "--broker-link", "100M").endswith("--target 95%")
+    assert "--target" not in last_line()
+
+
 def test_json_has_seconds_bytes_and_shares() -> None:
     found = json.loads(run(*SMALL, "--json").stdout)
     assert found["question"]["parameters"] == 10_000_000

@@ -19,7 +19,7 @@ from diloco_tools.plan.answer import answer
 from diloco_tools.plan.page import write
 from diloco_tools.plan.picture import curves, draw
 from diloco_tools.plan.question import Question
-from diloco_tools.plan.report import as_plain, as_text, found_as_text
+from diloco_tools.plan.report import as_plain, as_text, found_as_text, search_hint
 from diloco_tools.plan.search import search
 from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.validation import as_plain as rows_as_plain
@@ -135,8 +135,7 @@ def main(  # noqa: PLR0913  an option for each thing that a run is made of
         bool,
         typer.Option(
             "--relays",
-            help="A broker at each site adds up, and pushes once. (A plan only: there "
-            "is no such command yet.)",
+            help="A relay at each site averages its workers' pushes and sends one: diloco-broker relay.",
         ),
     ] = False,
     lan_link: Annotated[
@@ -263,6 +262,9 @@ def _answer(question: Question, target: float | None, plot: Path | None, *, as_j
         if searched is not None:
             shown.print()
             shown.print(found_as_text(searched))
+        elif (hint := search_hint(found)) is not None:
+            shown.print()
+            shown.print(Text(hint))
     if plot is not None:
         _plot(question, costs, plot, target, progress)
 

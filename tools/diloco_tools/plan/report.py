@@ -21,8 +21,8 @@ from diloco_tools.plan.question import Question
 from diloco_tools.plan.search import Found, Option
 from diloco_tools.plan.simulated.pieces import chunks_of
 
-# A broker that is busier than this on average has no room for what comes unevenly.
-BUSY = 0.5
+# A plan with less training than this share of the time is worth a search for another setting.
+GOOD = 0.9
 
 
 def as_text(found: Answer) -> Group:
@@ -33,6 +33,13 @@ def as_text(found: Answer) -> Group:
     for name, value in _rows(found).items():
         table.add_row(Text(name, "dim"), Text(value))
     return Group(Text("\n".join(_asked(found.question)), "bold"), Text(""), table)
+
+
+def search_hint(found: Answer) -> str | None:
+    """How to find a setting with more training; None where this one has enough."""
+    if found.least_utilisation >= GOOD:
+        return None
+    return f"Training has less than {GOOD:.0%}. To find a setting with more: --target 95%"
 
 
 def _asked(question: Question) -> list[str]:

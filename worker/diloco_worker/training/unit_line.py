@@ -1,4 +1,4 @@
-"""Between work queues and the link: asks for units, tells what each optimizer step has trained on."""
+"""Between work queues and the link: asks for units, reports what each optimizer step has trained on."""
 
 from __future__ import annotations
 
@@ -30,12 +30,27 @@ class HandedOut:
 
 
 class UnitLine:
-    """See the head of this module. `take` may be called from any thread, the rest from training."""
+    """Asks the broker for units. `take` may be called from any thread, the rest from training.
 
-    def __init__(self, *, is_alone: bool, is_asked: Callable[[], bool] = lambda: False) -> None:
-        self.is_alone = is_alone  # there is no server
-        self._is_asked = is_asked  # to end this process
+    Args:
+        is_alone: there is no server.
+        leads: this process speaks to the broker for its worker.
+        is_asked: whether this process is asked to end.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_alone: bool,
+        leads: bool = True,
+        is_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.is_alone = is_alone
+        self._leads = leads
+        self._is_asked = is_asked
         self.link: Link | None = None  # None before the worker has started
+        # Data sets that were opened before the worker started: arguments of `take`.
+        self._unchecked: list[tuple[str, int, int, int | None]] = []
         self._lock = threading.Lock()  # one request at a time
         self._requests = itertools.count(FIRST_REQUEST)
         # By data set, tickets that training is in the middle of, and those of the coming step.
@@ -50,8 +65,29 @@ class UnitLine:
         is_over = link is not None and (link.has_ended or link.stopping is not None)
         return is_over or self._is_asked()
 
+    def open(self, name: str, size: int, epochs: int, seed: int | None) -> None:
+        """Check with the broker that it hands out units of this data set; takes none.
+
+        Before the worker has started, `started` does so.
+
+        Raises:
+            UsageError: the broker refuses, with its sentence.
+        """
+        if self.is_alone or not self._leads:
+            return
+        if self.link is None:
+            self._unchecked.append((name, size, epochs, seed))
+        else:
+            self.take(name, size, epochs, seed, 0)
+
+    def started(self) -> None:
+        """Check the data sets that were opened before. Raises UsageError as `open` does."""
+        for each in self._unchecked:
+            self.take(*each, 0)
+        self._unchecked = []
+
     def take(self, name: str, size: int, epochs: int, seed: int | None, count: int) -> HandedOut:
-        """Ask for units; waits for the broker as long as it takes. None come where none is free.
+        """Ask for `count` units; waits for the broker as long as it takes. None come where none is free.
 
         Raises UsageError where the broker refuses, or the worker has not started.
         """

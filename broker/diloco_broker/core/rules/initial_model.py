@@ -375,11 +375,6 @@ def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
     if is_new and state.config.save_dir is not None:
         yield checkpoints.save(state, number)
     yield from rounds.open_round(state, number)
-    round_, here = state.round, len(state.members)
-    if round_ is not None and round_.barrier is not None and here < state.floor:
-        are = "is" if here == 1 else "are"
-        text = f"Round {number} waits for {state.floor} workers; {here} {are} here."
-        yield effects.info(text)
 
 
 def _tell_of_room(state: RunState) -> effects.Effects:

@@ -39,24 +39,30 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     limit = state.config.stall_timeout
     if is_empty:
         if not life.is_stalled:
-            life.stall()
-            text = "has no workers; the others do not wait for it until one is there."
-            yield effects.warning(f"Relay {member.worker_id} {text}")
-            yield from rounds.stall(state, member.worker_id)
+            yield from _stall(
+                state, member, f"Relay {member.worker_id} has no workers", "one is there"
+            )
     elif has_moved:
         yield from mark_active(state, member)
     elif limit and not life.is_stalled and life.stood_still() > limit:
-        life.stall()
-        yield effects.warning(
-            f"{member.worker_id} has stood at step {figures.step} for {life.stood_still():.0f} s "
-            "though it sends heartbeats; the others do not wait for it until it goes on."
-        )
-        yield from rounds.stall(state, member.worker_id)
+        stood = f"has stood at step {figures.step} for {life.stood_still():.0f} s"
+        text = f"{member.worker_id} {stood} though it sends heartbeats"
+        yield from _stall(state, member, text, "it goes on")
     number = state.round.number if state.round else 0
     steps = compatibility.sync_every_of(state, member) if state.config.dylu else None
     if (state.alive.round, state.alive.sync_every) != (number, steps):
         state.alive = messages.Notice("alive", round=number, sync_every=steps)
     yield member.tell(state.alive)
+
+
+def _stall(state: RunState, member: Member, what: str, until: str) -> effects.Effects:
+    """A worker does not train: others go on without it, unless their round needs more workers."""
+    member.liveness.stall()
+    follows = tuple(rounds.stall(state, member.worker_id))
+    goes_on = state.round is not None and not rounds.is_lacking(state)
+    waits = f"; the others do not wait for it until {until}" if goes_on else ""
+    yield effects.warning(f"{what}{waits}.")
+    yield from follows
 
 
 def mark_active(state: RunState, member: Member) -> effects.Effects:

@@ -18,8 +18,9 @@ NAMES_SHOWN = 5
 
 
 def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
-    expected = ended.barrier.expected if ended.barrier else set()
     whole = {each.worker_id for each in pushes if each.chunks.is_full}
+    # A worker that has left since its push is not in the barrier any more.
+    expected = whole | (ended.barrier.expected if ended.barrier else set())
     absent = sorted(expected - whole)
     shown = ", ".join(absent[:NAMES_SHOWN])
     names = f", without {shown}{' ...' * (len(absent) > NAMES_SHOWN)}" if absent else ""

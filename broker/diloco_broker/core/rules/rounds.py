@@ -19,7 +19,7 @@ from diloco_broker.core.state import progress
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.update import Phase, Update
-from diloco_protocol.messages import Rejoin
+from diloco_protocol.messages import Notice, Rejoin
 
 
 def open_round(state: RunState, number: int) -> effects.Effects:
@@ -34,7 +34,35 @@ def leave(state: RunState, worker_id: str) -> effects.Effects:
     if state.round is not None:
         yield from rules_of(state).leave(state, worker_id)
     yield from expect_all(state)
+    yield from _announce_lack(state, f"{worker_id} has left. ")
     yield from close_if_due(state)
+
+
+def is_lacking(state: RunState) -> bool:
+    """Whether the open round has fewer workers than it needs, so that it cannot close yet."""
+    return state.round is not None and state.round.barrier is not None and state.below_floor
+
+
+def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
+    """Tell workers, once, that the round cannot close without others, and what an operator can do."""
+    round_ = state.round
+    is_ending = state.stopping is not None or state.ending.is_over or not len(state.members)
+    if round_ is None or round_.barrier is None or not state.below_floor or is_ending:
+        return
+    needed, here = state.floor, len(round_.barrier.expected | round_.participating)
+    if round_.is_lack_known or not here:  # without any there is nobody that waits
+        return
+    if round_.number and state.first_round_pending:
+        return  # a run that was resumed soon goes on with fewer
+    round_.is_lack_known = True
+    option = "--workers" if state.first_round_pending else "--min-workers"
+    text = (
+        f"{cause}Round {round_.number} needs {needed} worker{'s'[: needed != 1]} and has {here}, so it "
+        f"waits. To go on with fewer: diloco-broker set {option} N."
+    )
+    yield effects.warning(text) if cause else effects.info(text)
+    for member in state.members:
+        yield member.tell(Notice("waiting", text))
 
 
 def expect_all(state: RunState) -> effects.Effects:
@@ -59,6 +87,7 @@ def stall(state: RunState, worker_id: str) -> effects.Effects:
         if round_.barrier is not None:
             round_.barrier.expect_no_more(worker_id)
         yield from expect_all(state)
+        yield from _announce_lack(state, f"{worker_id} does not train. ")
         yield from close_if_due(state)
 
 
@@ -73,6 +102,9 @@ def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None:
         yield from rules_of(state).tick(state)
+        if not is_lacking(state):
+            state.round.is_lack_known = False
+        yield from _announce_lack(state)
     if state.unreleased is not None and state.unreleased.waits_for_lease:
         yield from _release_with_lease(state, state.unreleased)
     yield from _go_on_with_fewer(state)

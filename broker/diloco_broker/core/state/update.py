@@ -129,6 +129,7 @@ class Update(ABC):
     barrier: Barrier | None = None  # whom it waits for; None in asynchronous mode
     phase: Phase = field(default=Phase.OPEN, init=False)
     stepped: Bitmap = field(init=False)  # chunks of which the outer step has been taken
+    is_lack_known: bool = field(default=False, init=False)  # workers know that it lacks others
 
     def __post_init__(self) -> None:
         self.stepped = Bitmap(self.size)

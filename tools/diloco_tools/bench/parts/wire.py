@@ -25,7 +25,7 @@ from diloco_tools.tcp_proxy import HOST
 LIMITS, WAN = "limits", "wide-area link"
 KERNEL_CHUNKS = 512  # of each measurement: 1 GiB in fp32
 DEFAULT_CHUNK_KIB = 2 * CHUNK_ELEMENTS // 1024  # in bf16
-DEFAULT_WINDOW = 8  # chunks under way: what the broker grants a single push
+DEFAULT_WINDOW = 16  # chunks in flight: what the broker grants a single push at most
 # The link.
 BITS_PER_S = 1e9
 ROUND_TRIP_S = 0.1

@@ -34,8 +34,9 @@ M = TypeVar("M", bound=messages.Message)
 PATIENCE_S = 100.0  # for anything that is waited for
 ANSWERED_WITHIN_S = 5.0  # heartbeats, once no more are sent
 TENSOR_ELEMENTS = 1 << 24  # of each tensor of the model that is pretended
-WINDOW = 8  # chunks that the broker may have under way to us: what a real worker gives
-CREDIT_BATCH = WINDOW // 2
+# A real worker's, which the tests compare: chunks that the broker may have in flight to us, and how many
+# have arrived when their credit goes back.
+WINDOW, CREDIT_BATCH = 16, 4
 SOCKETS = 1 << 13  # of many workers
 VALUE = 2.0**-6  # exact in every dtype; small enough to stay finite over any number of rounds
 VALUE_BYTES = {"fp32": array("f", [VALUE]).tobytes(), "bf16": b"\x80\x3c", "fp16": b"\x00\x24"}

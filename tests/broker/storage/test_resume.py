@@ -191,7 +191,7 @@ def test_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(
 def test_folder_without_a_sound_checkpoint_stops_the_start_with_a_way_out(tmp_path: Path) -> None:
     bad = tmp_path / "checkpoint-0001-000000000001"
     bad.mkdir()
-    with pytest.raises(UsageError, match="Give --resume none to begin a new run"):
+    with pytest.raises(UsageError, match="--fresh"):
         Broker(a_config(tmp_path))
     with pytest.raises(UsageError, match="there is no checkpoint there"):
         Broker(a_config(tmp_path, resume=str(tmp_path / "nowhere")))

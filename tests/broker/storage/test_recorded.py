@@ -38,8 +38,10 @@ def test_recorded_run_trains_on_to_where_the_release_that_wrote_it_got(
     reached = trained(name, str(folder), RECORDED, TRAINED_ON)
     expected = load_file(RECORDINGS / name / AFTER)
     assert reached.keys() == expected.keys()
+    # The last bits of torch's own AdamW depend on the processor; a lost moment costs 0.1 an element.
+    rtol, atol = (1e-5, 1e-6) if name == "torch" else (0, 0)
     for key, value in expected.items():
-        assert torch.equal(reached[key], value), key
+        torch.testing.assert_close(reached[key], value, rtol=rtol, atol=atol)
     newest = load(found(folder)[0])
     assert (newest.life, newest.number) == (2, TRAINED_ON)
 

@@ -208,6 +208,13 @@ def test_rejected_push_is_over(offered: Desk) -> None:
     assert not offered.sent(Push)
 
 
+def test_malformed_bitmap_of_a_refusal_is_no_bitmap_and_is_said(offered: Desk) -> None:
+    offered.hears(Grant(77, 0, Standing.NEW, credit=2))
+    offered.hears(Error("non_finite", "Chunk 1 has NaN.", push_id=77, counted=bytes(16)))
+    (over,) = offered.all(PushOver)
+    assert over.counted is None and [said.trouble for said in offered.all(Say)] == [True]
+
+
 def test_not_now_leaves_the_push_as_it_is_and_offers_it_again(offered: Desk) -> None:
     offered.hears(Error("no_model", "Later.", retry=True, push_id=77))
     assert not offered.all(PushOver)

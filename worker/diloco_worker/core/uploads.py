@@ -256,9 +256,12 @@ class Uploads:
             return
         self._forget(push_id)
         if upload.is_gradient:
-            counted = None
+            counted = None  # any chunk may
             if error.counted is not None:
-                counted = Bitmap.from_bytes(error.counted, upload.push.chunks)
+                try:
+                    counted = Bitmap.from_bytes(error.counted, upload.push.chunks)
+                except ProtocolError as malformed:
+                    yield effects.Say(str(malformed), trouble=True)
             yield effects.PushOver(push_id, error.code, error.text, counted)
         else:
             yield effects.PushOver(push_id)

@@ -56,7 +56,8 @@ def test_a_worker_that_leaves_without_having_closed_a_round_says_so_at_both_ends
     for worker in (idle, busy):
         assert worker.ends() == 0
     assert words in idle.output and words not in busy.output
-    broker.says("bb leaves")
+    assert processes.asks("shutdown", "--address", address, "--yes") == 0
+    broker.ends()
     assert f"a {words}" in broker.output and f"bb {words}" not in broker.output
 
 

@@ -92,7 +92,10 @@ def test_work_since_the_last_freeze_goes_with_the_push() -> None:
 REASONS: list[tuple[dict[str, Any], str]] = [
     ({"asked_to_stop": "SIGTERM asks this process to end"}, "SIGTERM asks this process to end"),
     ({"has_ended": True, "last_error": "It broke."}, "the link has ended (It broke.)"),
-    ({"is_over": True}, "the run is over"),
+    (
+        {"over": "An operator removed a."},
+        "the broker asked this worker to leave (An operator removed a.)",
+    ),
     ({"is_restarting": True}, "the broker restarts"),
     ({"phase": Phase.REFUSED, "refusal": "no"}, "the broker refuses this worker (no)"),
     ({"silence": 601.0, "address": "tcp://b"}, "no sign of life from tcp://b for 601 s"),
@@ -296,9 +299,9 @@ def test_newest_parameters_are_loaded_when_all_of_them_are_here() -> None:
     assert training.result is True
     assert training.outcomes == ["loaded", "loaded"]
     assert training.steps(2).pushes[0].steps == 2, "the steps before it are gone"
-    alone = trainer().changes(is_over=True).does(boundary.load)
+    alone = trainer().changes(over="The run is over.").does(boundary.load)
     assert (alone.result, alone.outcomes) == (False, [])
-    assert "could not be loaded: the run is over." in alone.said
+    assert "could not be loaded: the broker asked this worker to leave" in alone.said
 
 
 # Leaving.

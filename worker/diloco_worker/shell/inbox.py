@@ -106,7 +106,7 @@ class Inbox:
             uploaded=self.uploaded,
             put_off=self.put_off,
             has_ended=self.has_ended,
-            is_over=self.stopping is not None,
+            over=self.stopping,
             is_restarting=self.restarting is not None,
             refusal=None if self.refusal is None else str(self.refusal),
             last_error=self.last_error,

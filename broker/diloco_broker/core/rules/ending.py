@@ -100,6 +100,8 @@ def _time_is_up(state: RunState, made: int, length_s: float) -> effects.Effects:
     for member in missing:
         yield from rules.do_without(state, member.worker_id)
     yield from close_if_due(state)
+    if state.closing is None and holding.is_held(state):
+        return  # the lease has lapsed meanwhile
     if state.closing is None:
         ending.is_over, ending.until = True, state.run_time + LEAVE_WITHIN_S
         yield effects.warning(

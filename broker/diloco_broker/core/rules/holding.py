@@ -38,6 +38,6 @@ def advance(state: RunState, now: float) -> None:
     A pause and a lease begin with an event, so what is so now has been so since the last event. A lease
     that has lapsed since then counts as lapsed from that event on.
     """
+    elapsed, state.now = now - state.now, now
     if is_held(state):
-        state.held_s += now - state.now
-    state.now = now
+        state.held_s += elapsed

@@ -30,11 +30,11 @@ def open_round(state: RunState, number: int) -> effects.Effects:
 
 
 def leave(state: RunState, worker_id: str) -> effects.Effects:
-    """A worker is gone: whoever waited for it waits no longer."""
+    """A worker is gone: rounds no longer wait for it."""
     if state.round is not None:
         yield from rules_of(state).leave(state, worker_id)
     yield from expect_all(state)
-    yield from _announce_lack(state, f"{worker_id} has left. ")
+    yield from _announce_lack(state, f"{worker_id} is gone. ")
     yield from close_if_due(state)
 
 
@@ -50,7 +50,7 @@ def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
     if round_ is None or round_.barrier is None or not state.below_floor or is_ending:
         return
     needed, here = state.floor, len(round_.barrier.expected | round_.participating)
-    if round_.is_lack_known or not here:  # without any there is nobody that waits
+    if round_.is_lack_known or not here:  # no worker waits in it
         return
     if round_.number and state.first_round_pending:
         return  # a run that was resumed soon goes on with fewer

@@ -85,7 +85,7 @@ class LinkState:
     uploaded: frozenset[int] = frozenset()  # pushes in flight whose chunks are all in at the broker
     put_off: frozenset[int] = frozenset()  # pushes in flight that the broker takes nothing of yet
     has_ended: bool = False  # nothing comes or goes any more
-    is_over: bool = False  # the run has ended, or has for this worker
+    over: str | None = None  # why the run has ended, or has for this worker
     is_restarting: bool = False  # the broker has gone away to come back
     asked_to_stop: str | None = None  # why the process is about to end: nothing is waited for
     refusal: str | None = field(default=None, compare=False)  # why the broker refuses this worker

@@ -101,8 +101,8 @@ def why_not(state: SyncState, fragment: Fragment | None = None) -> str | None:
         return link.asked_to_stop
     if link.has_ended:
         return f"the link has ended ({link.last_error})"
-    if link.is_over:
-        return "the run is over"
+    if link.over is not None:
+        return f"the broker asked this worker to leave ({link.over})"
     if link.is_restarting and not is_leaving:
         return "the broker restarts"
     if link.phase is Phase.REFUSED:

@@ -264,7 +264,7 @@ def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
 def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:
     why = message.reason[:200]
     yield effects.info(f"{member.worker_id} leaves: {why or 'it is done'}.")
-    if not member.figures.pushes:
+    if not any(member.worker_id in each.ledger.pushes for each in state.versions.trained):
         yield effects.warning(
             f"{member.worker_id} left without having closed a round: the run has none of its steps."
         )

@@ -182,7 +182,7 @@ def _save(state: RunState, watch: Watch) -> effects.Effects:
 
 
 def left(state: RunState, member: Member) -> None:
-    """A worker leaves of its own accord: once the run is over, that is its vote for good."""
+    """A worker leaves: once the run is over, that counts as its vote from then on."""
     if state.standby is not None and state.ending.is_over and member.voter is not None:
         state.standby.lease.left(member.voter)
 

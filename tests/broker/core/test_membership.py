@@ -353,3 +353,18 @@ def test_window_is_shared_among_many_workers() -> None:
     workers = (0, 1, 2, 4, 8, 16, 32, 500)
     assert [first_window(n) for n in workers] == [6, 6, 6, 4, 2, 2, 2, 2]
     assert [upload_window(n) for n in workers] == [16, 16, 16, 16, 8, 4, 2, 2]
+
+
+def test_worker_that_leaves_is_said_to_have_given_nothing_unless_a_version_has_a_push_of_it() -> (
+    None
+):
+    stage = a_stage(workers=1)
+    a, b = stage.joined("a", "b")
+    stage.pushes(a=1, b=2)
+    assert stage.counters[0] == 1
+    a.dies()
+    stage.worker("a").joins().leaves()  # in this session it has pushed nothing
+    c = stage.worker("c").joins()
+    c.offers(3)  # begun, and never counted
+    c.leaves()
+    assert [line.split()[0] for line in stage.said("without having closed a round")] == ["c"]

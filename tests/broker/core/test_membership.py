@@ -359,7 +359,7 @@ def test_worker_that_leaves_is_said_to_have_given_nothing_unless_a_version_has_a
     None
 ):
     stage = a_stage(workers=1)
-    a, b = stage.joined("a", "b")
+    a, _b = stage.joined("a", "b")
     stage.pushes(a=1, b=2)
     assert stage.counters[0] == 1
     a.dies()

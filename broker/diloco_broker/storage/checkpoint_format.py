@@ -118,6 +118,7 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
         "totals": dict(record.totals),
         **_data(record),
         **_hub(record),
+        **({"left": list(record.left)} if record.left else {}),  # older releases have no such key
         "fragments": fragments,
         "files": dict(files),
     }
@@ -158,6 +159,7 @@ def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
             },
             term=int(plain.get("term", 0)),
             standby=printable(str(plain.get("standby", "")))[:LONGEST_WORKER_ID],
+            left=tuple(str(name) for name in plain.get("left", ())),
         ),
         life=int(plain["life"]),
         num_fragments=int(plain["num_fragments"]),
@@ -204,7 +206,9 @@ def _check(found: Checkpoint) -> None:
         fits = data.size > 0 and Spans.read(data.uncounted, None).stop <= data.next < LARGEST
         if not is_data_set_name(name) or not fits:
             raise ValueError(f"{name!r:.80} is no data set")
-    wrong = [name for name in (*record.workers, *record.shards) if not is_worker_id(name)]
+    wrong = [
+        name for name in (*record.workers, *record.shards, *record.left) if not is_worker_id(name)
+    ]
     if wrong:
         raise ValueError(f"a worker named {wrong[0]!r:.80}")
 

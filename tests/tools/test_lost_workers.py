@@ -192,6 +192,16 @@ def test_worker_that_left_before_a_restart_is_not_missed_after_it() -> None:
     assert stage.shown()["counts"]["due"] == 2
 
 
+def test_worker_that_died_before_a_restart_takes_its_own_place_after_it() -> None:
+    crashed = a_saved_run("a", "b", "c", rounds=1, min_workers=1)
+    crashed.puppets["b"].leaves()
+    crashed.puppets["c"].dies()
+    a_round([crashed.puppets["a"]], 1)
+    stage, _ = next_life(crashed, "a", "c")
+    stage.passes(0.2)
+    assert verdict(stage).word == "healthy"
+
+
 # The exit code.
 
 

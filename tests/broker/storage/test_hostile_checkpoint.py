@@ -72,6 +72,7 @@ HOSTILE = {
     "counts that are texts": set_("workers", {"w": {"pushes": "many"}}),
     "a worker with escapes": set_("workers", {"\x1b[2J": {}}),
     "a worker that left with escapes": set_("left", ["\x1b[2J"]),
+    "a missing worker with escapes": set_("missing", ["\x1b[2J"]),
     "totals of another kind": set_("totals", {"rounds": []}),
     "files as a list": set_("files", []),
     "options as a list": set_("config", [1]),

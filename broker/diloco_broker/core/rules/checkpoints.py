@@ -48,6 +48,7 @@ def run_record(state: RunState, number: int) -> RunRecord:
         term=state.term,
         standby="" if state.standby is None else state.standby.lease.standby,
         left=tuple(state.absences.left),
+        missing=state.absences.missing,
     )
 
 

@@ -37,7 +37,7 @@ class Absences:
     left: ids of workers that left properly, or were kicked, and whose place no other worker has taken,
         the earliest first. They lower the number of workers that are due.
     returning: ids of workers that are gone and still due: those that were told to rejoin, that left to
-        join anew, or that were here when the checkpoint was taken.
+        join anew, or that were here or missing when the checkpoint was taken.
     """
 
     dead: dict[str, Death] = field(default_factory=dict)
@@ -95,10 +95,15 @@ class Absences:
         self.returning |= self.left
         self.left.clear()
 
-    def restore(self, left: Iterable[str], here: Iterable[str]) -> None:
-        """Continue from a checkpoint: these workers had left, and those were here."""
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Ids of workers that are gone and still due."""
+        return (*self.dead, *self.returning)
+
+    def restore(self, left: Iterable[str], due: Iterable[str]) -> None:
+        """Continue from a checkpoint: these workers had left, and those were here or missing."""
         self.left = dict.fromkeys(left)
-        self.returning = {worker_id: None for worker_id in here if worker_id not in self.left}
+        self.returning = {worker_id: None for worker_id in due if worker_id not in self.left}
 
     def due(self, wanted: int, alive: int, dead_behind: int) -> int:
         """How many workers should be alive, of `wanted` (`--workers`).

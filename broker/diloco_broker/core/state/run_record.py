@@ -54,3 +54,4 @@ class RunRecord:
     term: int = 0  # how often the run's hub was replaced
     standby: str = ""  # the name of the hub's standby; empty where it has had none
     left: tuple[str, ...] = ()  # ids of workers that left properly and were not replaced
+    missing: tuple[str, ...] = ()  # ids of workers that were gone and still due

@@ -102,6 +102,6 @@ def without_relays(workers: Iterable[Worker]) -> list[Worker]:
 
 
 def not_listed(relay: Worker) -> int:
-    """How many workers behind a relay it has not told of, since there are so many."""
+    """How many workers downstream of a relay it omitted from its report, which is bounded."""
     told = sum(each.workers is None and each.health != DEAD for each in relay.behind)
     return max(0, (relay.workers or 0) - told) if relay.level == 0 else 0

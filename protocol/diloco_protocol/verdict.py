@@ -102,7 +102,7 @@ def _dead(snapshot: Snapshot) -> int:
 
 
 def _is_over(snapshot: Snapshot) -> bool:
-    """No further version will be made, or none need be: nobody is missed any more."""
+    """No further version is needed, so a worker that is gone is not missing."""
     return snapshot.ended or (snapshot.end is not None and snapshot.end.is_over)
 
 
@@ -111,8 +111,8 @@ def _waiting(snapshot: Snapshot) -> list[str]:
 
 
 def _has_begun(snapshot: Snapshot) -> bool:
-    """A version was made, or a worker that was to make one has died."""
-    return any(part.version for part in snapshot.fragments) or snapshot.totals.deaths > 0
+    """A version was made. Before that, a dead worker is listed, and so a reason of its own."""
+    return any(part.version for part in snapshot.fragments)
 
 
 def _ending(snapshot: Snapshot) -> str:

@@ -61,6 +61,8 @@ def a_checkpoint(number: int = 4, seed: int = 0) -> Checkpoint:
         fragments=records,
         workers={"w": {"pushes": 3}, "x": {"pushes": 0}},
         totals={"rounds": 4},
+        left=("y",),
+        missing=("z",),
     )
     return Checkpoint(
         record=record,

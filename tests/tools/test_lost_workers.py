@@ -15,9 +15,10 @@ from diloco_broker.core.rules.sites.listing import listed
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat, Leave, decode, encode
 from diloco_protocol.verdict import Verdict, verdict_on
-from kit.core_harness import Puppet, Stage, a_run, a_stage
+from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame
+from kit.restarts import a_saved_run, next_life
 from kit.top_screen import full_screen
 from kit.top_text import drawn
 from kit.whole_run import make_config
@@ -94,7 +95,7 @@ def test_run_that_goes_on_with_fewer_workers_than_it_was_told_is_degraded() -> N
     assert verdict(stage).word == "healthy"
 
 
-def test_nobody_is_missed_once_the_run_is_over() -> None:
+def test_dead_worker_is_not_missing_once_the_run_is_over() -> None:
     stage, (a, b, c) = a_run("a", "b", "c", max_rounds=2)
     c.dies()
     assert verdict(stage).word == "degraded"
@@ -129,6 +130,79 @@ def test_hub_shows_who_died_behind_a_relay_and_is_degraded() -> None:
     assert any("b is dead" in reason for reason in reasons)
     assert hub.shown()["counts"]["due"] == 2
     assert "not listed" not in as_text(hub.shown())
+
+
+# Who comes back, and whose place another worker takes.
+
+
+def test_worker_that_left_and_rejoins_does_not_replace_a_dead_one() -> None:
+    stage, (a, b) = a_run("a", "b")
+    a.dies()
+    b.leaves()
+    stage.worker("b").joins()
+    found = verdict(stage)
+    assert found.word == "degraded" and "a is dead" in found.reasons[0]
+    assert stage.shown()["counts"]["due"] == 2
+    stage.worker("a").joins()
+    assert verdict(stage).word == "healthy"
+
+
+def test_worker_that_leaves_to_join_anew_does_not_replace_a_dead_one() -> None:
+    """It had not trained in this session, so nothing says that it died."""
+    stage, (a, b) = a_run("a", "b")
+    a.dies()
+    b.leaves()
+    again = stage.worker("b").joins()
+    again.sends(Leave(again.token(), "to join anew"))
+    assert stage.shown()["counts"]["due"] == 2
+    stage.worker("b").joins()
+    assert "a is dead" in verdict(stage).reasons[0]
+
+
+def test_worker_that_rejoins_after_set_workers_does_not_replace_a_dead_one() -> None:
+    stage, (a, b, _) = a_run("a", "b", "c")
+    a.dies()
+    b.leaves()
+    assert stage.asks("set", workers=2).ok
+    stage.worker("b").joins()
+    assert "a is dead" in verdict(stage).reasons[0]
+
+
+def test_restart_before_round_one_is_waiting_once_the_dead_worker_is_back() -> None:
+    stage = a_stage(workers=3)
+    _, b = stage.joined("a", "b")
+    b.dies()
+    assert verdict(stage).word == "degraded"
+    stage.worker("b").joins()
+    assert verdict(stage).word == "waiting"
+
+
+# After a restart of the broker.
+
+
+def test_worker_that_left_before_a_restart_is_not_missed_after_it() -> None:
+    crashed = a_saved_run("a", "b", rounds=1, min_workers=1)
+    crashed.puppets["b"].leaves()
+    a_round([crashed.puppets["a"]], 1)
+    stage, (a,) = next_life(crashed, "a")
+    stage.passes(0.2)
+    a_round([a], 2)
+    assert verdict(stage).word == "healthy"
+    stage.worker("b").joins()
+    assert stage.shown()["counts"]["due"] == 2
+
+
+def test_worker_that_died_before_a_restart_takes_its_own_place_after_it() -> None:
+    crashed = a_saved_run("a", "b", "c", rounds=1, min_workers=1)
+    crashed.puppets["b"].leaves()
+    crashed.puppets["c"].dies()
+    a_round([crashed.puppets["a"]], 1)
+    stage, _ = next_life(crashed, "a", "c")
+    stage.passes(0.2)
+    assert verdict(stage).word == "healthy"
+
+
+# The exit code.
 
 
 def test_exit_code_of_status_says_that_the_run_is_degraded() -> None:

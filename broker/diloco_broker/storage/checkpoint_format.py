@@ -118,6 +118,7 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
         "totals": dict(record.totals),
         **_data(record),
         **_hub(record),
+        **_absences(record),
         "fragments": fragments,
         "files": dict(files),
     }
@@ -127,6 +128,12 @@ def _data(record: RunRecord) -> dict[str, Any]:
     """What the run has of data; earlier releases had nothing."""
     sets = {name: to_plain(each) for name, each in record.data_sets.items()}
     given = {"shards": list(record.shards), "data_sets": sets}
+    return {name: value for name, value in given.items() if value}
+
+
+def _absences(record: RunRecord) -> dict[str, Any]:
+    """Who was gone; earlier releases had nothing."""
+    given = {"left": list(record.left), "missing": list(record.missing)}
     return {name: value for name, value in given.items() if value}
 
 
@@ -158,6 +165,8 @@ def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
             },
             term=int(plain.get("term", 0)),
             standby=printable(str(plain.get("standby", "")))[:LONGEST_WORKER_ID],
+            left=tuple(str(name) for name in plain.get("left", ())),
+            missing=tuple(str(name) for name in plain.get("missing", ())),
         ),
         life=int(plain["life"]),
         num_fragments=int(plain["num_fragments"]),
@@ -204,7 +213,8 @@ def _check(found: Checkpoint) -> None:
         fits = data.size > 0 and Spans.read(data.uncounted, None).stop <= data.next < LARGEST
         if not is_data_set_name(name) or not fits:
             raise ValueError(f"{name!r:.80} is no data set")
-    wrong = [name for name in (*record.workers, *record.shards) if not is_worker_id(name)]
+    names = (*record.workers, *record.shards, *record.left, *record.missing)
+    wrong = [name for name in names if not is_worker_id(name)]
     if wrong:
         raise ValueError(f"a worker named {wrong[0]!r:.80}")
 

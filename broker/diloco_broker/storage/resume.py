@@ -62,6 +62,9 @@ def newest_checkpoint(
         _check_fit(config, found, path)
         check_same(config, split, found, path)
         found = replace(found, saved_at=checkpoint.saved_at(path))
+        if found.config.get("workers") != config.workers:
+            # The operator has set anew how many there should be: departures before do not lower it.
+            found = replace(found, record=replace(found.record, left=()))
         return _with_fitting_optimizer(config, found, path, has_own_optimizer)
     if problems:
         raise UsageError(

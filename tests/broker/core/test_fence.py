@@ -253,6 +253,19 @@ def test_workers_are_sent_away_from_a_hub_without_a_lease(hub: Hub) -> None:
     assert not len(hub.stage.state.members)
 
 
+def test_worker_that_was_sent_away_does_not_replace_a_dead_one_when_it_rejoins() -> None:
+    hub = Hub(workers=2)
+    hub.says()
+    hub.promises()
+    a, _ = joined(hub, a=1, b=2)
+    a.dies()
+    hub.stage.passes(3 * L + 0.2)
+    assert hub.stage.shown()["counts"]["due"] == 2
+    hub.promises()
+    hub.stage.worker("b").joins(voter=2)
+    assert [each["id"] for each in hub.stage.shown()["dead"]] == ["a"]
+
+
 def test_a_hub_whose_lease_lapses_in_the_last_round_does_not_end_before_it_has_it_again() -> None:
     hub = Hub(max_rounds=2)
     hub.says()

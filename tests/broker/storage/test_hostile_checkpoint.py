@@ -71,6 +71,8 @@ HOSTILE = {
     "another run": set_("fragments", "0", "version", "run", "\x1b[2J"),
     "counts that are texts": set_("workers", {"w": {"pushes": "many"}}),
     "a worker with escapes": set_("workers", {"\x1b[2J": {}}),
+    "a worker that left with escapes": set_("left", ["\x1b[2J"]),
+    "a missing worker with escapes": set_("missing", ["\x1b[2J"]),
     "totals of another kind": set_("totals", {"rounds": []}),
     "files as a list": set_("files", []),
     "options as a list": set_("config", [1]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.storage.checkpoint import found, load
+from diloco_broker.storage.checkpoint import found, load, save
+from diloco_broker.storage.resume import newest_checkpoint
 from diloco_broker.tensors.shadow import SHADOW
 from diloco_protocol import FragmentPlan, UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.model.model_tensors import ModelTensors
+from kit.checkpoints import a_checkpoint
 from kit.process_kit import LOCAL, Processes, a_free_address, wait_for
 from kit.reference import Plan, State, state_of, streaming
 from kit.whole_run import assert_same, mlp, run, strided, trainees
@@ -243,3 +246,13 @@ def test_gradients_collected_for_a_buffer_of_another_size_are_left_out(
     alone = dict(gradients(5, model.state_dict()))
     total = sum(float(t.double().sum()) for t in collected if t is not None)
     assert total == pytest.approx(sum(float(t.double().sum()) for t in alone.values()), rel=1e-4)
+
+
+@pytest.mark.parametrize(("workers", "left"), [(2, ("y",)), (3, ())])
+def test_restart_with_another_number_of_workers_forgets_who_left(
+    tmp_path: Path, workers: int, left: tuple[str, ...]
+) -> None:
+    save(tmp_path, replace(a_checkpoint(), config={"workers": 2}), keep=1)
+    cut = {"num_fragments": 2, "chunk_elements": 4, "sync_every": 4}
+    found = newest_checkpoint(a_config(tmp_path, workers=workers, **cut))
+    assert found is not None and found.record.left == left

@@ -47,6 +47,8 @@ def run_record(state: RunState, number: int) -> RunRecord:
         data_sets=state.data.records(),
         term=state.term,
         standby="" if state.standby is None else state.standby.lease.standby,
+        left=tuple(state.absences.left),
+        missing=state.absences.missing,
     )
 
 

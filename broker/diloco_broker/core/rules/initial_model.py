@@ -52,6 +52,7 @@ def resume(state: RunState, resumption: Resumption) -> None:
     state.totals_before = replace(state.totals)
     state.shards.restore(record.shards)
     state.data.restore(record.data_sets)
+    state.absences.restore(record.left, (*record.workers, *record.missing))
     state.parents = resumption.parents
     state.term = record.term
     if state.standby is not None:

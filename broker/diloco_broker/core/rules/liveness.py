@@ -128,6 +128,7 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
         text = "This broker has no lease, so another one may have the run; join again."
         yield member.tell(messages.Rejoin(state.epoch, text))
         yield from admission.remove(state, member, "the broker has no lease")
+        state.absences.will_return(member)
     yield from rounds.tick(state)
     yield from orders.tick(state)
     yield from pulls.give_up(state)

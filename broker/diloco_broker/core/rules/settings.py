@@ -151,7 +151,7 @@ def want(state: RunState, planned: Sequence[Change]) -> None:
         own = {name: values.pop(name) for name in _OF_THE_OPTIMIZER if name in values}
         state.wanted_outer = state.wanted_outer | own
     if "workers" in values:
-        state.absences.left = 0  # the operator says anew how many there should be
+        state.absences.recount()
     state.wanted = _with(state.wanted or state.config, values)
 
 

@@ -1,19 +1,23 @@
-"""Workers that the run lacks: those that died, and how many left properly. For displays only.
+"""Workers that the run lacks: those that died, left, or will rejoin. For displays only.
 
 A death stays on record until its worker comes back, another worker takes its place, or an operator kicks
 it. Otherwise a run that lost half of its workers in the night would look healthy in the morning.
+
+A joining worker that is on record takes its own place. One that is not takes that of another worker, so
+the records and the living together never outnumber `--max-workers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from diloco_broker.core.state.members import Member
 
 # Deaths on record. Each is published once a second, and a fleet of spot instances loses many workers.
 MOST_DEAD = 100
-# Seconds: whoever looks the next morning, or after a day off, still sees who died.
+# Seconds: long enough for an operator to see a death the next morning, or after a day off.
 KEPT_S = 48 * 3600.0
 
 
@@ -30,14 +34,18 @@ class Death:
 class Absences:
     """Attributes:
     dead: by worker id, the earliest death first.
-    left: places of workers that left properly, or were kicked, and that no other worker has taken.
+    left: ids of workers that left properly, or were kicked, and whose place no other worker has taken,
+        the earliest first. They lower the number of workers that are due.
+    returning: ids of workers that are gone and still due: those that were told to rejoin, that left to
+        join anew, or that were here or missing when the checkpoint was taken.
     """
 
     dead: dict[str, Death] = field(default_factory=dict)
-    left: int = 0
+    left: dict[str, None] = field(default_factory=dict)
+    returning: dict[str, None] = field(default_factory=dict)
 
     def died(self, member: Member, why: str, now: float) -> None:
-        """A worker is gone that should be here; of relays the `sites_away` tell."""
+        """Record that a worker is gone and should be here; relays are kept in `sites_away`."""
         if member.is_relay:
             return
         member.forget_work()
@@ -47,30 +55,55 @@ class Absences:
             self._forget(next(iter(self.dead)))
 
     def left_properly(self, member: Member) -> None:
-        """A worker is gone that need not come back."""
-        self.left += not member.is_relay
+        """Record that a worker is gone and need not come back."""
+        if not member.is_relay:
+            self.left[member.worker_id] = None
+
+    def will_return(self, member: Member) -> None:
+        """Record that a worker is gone and will rejoin."""
+        if not member.is_relay:
+            self.returning[member.worker_id] = None
 
     def joined(self, member: Member) -> None:
-        """A worker that was not here joined: it is one of the dead, or takes the place of another."""
-        if member.is_relay or self.dead.pop(member.worker_id, None) is not None:
+        """Record that a worker joined: in its own place, or else in that of the longest dead or gone."""
+        if member.is_relay:
             return
-        if self.dead:
-            self._forget(next(iter(self.dead)))
-        else:
-            self.left = max(0, self.left - 1)
+        records: tuple[dict[str, Any], ...] = (self.dead, self.left, self.returning)
+        for record in records:
+            if member.worker_id in record:
+                del record[member.worker_id]
+                return
+        for record in records:
+            if record:
+                del record[next(iter(record))]
+                return
 
     def are_alive(self, worker_ids: Collection[str]) -> None:
-        """These are known to live, behind a relay."""
+        """Record that these workers are alive, downstream of a relay."""
         for worker_id in self.dead.keys() & set(worker_ids):
-            self._forget(worker_id)
+            del self.dead[worker_id]
 
     def kicked(self, worker_id: str) -> bool:
         """An operator no longer counts on a dead worker. False if it is not one of the dead."""
-        is_dead = worker_id in self.dead
+        is_dead = self.dead.pop(worker_id, None) is not None
         if is_dead:
-            self._forget(worker_id)
-            self.left += 1
+            self.left[worker_id] = None
         return is_dead
+
+    def recount(self) -> None:
+        """An operator has set `--workers` anew: departures so far do not lower it."""
+        self.returning |= self.left
+        self.left.clear()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Ids of workers that are gone and still due."""
+        return (*self.dead, *self.returning)
+
+    def restore(self, left: Iterable[str], due: Iterable[str]) -> None:
+        """Continue from a checkpoint: these workers had left, and those were here or missing."""
+        self.left = dict.fromkeys(left)
+        self.returning = {worker_id: None for worker_id in due if worker_id not in self.left}
 
     def due(self, wanted: int, alive: int, dead_behind: int) -> int:
         """How many workers should be alive, of `wanted` (`--workers`).
@@ -79,14 +112,16 @@ class Absences:
             alive: how many are, those behind relays included.
             dead_behind: how many relays report as dead.
         """
-        return max(wanted - self.left, alive + dead_behind + len(self.dead))
+        return max(wanted - len(self.left), alive + dead_behind + len(self.dead))
 
     def tick(self, now: float) -> None:
-        """Time has passed: old deaths are forgotten."""
+        """Time has passed: remove old deaths."""
         for worker_id, death in list(self.dead.items()):
             if now - death.at <= KEPT_S:
                 break
             self._forget(worker_id)
 
     def _forget(self, worker_id: str) -> None:
+        """Show a death no longer; its worker is still due."""
         del self.dead[worker_id]
+        self.returning[worker_id] = None

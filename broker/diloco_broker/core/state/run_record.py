@@ -53,3 +53,5 @@ class RunRecord:
     data_sets: Mapping[str, DataSetRecord] = field(default_factory=dict)  # by name
     term: int = 0  # how often the run's hub was replaced
     standby: str = ""  # the name of the hub's standby; empty where it has had none
+    left: tuple[str, ...] = ()  # ids of workers that left properly and were not replaced
+    missing: tuple[str, ...] = ()  # ids of workers that were gone and still due

@@ -270,7 +270,9 @@ def leave(state: RunState, member: Member, message: messages.Leave) -> effects.E
         )
     fence.left(state, member)
     yield from remove(state, member, why)
-    if why and member.has_trained:
-        state.absences.died(member, why, state.now)
-    elif not why:
+    if not why:
         state.absences.left_properly(member)
+    elif member.has_trained:
+        state.absences.died(member, why, state.now)
+    else:
+        state.absences.will_return(member)

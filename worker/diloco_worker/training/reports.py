@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from numbers import Real
+from os.path import commonprefix
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +19,17 @@ logger = logging.getLogger("diloco.worker")
 
 # The keywords of a report; others are extra values.
 COUNTED = ("loss", "tokens", "samples")
-# How alike two names are, from 0 to 1, of which one is a misspelling: n_tokens is, val_loss is not.
-ALIKE = 0.75
+# Other names under which scripts report a count. `d_loss` or `tokens_s` are extra values in their own right.
+ALIASES = {
+    "n_tokens": "tokens",
+    "num_tokens": "tokens",
+    "ntokens": "tokens",
+    "token_count": "tokens",
+    "n_samples": "samples",
+    "num_samples": "samples",
+    "nsamples": "samples",
+    "sample_count": "samples",
+}
 # Seconds between two looks at a loss that lies on an accelerator: each look waits for its kernels.
 LOOK_S = 5.0
 # Weight of the newest step in the moving average of the pace: about the last twenty steps.
@@ -144,10 +153,28 @@ def _number(name: str, value: Any) -> float:
 
 def _check_spelling(extra: Iterable[str], given: Iterable[str]) -> None:
     """Raise UsageError for an extra value that is probably meant for a keyword which is not given."""
-    missing = [name for name in COUNTED if name not in given]
+    missing = [keyword for keyword in COUNTED if keyword not in given]
     for name in extra:
-        if near := get_close_matches(name, missing, n=1, cutoff=ALIKE):
-            raise UsageError(f"report() has no keyword {name!r:.80}; did you mean {near[0]}?")
+        for keyword in missing:
+            if ALIASES.get(name) == keyword or _is_misspelling(name, keyword):
+                raise UsageError(
+                    f"report({name:.80}=...) would be an extra value; did you mean {keyword}?"
+                )
+
+
+def _is_misspelling(name: str, keyword: str) -> bool:
+    """Whether one letter is missing, wrong or added, or two neighbours are swapped.
+
+    A name that contains the keyword has a meaning of its own (`gloss`, `loss2`), unless the keyword's
+    first or last letter is only doubled.
+    """
+    if keyword in name:
+        return name in (keyword[0] + keyword, keyword + keyword[-1])
+    start = len(commonprefix([name, keyword]))
+    end = len(commonprefix([name[start:][::-1], keyword[start:][::-1]]))
+    written, meant = name[start : len(name) - end], keyword[start : len(keyword) - end]
+    is_one_letter = len(written) <= 1 and len(meant) <= 1
+    return is_one_letter or (len(meant) == 2 and written == meant[::-1])
 
 
 class Pace:

@@ -299,7 +299,9 @@ class DiLoCoWorker(RunView):
         finally:
             if self._audit is not None:
                 if trained:
-                    if not self.sync_count:
+                    if not self._step:
+                        logger.warning("%s left without having made a step.", self.worker_id)
+                    elif not self.sync_count:
                         logger.warning(
                             "%s left without having closed a round: none of its %d steps is in the "
                             "run, where a round takes %s of them.",

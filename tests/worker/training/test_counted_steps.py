@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol import UsageError
 from diloco_protocol.messages import Heartbeat, Notice
 from diloco_worker.core.sync.news import Work
-from diloco_worker.training.counted_steps import CountedSteps
+from diloco_worker.training.counted_steps import COMPARE_S, CountedSteps
 from diloco_worker.training.reports import LOOK_S, Pace, Reports
 from kit.scripted_broker import Descent
 from kit.scripted_training import H, ScriptedTraining
@@ -122,6 +123,81 @@ def test_parameters_that_change_without_any_optimizer_are_a_warning(
         worker.report(loss=1.0)
     assert "changed 10 times without a step" in str(warning(training))
     assert "changed 10 times without a step" in str(training.metrics.last_error)
+
+
+class Watched(list[Any]):
+    """Counts how often its items are read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.reads += 1
+        return super().__iter__()
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_reports_between_two_steps_do_not_go_through_all_parameters(counted: Counted) -> None:
+    """As those of micro-batches."""
+    optimizer = counted.descent.optimizer
+    groups = optimizer.param_groups = Watched(optimizer.param_groups)
+    counted.descent.steps(1)
+    for _ in range(2):
+        counted.steps.reported()
+    reads = groups.reads
+    for _ in range(10):
+        counted.steps.reported()
+    assert groups.reads == reads
+
+
+def test_reports_between_two_steps_seldom_run_kernels_on_an_accelerator(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    counted.steps.clock = lambda: now[0]
+    counted.descent.steps(1)
+    counts = []
+    with monkeypatch.context() as device:
+        device.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
+        for now[0] in (0.0, 0.0, 0.0, COMPARE_S, COMPARE_S):
+            with Kernels() as kernels:
+                counted.steps.reported()
+            counts.append(kernels.count > 0)
+    assert counts == [False, True, False, True, False], "the first is the one of the step"
+
+
+def test_parameters_whose_memory_is_freed_between_reports_are_no_warning(counted: Counted) -> None:
+    """As FSDP does with those that are gathered for a layer."""
+    weight = next(iter(counted.descent.model.parameters()))
+    storage, values = weight.untyped_storage(), weight.detach().clone()
+    size = storage.nbytes()
+    for _ in range(300):
+        counted.steps.reported()
+        storage.resize_(0)
+        counted.steps.reported()
+        storage.resize_(size)
+        weight.data.copy_(values)
+    assert counted.told == []
+
+
+def test_optimizer_that_is_given_parameters_of_the_model_later_is_a_warning(
+    counted: Counted,
+) -> None:
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.0)
+    steps_of(other, 1)
+    other.add_param_group({"params": list(counted.descent.model.parameters())})
+    steps_of(other, 100)
+    assert len(counted.told) == 1
 
 
 def test_what_a_script_does_between_two_steps_is_no_warning(training: ScriptedTraining) -> None:
@@ -243,11 +319,19 @@ def test_count_on_an_accelerator_that_makes_no_sense_is_dropped_with_a_warning()
 
 def test_misspelt_keyword_of_a_report_is_refused(training: ScriptedTraining) -> None:
     worker = training.begins()
-    for name in ("token", "n_tokens", "sampels"):
-        with pytest.raises(UsageError, match=r"did you mean (tokens|samples)"):
-            worker.report(loss=1.0, **{name: 5})
-    worker.report(loss=1.0, loss2=2.0, val_loss=3.0, lr=0.1)
-    assert worker.reported == {"loss2": 2.0, "val_loss": 3.0, "lr": 0.1}
+    for name in ("token", "tokes", "n_tokens", "num_samples", "sample", "sampels", "losss", "los"):
+        with pytest.raises(UsageError, match=r"did you mean (loss|tokens|samples)"):
+            worker.report(**{name: 5})
+    assert worker.reported == {}
+
+
+def test_extra_values_are_not_taken_for_misspelt_keywords(training: ScriptedTraining) -> None:
+    """As those of a GAN, which reports no `loss`."""
+    worker = training.begins()
+    names = "d_loss g_loss loss_d loss_1 l_loss val_loss loss2 dloss losses tokens_s samples_s lr"
+    extra = dict.fromkeys(names.split(), 1.0)
+    worker.report(**extra)  # type: ignore[arg-type]
+    assert worker.reported == extra
 
 
 # Nothing is learnt.

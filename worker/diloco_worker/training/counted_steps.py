@@ -73,11 +73,13 @@ class CountedSteps:
     _most_others: int = 0
     _most_replacing: int | None = None
     _stepped: set[int] = field(default_factory=set)  # places in `optimizers`, in this round
-    # Of other optimizers, whether they train parts of the model, and of what the counted ones train.
-    _trains_ours: weakref.WeakKeyDictionary[Optimizer, tuple[bool, bool]] = field(
+    # Of other optimizers: the numbers of parameters for which this holds, whether they train parts of the
+    # model, and whether they train parameters of the counted optimizers.
+    _trains_ours: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], bool, bool]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _sample: list[str] | None = None  # of the parameters, at the last report
+    _sampled: list[Tensor] | None = None  # the parameters that are compared
+    _sample: list[str] | None = None  # their values at the last comparison
     _has_stepped: bool = True  # some optimizer has, since the last report
     _compared_at: float = -math.inf
     _hooks: list[Any] = field(default_factory=list)
@@ -90,6 +92,7 @@ class CountedSteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.changed()
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._is_captured():
@@ -137,26 +140,36 @@ class CountedSteps:
             self._replaced(self._by_another(optimizer, self._replacing + 1))
 
     def _trained_by(self, other: Optimizer) -> tuple[bool, bool]:
-        """Whether another optimizer trains parts of the model, and of what the counted ones train."""
-        if other not in self._trains_ours:
+        """Whether another optimizer trains parts of the model, and parameters of the counted optimizers."""
+        # A parameter group may be added to any of them later.
+        sizes = [_number_of_parameters(each) for each in (other, *self.optimizers)]
+        known = self._trains_ours.get(other)
+        if known is None or known[0] != sizes:
             theirs = _parameters_of(other).keys()
-            self._trains_ours[other] = (
+            known = self._trains_ours[other] = (
+                sizes,
                 not theirs.isdisjoint(id(parameter) for parameter in self.model.parameters()),
                 any(not theirs.isdisjoint(_parameters_of(each)) for each in self.optimizers),
             )
-        return self._trains_ours[other]
+        return known[1:]
 
     def reported(self) -> None:
         """The script has reported: did the parameters change since the last time, without any step?"""
         if self._has_stepped or not self._hooks:
             self._has_stepped, self._sample = False, None
             return
-        sampled = [] if _is_capturing() else self._sampled()
-        now, is_near = self.clock(), all(each.device.type == "cpu" for each in sampled)
-        if not sampled or (not is_near and now - self._compared_at < COMPARE_S):
+        if _is_capturing():
+            return
+        if self._sampled is None:
+            self._sampled = self._choose()
+        now, is_near = self.clock(), all(each.device.type == "cpu" for each in self._sampled)
+        if (not self._sampled or not is_near) and now - self._compared_at < COMPARE_S:
             return
         self._compared_at = now
-        before, self._sample = self._sample, [float(each).hex() for each in sampled]
+        if not self._sampled or not all(_is_readable(each) for each in self._sampled):
+            self.changed()
+            return
+        before, self._sample = self._sample, [_digest(each) for each in self._sampled]
         if before is not None and before != self._sample:
             self._replaced(
                 f"The parameters have changed {self._replacing + 1} times without a step of the "
@@ -166,27 +179,17 @@ class CountedSteps:
 
     def changed(self) -> None:
         """The parameters may have changed for another reason than a step."""
-        self._sample = None
+        self._sampled = self._sample = None
 
-    def _sampled(self) -> list[Tensor]:
-        """The sums of a few values here and there of what the counted optimizers train."""
+    def _choose(self) -> list[Tensor]:
+        """A few readable parameters of the counted optimizers, evenly spaced."""
         found = [
             parameter
             for each in self.optimizers
             for parameter in _parameters_of(each).values()
-            # Reading one that is spread over processes would wait for them.
-            if type(parameter) in (nn.Parameter, Tensor)
-            and parameter.is_contiguous()
-            and not parameter.is_meta
-            and parameter.numel()
-            and parameter.untyped_storage().nbytes()
+            if _is_readable(parameter)
         ]
-        chosen = found[:: max(1, len(found) // SAMPLED_TENSORS)][:SAMPLED_TENSORS]
-        with torch.no_grad():
-            return [
-                each.view(-1)[:: max(1, each.numel() // SAMPLED_ELEMENTS)].sum(dtype=torch.float32)
-                for each in chosen
-            ]
+        return found[:: max(1, len(found) // SAMPLED_TENSORS)][:SAMPLED_TENSORS]
 
     def _replaced(self, complaint: str) -> None:
         """Something else has changed what the counted optimizers train."""
@@ -233,6 +236,28 @@ def _is_capturing() -> bool:
 def _parameters_of(optimizer: Optimizer) -> dict[int, Tensor]:
     """By `id`."""
     return {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+
+def _number_of_parameters(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _is_readable(parameter: Tensor) -> bool:
+    """Whether this process alone can read the values; other processes hold parts of a DTensor."""
+    return (
+        type(parameter) in (nn.Parameter, Tensor)
+        and parameter.is_contiguous()
+        and not parameter.is_meta
+        and parameter.numel() > 0
+        and parameter.untyped_storage().nbytes() > 0
+    )
+
+
+def _digest(parameter: Tensor) -> str:
+    """The sum of a few evenly spaced values. On an accelerator this waits for its kernels."""
+    stride = max(1, parameter.numel() // SAMPLED_ELEMENTS)
+    with torch.no_grad():
+        return float(parameter.view(-1)[::stride].sum(dtype=torch.float32)).hex()
 
 
 def _is_inside_another(optimizer: Optimizer) -> bool:

@@ -73,8 +73,8 @@ class CountedSteps:
     _most_others: int = 0
     _most_replacing: int | None = None
     _stepped: set[int] = field(default_factory=set)  # places in `optimizers`, in this round
-    # Of other optimizers: the numbers of parameters for which this holds, whether they train parts of the
-    # model, and whether they train parameters of the counted optimizers.
+    # Of other optimizers: whether they train parts of the model, and parameters of the counted ones,
+    # beside the numbers of parameters that all of them had then.
     _trains_ours: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], bool, bool]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -140,7 +140,7 @@ class CountedSteps:
             self._replaced(self._by_another(optimizer, self._replacing + 1))
 
     def _trained_by(self, other: Optimizer) -> tuple[bool, bool]:
-        """Whether another optimizer trains parts of the model, and parameters of the counted optimizers."""
+        """Whether another optimizer trains parts of the model, and parameters of the counted ones."""
         # A parameter group may be added to any of them later.
         sizes = [_number_of_parameters(each) for each in (other, *self.optimizers)]
         known = self._trains_ours.get(other)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from numbers import Real
-from os.path import commonprefix
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ logger = logging.getLogger("diloco.worker")
 
 # The keywords of a report; others are extra values.
 COUNTED = ("loss", "tokens", "samples")
-# Other names under which scripts report a count. `d_loss` or `tokens_s` are extra values in their own right.
+# Names under which other libraries report a count.
 ALIASES = {
     "n_tokens": "tokens",
     "num_tokens": "tokens",
@@ -170,11 +170,14 @@ def _is_misspelling(name: str, keyword: str) -> bool:
     """
     if keyword in name:
         return name in (keyword[0] + keyword, keyword + keyword[-1])
-    start = len(commonprefix([name, keyword]))
-    end = len(commonprefix([name[start:][::-1], keyword[start:][::-1]]))
-    written, meant = name[start : len(name) - end], keyword[start : len(keyword) - end]
-    is_one_letter = len(written) <= 1 and len(meant) <= 1
-    return is_one_letter or (len(meant) == 2 and written == meant[::-1])
+    same = takewhile(lambda letters: letters[0] == letters[1], zip(name, keyword, strict=False))
+    start = len(list(same))
+    written, meant = name[start:], keyword[start:]
+    return (
+        written in (meant[1:], meant[1::-1] + meant[2:])
+        or meant == written[1:]
+        or meant[1:] == written[1:]
+    )
 
 
 class Pace:

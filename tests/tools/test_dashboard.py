@@ -503,7 +503,7 @@ class TestEnd:
 
 
 def plotted(source: FeedSource) -> list[int]:
-    """The rounds that a page is sent that asks for everything."""
+    """The rounds sent to a page that asks for everything."""
     return [number for _, number, *_ in json.loads(source.state()[0])["series"]["rounds"]]
 
 

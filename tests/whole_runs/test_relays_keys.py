@@ -111,7 +111,7 @@ def test_relay_that_its_parent_does_not_let_in_ends_with_a_sentence(
     ("parent", "sentence"),
     [
         ("another hub", "a broker that asks for a key or another one"),
-        ("nobody", "No broker answers"),
+        ("a stopped hub", "No broker answers"),
     ],
 )
 def test_relay_logs_why_it_does_not_reach_its_parent(
@@ -125,7 +125,7 @@ def test_relay_logs_why_it_does_not_reach_its_parent(
     hub = sites.hub(1, keys=str(of_hub.path))
     of_another = KeyFolder.make(of_site.path.parent / "another")
     of_another.add_all([Peer(Role.WORKER, "north")])
-    if parent == "nobody":
+    if parent == "a stopped hub":
         hub.stop()
     with asking(sites.site(hub, key_of_north(of_another), None).address):
         until(lambda: any(sentence in each for each in caplog.messages), "the relay says why")

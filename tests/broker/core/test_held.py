@@ -18,7 +18,7 @@ from kit.restarts import a_saved_run, holding
 # How long the run goes on before it is held, and for how long it is.
 BEFORE_S = 10.0
 HELD_S = 150.0
-# Silence is no deadline of the run, so it must not decide anything here.
+# Silence is not a deadline of the run, so these timeouts are off.
 USUAL: dict[str, Any] = {"chunks": 2, "heartbeat_timeout": 0.0, "stall_timeout": 0.0}
 
 

@@ -135,7 +135,7 @@ class Watched(list[Any]):
         return super().__iter__()
 
 
-class Kernels(TorchDispatchMode):
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations on tensors."""
 
     count = 0
@@ -170,7 +170,7 @@ def test_reports_between_two_steps_seldom_run_kernels_on_an_accelerator(
     with monkeypatch.context() as device:
         device.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
         for now[0] in (0.0, 0.0, 0.0, COMPARE_S, COMPARE_S):
-            with Kernels() as kernels:
+            with Kernels() as kernels:  # type: ignore[no-untyped-call]
                 counted.steps.reported()
             counts.append(kernels.count > 0)
     assert counts == [False, True, False, True, False], "the first is the one of the step"

@@ -280,7 +280,7 @@ def test_unexpected_trouble_in_the_link_costs_a_connection_and_nothing_else(
 
     def explode(self: Uploads, *_: object) -> Any:
         monkeypatch.setattr(Uploads, "granted", original)
-        raise ZeroDivisionError("nobody expected this")
+        raise ZeroDivisionError("unexpected")
 
     monkeypatch.setattr(Uploads, "granted", explode)
     training.trains(H)
@@ -312,7 +312,7 @@ def test_link_starts_again_however_often_it_fails(
 
     def explode(self: Session) -> float | None:
         if next(attempts, None) is not None:
-            raise ZeroDivisionError("nobody expected this")
+            raise ZeroDivisionError("unexpected")
         return wakes_at(self)
 
     monkeypatch.setattr(Session, "wakes_at", explode)

@@ -74,7 +74,7 @@ def trains(processes: Processes, broker: Broker, *level: str, **env: str) -> lis
     return child.output.splitlines()
 
 
-def test_joining_and_rounds_are_printed_once_whoever_handles_logging(
+def test_joining_and_rounds_are_printed_once_before_and_after_the_application_configures_logging(
     processes: Processes, broker: Broker
 ) -> None:
     lines = trains(processes, broker, "INFO")

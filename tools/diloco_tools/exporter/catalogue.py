@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_protocol.feed import DEAD, INSECURE
 
-UNHEARD = ("lost", DEAD)  # healths of workers of which nobody knows what they do
+UNHEARD = ("lost", DEAD)  # healths of workers whose state is unknown
 Value = Callable[[Any], float | None]  # of a record; None where it is not known
 
 # fmt: off

@@ -17,7 +17,7 @@ from diloco_worker.model.wrappers import without_wrappers
 
 
 def unwrapped(model: object) -> nn.Module:
-    """The model without the wrappers of libraries around it; raises UsageError when it is no module.
+    """The model without the wrappers of libraries around it; raises UsageError if it is not a module.
 
     A list of modules is taken for the parts of one model.
     """

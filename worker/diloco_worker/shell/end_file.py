@@ -1,8 +1,8 @@
 """The end file: a worker writes there why it left the run, for the program that started its script.
 
 `torchrun` ends with 1 whatever its processes end with, and `srun` with the greatest of several codes. So
-`diloco-worker run` names a file, and each process of the worker writes one word there as it leaves. A
-script that ended without a word has joined no run, or was killed.
+`diloco-worker run` names a file, and each process of the worker writes one word there as it leaves. If
+none did, the script never joined a run or was killed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class UnitLine:
     """Asks the broker for units. `take` may be called from any thread, the rest from training.
 
     Args:
-        is_alone: there is no server.
+        is_alone: the worker was given no server.
         leads: this process speaks to the broker for its worker.
         is_asked: whether this process is asked to end.
     """

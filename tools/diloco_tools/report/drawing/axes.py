@@ -34,7 +34,7 @@ STEPS_S = (
 )
 # A time without a broker that would take more of the axis than this is drawn as long as this.
 LONGEST_AWAY = 0.06
-LEAST_FOR_JUMPS = 4  # of fewer values nobody can tell which is the usual
+LEAST_FOR_JUMPS = 4  # with fewer values, what is usual is unknown
 JITTER = 0.1  # of a value: so much it varies at least
 JUMPS_ABOVE = 0.95  # of all values, those that are far above that share are jumps
 OFF_SCALE = 8.0  # times the newer half's range: then that decides the scale

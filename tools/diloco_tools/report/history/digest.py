@@ -50,7 +50,7 @@ STALEST = 30  # what is older is counted together
 _NO_SETTING = ("reducer.submissions", "reducer.waiting")
 
 
-# The id of a worker to which nobody has given one, as diloco_worker makes it.
+# The id that diloco_worker generates for a worker that was given none.
 DRAWN_ID = re.compile(r"(?P<host>.*)-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -247,7 +247,7 @@ class Digest:
         return found
 
     def _gone_from(self, name: str) -> WorkerTally | None:
-        """Who went last from the host that `name` was made from; None if it is no such name."""
+        """The last worker to leave the host in the generated id `name`; None if it is not one."""
         drawn = DRAWN_ID.fullmatch(name)
         if drawn is None or len(self._earlier) >= MOST_RESTARTS:
             return None

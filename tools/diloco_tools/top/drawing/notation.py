@@ -116,7 +116,7 @@ BAD = "red"
 QUIET = "dim"
 
 LEVEL_STYLES = {"info": "", "warning": UNEASY, "error": BAD}
-HEALTH_STYLES = {"ok": OK, "lost": BAD, "dead": BAD}  # a word unknown here is uneasy
+HEALTH_STYLES = {"ok": OK, "lost": BAD, "dead": BAD}  # any other health is uneasy
 FRESHNESS_STYLES = {Freshness.LIVE: OK, Freshness.LATE: UNEASY, Freshness.STALE: BAD}
 
 

@@ -16,7 +16,7 @@ SERIOUS = (
     "lost",
     "stalled",
     "slow",
-)  # by what needs a look first; a word unknown here is next
+)  # most urgent first; any other health comes next
 
 
 @dataclass(frozen=True)

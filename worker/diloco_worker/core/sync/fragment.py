@@ -214,7 +214,7 @@ class Fragment:
         return None
 
     def _given_up(self, more: int) -> Iterator[Dropped]:
-        """The oldest dropped pushes that are not looked for any longer if so many chunks more are."""
+        """The oldest dropped pushes, which are given up to track `more` further chunks."""
         kept = more + sum(len(each.may_count) for each in self.dropped)
         for each in self.dropped:
             if kept <= MOST_KEPT * self.chunks:

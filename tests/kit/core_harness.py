@@ -88,12 +88,18 @@ class Stage:
     initial: InitialModel | None = None
     resumption: Resumption | None = None
     life: int = 1
+    moved_aside: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.now = 1000.0
         self._draws = iter(range(self.life << 40, (self.life + 1) << 40))
         self.core = Core(
-            self.config, lambda: next(self._draws), self.now, self.initial, self.resumption
+            self.config,
+            lambda: next(self._draws),
+            self.now,
+            self.initial,
+            self.resumption,
+            moved_aside=self.moved_aside,
         )
         self.inbox: dict[bytes, list[Message]] = {}
         self.received: dict[bytes, list[tuple[Chunk, Any]]] = {}

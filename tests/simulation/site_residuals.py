@@ -8,6 +8,7 @@ was meant by pushes that count is what was sent by them and the residual.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diloco_protocol.messages import Push, Released
@@ -52,7 +53,7 @@ class SiteResiduals:
         self._all[push.push_id] = Sent(push.fragment, meant, residual, coded)
         self._open.add(push.push_id)
 
-    def settles(self, released: Released, counted: tuple[int, ...]) -> None:
+    def settles(self, released: Released, counted: Iterable[int]) -> None:
         for push_id in counted:
             demand(push_id in self._open, "{:#x} of {} is settled twice", push_id, self._name)
             self._open.discard(push_id)

@@ -159,13 +159,16 @@ def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str |
         status: the broker's snapshot.
     """
     end, totals = status.get("end") or {}, status.get("totals") or {}
-    rounds = (status.get("round") or {}).get("number", 0)
+    open_ = status.get("round") or {}
+    rounds = open_.get("number", 0)
+    has_begun = rounds or open_.get("expected") or open_.get("arrived")
     tokens = end.get("tokens", totals.get("tokens", 0))
     seconds = end.get("seconds", totals.get("open_s", 0))
-    if 0 < settings.get("max_rounds", 0) <= rounds + 1:
-        return (
-            f"The run has made {rounds} rounds: --max-rounds {settings['max_rounds']} ends it now."
-        )
+    limit = settings.get("max_rounds", 0)
+    if has_begun and 0 < limit <= rounds + 1:
+        when = "now" if limit <= rounds else "with the open round"
+        made = f"{rounds} round{'s'[: rounds != 1]}"
+        return f"The run has made {made}: --max-rounds {limit} ends it {when}."
     if 0 < settings.get("token_budget", 0) <= tokens:
         return (
             f"The run has trained on {tokens} tokens: --token-budget {settings['token_budget']} ends "

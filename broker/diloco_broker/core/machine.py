@@ -98,6 +98,7 @@ class Core:
         machine_clock: seconds that go on while the broker stands still, for the lease of a hub that has
             a standby. Without it that runs on `now`.
         term: how often the run's hub was replaced, where the checkpoint does not know it yet.
+        moved_aside: names of the runs that this one replaces; their workers are refused.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class Core:
         *,
         machine_clock: Callable[[], float] | None = None,
         term: int = 0,
+        moved_aside: frozenset[str] = frozenset(),
     ) -> None:
-        self.state = state = RunState(config, draw, now, f"{draw():016x}", RunModel(initial))
+        model = RunModel(initial, moved_aside=moved_aside)
+        self.state = state = RunState(config, draw, now, f"{draw():016x}", model)
         state.now = state.recovers_from = now
         self._story = Story()
         if config.standby:

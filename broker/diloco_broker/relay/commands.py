@@ -55,10 +55,10 @@ class Begin:
 
 @dataclass(frozen=True)
 class Settle:
-    """A version of the parent's has these pushes of the site, by id."""
+    """A version of the parent's has these chunks of the site's pushes, by push id."""
 
     released: Released
-    counted: tuple[int, ...]
+    counted: Mapping[int, frozenset[int]]
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,10 @@ class Relay:
             yield from self._do_without(fragment)
 
     def _settles(self, released: Released) -> Commands:
-        yield Settle(released, tuple(self._unsettled.found(released)))
+        layout = self.session.layout if self.session is not None else None
+        assert layout is not None
+        size = next(part.chunks for part in layout.all if part.fragment == released.fragment)
+        yield Settle(released, self._unsettled.found(released, size))
         yield from map(Forget, self._unsettled.missed(released))
 
     def _has_gone_back(self, versions: Sequence[VersionId | None]) -> bool:

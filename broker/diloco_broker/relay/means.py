@@ -91,19 +91,26 @@ class Residuals:
         for feedback in self._by_fragment.values():
             feedback.dropped.pop(push_id, None)
 
-    def settle(self, why: object, fragment: int, counted: Collection[int]) -> None:
-        """A version, or whatever `why` stands for, has these of the site's pushes."""
+    def settle(self, why: object, fragment: int, counted: Mapping[int, Collection[int]]) -> None:
+        """Settle the site's pushes that a version contains.
+
+        Args:
+            why: identifies the version; a second call for it changes nothing.
+            fragment: the version's.
+            counted: by push id, the chunks whose values the version contains, by index in the layout.
+        """
         feedback = self._by_fragment.get(fragment)
         if feedback is None:
             return
-        flight, every = None, range(feedback.layout.chunks)
+        flight = None
         for push_id in [each for each in counted if each in self._sent]:
             sent = self._sent.pop(push_id)
             if flight is None and _is_latest(sent, feedback.chunks):
-                flight = sent, every
+                flight = sent, counted[push_id]
             else:  # what another one left out has come to the residual since it was sent
-                feedback.drop(push_id, sent, every)
-        feedback.settle(why, flight, {each: every for each in counted if each in feedback.dropped})
+                feedback.drop(push_id, sent, counted[push_id])
+        dropped = {each: own for each, own in counted.items() if each in feedback.dropped}
+        feedback.settle(why, flight, dropped)
 
 
 def _is_latest(sent: InFewBits, residual: Mapping[int, Tensor]) -> bool:

@@ -41,11 +41,16 @@ class Unsettled:
         waiting = [push_id for push_id, left in pushes.items() if left is not None]
         return self._drop(pushes, waiting[:-MOST_ABANDONED])
 
-    def found(self, released: Released) -> list[int]:
-        """The pushes that this version contains; they are settled."""
-        pushes = self._pushes.get(released.fragment, {})
-        named = [each for each in pushes if released.ledger.names_whole(self._name, each)]
-        return self._drop(pushes, named)
+    def found(self, released: Released, size: int) -> dict[int, frozenset[int]]:
+        """The pushes that this version of a fragment of `size` chunks contains; they are settled.
+
+        By push id, the chunks whose values the version contains. An earlier push of the relay may have
+        contributed to the others.
+        """
+        pushes, ledger = self._pushes.get(released.fragment, {}), released.ledger
+        named = [each for each in pushes if ledger.names_whole(self._name, each)]
+        self._drop(pushes, named)
+        return {each: frozenset(ledger.own_chunks(self._name, each, size)) for each in named}
 
     def missed(self, released: Released) -> list[int]:
         """Those that no version is looked at for any more, after this one."""

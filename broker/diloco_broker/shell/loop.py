@@ -34,7 +34,7 @@ from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
 from diloco_broker.shell.strangers import Strangers
 from diloco_broker.shell.tensor_work import TensorExecutor, Tensors
-from diloco_broker.storage import model_file, own_plan, resume, writer
+from diloco_broker.storage import checkpoint, model_file, own_plan, resume, writer
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.key_folder import KeyFolder
@@ -131,6 +131,7 @@ class Loop:
                 self.tensors.resumption,
                 machine_clock=clock,
                 term=term,
+                moved_aside=self._runs_to_move_aside(config),
             )
             keys = KeyFolder(Path(config.keys)) if config.keys else None
             self.sockets = Sockets(
@@ -168,6 +169,12 @@ class Loop:
         self._gone_before = 0  # members, by the last tick
         self._longest_turn_s = 0.0
         self._used_s = 0.0  # CPU of this thread at the end of the last turn
+
+    @staticmethod
+    def _runs_to_move_aside(config: BrokerConfig) -> frozenset[str]:
+        if config.save_dir is None or not config.fresh:
+            return frozenset()
+        return checkpoint.runs_in(Path(config.save_dir))
 
     @staticmethod
     def _set_aside(lock: FolderLock) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.declaration import AUTO
 from diloco_broker.shell.broker import Broker
 from diloco_broker.standby.core import TakeOver
 from diloco_broker.standby.following import Following
@@ -34,11 +35,11 @@ logger = logging.getLogger("diloco.standby")
 # Between two words to the hub that was replaced, which may be started again at any time.
 TELL_S = 1.0
 STOP_WITHIN_S = 90.0
-# Options that are no matter of the run: each broker has its own.
+# Options that do not belong to the run: each broker has its own.
 OF_A_PLACE = frozenset(
     {
-        "bind", "feed", "keys", "ipc", "insecure", "save_dir", "keep", "audit", "resume", "recover",
-        "recover_wait", "tensor_threads", "max_workers", "max_parameters", "standby", "lease",
+        "bind", "feed", "keys", "ipc", "insecure", "save_dir", "keep", "audit", "resume", "fresh",
+        "recover", "recover_wait", "tensor_threads", "max_workers", "max_parameters", "standby", "lease",
     }
 )  # fmt: skip
 
@@ -74,7 +75,8 @@ class StandbyBroker:
         keys: those that the hub asks for, of an operator.
 
     Raises:
-        UsageError: an address cannot be bound, there is no `save_dir`, or something else saves there.
+        UsageError: an address cannot be bound, there is no `save_dir`, something else saves there, or
+            the options begin a run or resume another one.
     """
 
     def __init__(self, config: BrokerConfig, hub: str, *, keys: Keys | None = None) -> None:
@@ -82,6 +84,11 @@ class StandbyBroker:
             raise UsageError(
                 "A standby keeps the hub's checkpoints; give it a folder: --save-dir DIR."
             )
+        for name, usual in (("fresh", False), ("resume", AUTO)):
+            if (given := getattr(config, name)) != usual:
+                raise UsageError(
+                    f"A standby continues the hub's run; leave out {name} (it is {given})."
+                )
         self.hub = with_scheme(hub)
         if not leads_somewhere(self.hub):
             raise UsageError(

@@ -265,6 +265,15 @@ def opened(path: Path, *, follow: bool = True) -> BinaryIO:
     return open(descriptor, "rb")
 
 
+def runs_in(folder: Path) -> frozenset[str]:
+    """The names of the runs that have checkpoints in this folder; damaged checkpoints are skipped."""
+    runs = set()
+    for path in found(folder):
+        with contextlib.suppress(Damaged):
+            runs.add(str(read_manifest(path).get("run")))
+    return frozenset(runs)
+
+
 # Writing.
 
 

@@ -24,8 +24,8 @@ logger = logging.getLogger("diloco.broker")
 LOCK = ".lock"
 # Besides checkpoints, what shows that a broker has saved a run in a folder.
 RUN_FILES = (HISTORY, ACTIONS)
-# Of a folder that nobody can write before a person has changed something. Anything else, such as a full
-# disk, may pass while the run goes on.
+# Errors that last until a person changes the folder or its permissions. Any other, such as a full disk,
+# may pass while the run goes on.
 LASTING = (
     errno.EACCES,
     errno.EPERM,
@@ -66,7 +66,7 @@ class FolderLock:
             return f"--save-dir is {self.folder}, which is a file; give a folder."
         return (
             f"--save-dir {self.folder} cannot be written: {error.strerror}; give a folder that this "
-            "user may write in, or --no-save."
+            "user may write in."
         )
 
     def set_aside(self) -> Path | None:
@@ -75,7 +75,8 @@ class FolderLock:
         Returns the new name of the old folder; None where there was no run.
 
         Raises:
-            UsageError: it cannot be renamed; nothing has changed.
+            UsageError: it cannot be renamed, or a new folder cannot be made or locked. The run is where
+                it was, or the message says where it is.
         """
         if not any((self.folder / name).exists() for name in RUN_FILES) and not checkpoint.found(
             self.folder
@@ -87,14 +88,27 @@ class FolderLock:
             if Path.cwd().is_relative_to(here):
                 raise OSError(errno.EBUSY, "the broker was started in it")
             here.rename(former)
-            here.mkdir()  # where a link to the folder leads, too
         except OSError as error:
             raise UsageError(
                 f"--fresh cannot rename {self.folder} to {former.name}: {error.strerror}; give another "
                 "--save-dir."
             ) from None
+        try:
+            here.mkdir()  # not `self.folder`, which may be a link
+            file = self._opened()
+        except (OSError, UsageError) as error:
+            why = f"{error.strerror}." if isinstance(error, OSError) else error
+            try:
+                former.rename(here)  # replaces an empty folder
+                where = self.folder
+            except OSError:
+                where = former
+            raise UsageError(
+                f"--fresh cannot begin in a new folder {self.folder}: {why} The earlier run is in "
+                f"{where}."
+            ) from None
         self.release()
-        self.take()
+        self._file = file
         return former
 
     def _free_name(self) -> Path:

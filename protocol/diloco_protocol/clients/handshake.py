@@ -1,7 +1,7 @@
 """Why the handshake of a broker and a client fails, from the events of ZeroMQ's monitor.
 
-ZeroMQ retries, or gives up, without a word: without this module a missing key looks like a broker that
-does not run.
+ZeroMQ retries, or gives up, and reports no error: without this module a missing key looks like a broker
+that does not run.
 """
 
 from __future__ import annotations

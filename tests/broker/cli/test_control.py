@@ -68,7 +68,8 @@ class TestAnEndThatIsReached:
         [
             ({"max_rounds": 4}, None),
             ({"max_rounds": 0}, None),
-            ({"max_rounds": 3}, "2 rounds"),
+            ({"max_rounds": 3}, "with the open round"),
+            ({"max_rounds": 2}, "2 rounds: --max-rounds 2 ends it now"),
             ({"token_budget": 100}, "100 tokens"),
             ({"token_budget": 101}, None),
             ({"max_time": "1m"}, "60 s"),
@@ -81,6 +82,13 @@ class TestAnEndThatIsReached:
         totals = {"tokens": 100, "open_s": 60}
         said = reached_end(settings, {"round": {"number": 2}, "totals": totals, "end": None})
         assert said is None if words is None else said is not None and words in said
+
+    def test_is_not_asked_for_before_a_round_has_begun(self, broker: Broker) -> None:
+        assert invoke(broker, "set", "--max-rounds", "1")[0] == 0
+        with joined(broker, mlp(), 2):
+            code, said = invoke(broker, "set", "--max-rounds", "1")
+            assert code == 2
+            assert "0 rounds" in said and "with the open round" in said
 
 
 def lines_of(broker: Broker, name: str) -> list[dict[str, Any]]:

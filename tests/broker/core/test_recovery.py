@@ -280,6 +280,17 @@ def test_another_run_and_another_model_are_refused_while_a_checkpoint_is_gone_on
     assert "resumed the run" in error.text
 
 
+def test_worker_of_a_run_that_was_moved_aside_is_refused_and_the_new_run_begins_at_once() -> None:
+    stage = Stage(a_config(2, bind="tcp://127.0.0.1:8512"), moved_aside=frozenset({RUN}))
+    old = stage.worker("old").comes_with(holding(12, chunks=3))
+    assert (old.error().code, old.error().retry) == ("run_differs", False)
+    assert "--fresh" in old.error().text
+    new = stage.worker("new").joins()
+    assert new.asked_for == [0]
+    stage.provide()
+    assert stage.version().run != RUN
+
+
 # Back to the checkpoint.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from diloco_broker.relay.means import Mean, Residuals
 from diloco_broker.relay.unsettled import MOST_ABANDONED, VERSIONS_LOOKED_AT, Unsettled
 from diloco_protocol import Ledger, ModelLayout, Segment, VersionId
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import ChunkSpan
 from diloco_protocol.messages import Push, Released
 from diloco_protocol.tensors.codecs import decode_chunk
@@ -62,8 +64,13 @@ class Site:
             sent.chunk(index)
         return push, mean.state, sent
 
-    def is_counted(self, mean: FlatState, sent: FlatState) -> None:
+    def is_counted(
+        self, mean: FlatState, sent: FlatState, *, chunks: Collection[int] | None = None
+    ) -> None:
+        """A version counts these chunks of what was sent; without `chunks`, all of them."""
         for span in self.spans:
+            if chunks is not None and span.index not in chunks:
+                continue
             self.meant[span.index] += mean.vectors[span.segment][span.start : span.stop]
             self.counted[span.index] += decode_chunk(span, sent.chunk(span.index), self.wire)
 
@@ -81,9 +88,13 @@ class Site:
         ledger = Ledger()
         for push in pushes:
             ledger = ledger.with_contents({"north": push.push_id})
+        self.hears_ledger(ledger)
+
+    def hears_ledger(self, ledger: Ledger) -> None:
         version = VersionId(RUN, next(self._numbers), 7)
         released = Released(0, version, ledger)
-        self.residuals.settle(version, 0, self.unsettled.found(released))
+        size = self.layout.fragments[0].chunks
+        self.residuals.settle(version, 0, self.unsettled.found(released, size))
         for each in self.unsettled.missed(released):
             self.residuals.forget(each)
 
@@ -126,6 +137,23 @@ def test_what_was_meant_is_what_was_counted_and_what_is_left(wire: str) -> None:
         if dice.random() < 0.2:
             site.residuals.lay_out(a_layout())  # another life of the site
         assert site.is_kept
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_chunk_to_which_an_earlier_push_contributed_keeps_its_residual(is_abandoned: bool) -> None:
+    site = Site("int4")
+    first, *told = site.sends()
+    site.is_counted(*told)
+    site.hears(first)
+    push, mean, sent = site.sends()
+    if is_abandoned:
+        site.abandons(push)
+    every, earlier = Bitmap.full(push.chunks), Bitmap(push.chunks)
+    earlier.add(0)
+    added = every - earlier
+    site.is_counted(mean, sent, chunks=frozenset(added))
+    site.hears_ledger(Ledger().with_push("north", push.push_id, every, added))
+    assert site.is_kept
 
 
 def test_residual_that_is_left_out_is_missed() -> None:

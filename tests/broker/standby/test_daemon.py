@@ -62,6 +62,14 @@ def test_an_address_that_leads_nowhere_gets_a_sentence(tmp_path: Path, hub: str)
     assert not (tmp_path / "copy").exists()
 
 
+@pytest.mark.parametrize("option", [{"fresh": True}, {"resume": "none"}])
+def test_a_standby_refuses_options_that_begin_a_run(tmp_path: Path, option: dict[str, Any]) -> None:
+    """At a takeover its broker would not continue from the copy."""
+    with pytest.raises(UsageError, match="continues the hub's run"):
+        StandbyBroker(config_of(tmp_path / "copy", **option), "tcp://127.0.0.1:9")
+    assert not (tmp_path / "copy").exists()
+
+
 def test_with_keys_a_standby_takes_that_of_an_operator(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,7 +219,7 @@ def test_what_a_standby_remembers_comes_back(tmp_path: Path) -> None:
 
 def test_options_that_are_not_the_hubs_are_named(tmp_path: Path) -> None:
     ours = config_of(tmp_path, workers=2)
-    hub = asdict(config_of(tmp_path / "other", workers=3, sync_every=7, keep=9))
+    hub = asdict(config_of(tmp_path / "other", workers=3, sync_every=7, keep=9, fresh=True))
     texts = differences(hub, ours)
     assert [text.split(", this")[0] for text in texts] == [
         "The hub was started with --workers 3",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from diloco_broker import Broker
-from diloco_broker.storage import checkpoint
+from diloco_broker.storage import checkpoint, folder_lock
+from diloco_broker.storage.folder_lock import FolderLock
 from diloco_protocol.errors import Refused, UsageError
 from diloco_worker import DiLoCoClient
 from kit.whole_run import make_config
@@ -76,6 +79,48 @@ def test_fresh_start_leaves_the_folder_of_a_running_broker_alone(tmp_path: Path)
     with Broker(config), pytest.raises(UsageError, match="Another broker"):
         Broker(make_config(save_dir=str(folder), fresh=True))
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_fresh_run_refuses_workers_of_the_run_that_it_moved_aside(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 1)
+    first = Broker(make_config(save_dir=str(tmp_path / "run"), recover_wait=0.0))
+    with DiLoCoClient(first.address, timeout=PATIENCE_S) as client:
+        with first:
+            client.join(model)
+            client.push({name: torch.ones_like(p) for name, p in model.named_parameters()})
+            client.pull()
+        second = make_config(save_dir=str(tmp_path / "run"), fresh=True, recover_wait=0.0)
+        with (
+            Broker(replace(second, bind=first.address)),
+            pytest.raises(Refused, match="--fresh moved aside"),
+        ):
+            client.push({name: torch.ones_like(p) for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("step", ["mkdir", "lock"])
+def test_fresh_start_that_finds_no_room_for_a_new_folder_puts_the_run_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    folder = tmp_path / "run"
+    train(folder)
+    before = content(folder)
+    lock = FolderLock(folder)
+
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        if step == "mkdir":
+            disk.setattr(Path, "mkdir", full)
+        else:
+            disk.setattr(folder_lock, "open", full, raising=False)
+        with pytest.raises(UsageError, match="No space left"):
+            lock.set_aside()
+    assert content(folder) == before
+    assert list(tmp_path.iterdir()) == [folder]
+    with pytest.raises(UsageError, match="Another broker"):  # the lock is still held
+        FolderLock(folder)
+    lock.release()
 
 
 def test_start_that_fails_moves_nothing(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
     if model.holder_lost_at is not None:
         until = model.holder_lost_at + config.recover_wait
         whom = "the worker that holds the run and whose connection broke"
-    elif not config.has_new_address:
+    elif not config.has_new_address and not model.moved_aside:  # their workers would be refused
         enough = here >= config.workers  # more may have been in an earlier run
         until = state.recovers_from + min(
             config.recover_wait, RETURN_WITHIN_S if enough else math.inf

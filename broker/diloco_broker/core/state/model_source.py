@@ -127,6 +127,7 @@ class RunModel:
     is_done: bool = False  # every fragment has a version
     # Under which digest the manifest came; who packs it in another way has another one than we.
     came_as: bytes | None = None
+    moved_aside: frozenset[str] = frozenset()  # earlier runs, by name, that this one replaces
     _described: tuple[Manifest, Description] | None = None  # a manifest, and what it is packed
 
     @property

@@ -159,6 +159,12 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
         state.admit(join, manifest)
     compatibility.check_wants(state.config, join)
     compatibility.check_relay(state.config, join)
+    if join.run in state.model.moved_aside:
+        raise ProtocolError(
+            Code.RUN_DIFFERS,
+            f"The worker belongs to run {join.run}, which --fresh moved aside; restart the worker to "
+            "join the new run.",
+        )
     run = state.model.run if _run_is_settled(state) else None
     if join.run is not None and run is not None and join.run != run:
         raise ProtocolError(

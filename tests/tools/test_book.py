@@ -44,12 +44,13 @@ def test_front_page_lists_the_pages_in_the_order_of_the_book() -> None:
     text = (ROOT / "README.md").read_text()
     section = text.partition("## The book")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")]  # two are the head
-    linked = [page for row in rows for page in re.findall(r"\]\(([^)]+)\)", row)]
+    pages = re.compile(r"\]\(([^)#]+)")  # without anchors
+    linked = list(dict.fromkeys(page for row in rows for page in pages.findall(row)))
     order = [page for chapter in book.CHAPTERS.values() for page in chapter if page in linked]
     assert linked == order
     for (title, chapter), row in zip(book.CHAPTERS.items(), rows[2:], strict=True):
         assert row.startswith(f"| {title} | ")
-        assert set(re.findall(r"\]\(([^)]+)\)", row)) <= set(chapter)
+        assert set(pages.findall(row)) <= set(chapter)
 
 
 def test_page_that_is_in_no_chapter_is_named(tmp_path: Path) -> None:

@@ -70,19 +70,6 @@ def test_durable_run_waits_for_room_and_loses_nothing(processes: Processes, tmp_
     assert load(found(folder)[0]).number == 2
 
 
-def test_file_in_the_place_of_the_folder_stops_no_run(processes: Processes, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.write_text("not a folder")
-    broker = processes.broker(save_dir=str(folder))
-    with a_client(broker.address()) as client:
-        pushes_and_pulls(client, 0, 3)
-        wait_for(lambda: client.status()["checkpoint"]["error"])
-        folder.unlink()
-        final = pushes_and_pulls(client, 3, 4)
-        wait_for(lambda: client.status()["checkpoint"]["error"] is None)
-    assert load(found(folder)[0]).record.fragments[0].version == final.version
-
-
 def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: Path) -> None:
     """Neither its lock nor its audit log can be written."""
     audit = tmp_path / "audit"

@@ -27,7 +27,8 @@ class Child:
     """One process and those that it starts, begun at once; their output goes to NAME.log in `folder`.
 
     The process leads a session and so a process group of its own. Signals go to the whole group: a shell
-    script, torchrun or a data loader would otherwise leave processes behind.
+    script or a data loader would otherwise leave processes behind. The ranks of torchrun lead sessions
+    of their own: torchrun passes SIGTERM on to them, but SIGKILL does not reach them.
 
     Args:
         env: variables of the process; default: `environment()`.

@@ -75,7 +75,7 @@ class Program:
         if self._again_at:
             if self._clock() >= self._again_at:
                 self._again_at = 0.0
-                self.child.kill()  # what a shell or torchrun left behind would join beside the next
+                self.child.kill()  # what a shell left behind would train beside the next
                 self.child = self._start(is_next_life=True)
             return None
         code = self._exit_code()

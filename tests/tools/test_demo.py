@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -315,15 +316,19 @@ def test_bad_options_give_one_sentence_and_exit_code_2(
 
 
 def test_children_are_ended_when_something_goes_wrong(tmp_path: Path) -> None:
-    forever = [sys.executable, "-c", "import time; print('ready now'); time.sleep(600)"]
+    script = "import os, time; print('ready', os.getpid(), flush=True); time.sleep(600)"
+    forever = ["sh", "-c", f'"{sys.executable}" -c "{script}"; true']
     with (  # noqa: PT012  the children have to be there when it goes wrong
         pytest.raises(RuntimeError, match="anything"),
         Children(tmp_path) as children,
     ):
         child = children.start("broker", forever)
-        assert wait_for_line(child, "ready", 20) == "now"
+        started = int(wait_for_line(child, "ready", 20))
+        assert started != child.pid
         raise RuntimeError("anything")
     assert not child.running
+    with contextlib.suppress(OSError):  # else its entry is gone
+        assert not Path(f"/proc/{started}/cmdline").read_bytes(), "only a zombie has none"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ print("pid", os.getpid(), flush=True)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with DiLoCoWorker(model, optimizer) as diloco:
+    if not diloco.should_stop:  # a script that has read it is not interrupted by SIGTERM
+        print("trains", flush=True)
     while not diloco.should_stop:
         model(torch.ones(1, 2)).pow(2).mean().backward()
         optimizer.step()
@@ -60,6 +62,11 @@ def pids(processes: Processes, name: str) -> list[int]:
     return [int(words[1]) for words in lines if words[:1] == ["pid"]]
 
 
+def trainings(processes: Processes) -> list[int]:
+    """How often w0 and w1 have begun to train."""
+    return [log(processes, name).count("trains") for name in ("w0", "w1")]
+
+
 def test_workers_of_a_script_train_one_model(processes: Processes) -> None:
     script = str(FOLDER / "plain_loop.py")
     made = launch(processes, "-n", "2", "--sync-every", "10", "--", script, "--steps", "40")
@@ -82,13 +89,39 @@ def test_a_killed_worker_is_started_again_and_ctrl_c_stops_workers_before_the_br
     os.kill(pids(processes, "w0")[0], signal.SIGKILL)
     wait_for(lambda: len(pids(processes, "w0")) == 2, WITHIN_S)
     assert "restart 1 of" in made.says("w0 was killed by SIGKILL")
-    wait_for(lambda: log(processes, "broker").count("w0 joins") == 2, WITHIN_S)
+    wait_for(lambda: trainings(processes) == [2, 1], WITHIN_S)
     made.gets(signal.SIGINT)
     assert made.ends(WITHIN_S) == 128 + signal.SIGINT, made.output
     assert [log(processes, name).count("left") for name in ("w0", "w1")] == [1, 1]
     broker = log(processes, "broker")
     assert broker.rindex("w1 leaves") < broker.rindex("The run is saved")
     assert list((processes.folder / "run" / "broker").glob("checkpoint-*"))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # a zombie has none
+    except OSError:
+        return False
+
+
+def test_no_process_that_a_command_has_started_outlives_a_restart_or_the_launcher(
+    processes: Processes,
+) -> None:
+    command = f"python {write(processes, TRAINS_UNTIL_IT_IS_STOPPED)}; true"
+    made = launch(processes, "--sync-every", "10", "--", "sh", "-c", command)
+    wait_for(lambda: "closed" in log(processes, "broker"), WITHIN_S)
+    os.kill(os.getpgid(pids(processes, "w0")[0]), signal.SIGKILL)  # the shell alone
+    wait_for(lambda: len(pids(processes, "w0")) == 2, WITHIN_S)
+    first, second = pids(processes, "w0")
+    assert not is_alive(first)
+    assert is_alive(second)
+    wait_for(lambda: trainings(processes) == [2, 1], WITHIN_S)
+    made.gets(signal.SIGTERM)
+    assert made.ends(WITHIN_S) == 128 + signal.SIGTERM, made.output
+    assert not [pid for name in ("w0", "w1") for pid in pids(processes, name) if is_alive(pid)]
+    # The shells have ended at once; the scripts had the time to leave the run.
+    assert [log(processes, name).count("left") for name in ("w0", "w1")] == [1, 1]
 
 
 def test_a_script_that_fails_is_restarted_as_often_as_allowed_and_its_last_lines_are_shown(

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 LINES_SHOWN = 12  # of the log of a child that died
 PATIENCE = 10.0  # seconds that a child has to end after SIGTERM before it is killed
+POLL_S = 0.02  # between two looks at a process group, which cannot be waited for
 
 
 class ChildFailed(Exception):
@@ -23,7 +24,11 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """One process, started at once; its output goes to NAME.log in `folder`.
+    """One process and those that it starts, begun at once; their output goes to NAME.log in `folder`.
+
+    The process leads a session and so a process group of its own. Signals go to the whole group: a shell
+    script or a data loader would otherwise leave processes behind. The ranks of torchrun lead sessions
+    of their own: torchrun passes SIGTERM on to them, but SIGKILL does not reach them.
 
     Args:
         env: variables of the process; default: `environment()`.
@@ -55,6 +60,7 @@ class Child:
                 # Ctrl-C reaches the parent alone, which then ends its children in order.
                 start_new_session=True,
             )
+        self._group_is_gone = False  # once it is, its id may belong to another group
 
     @property
     def pid(self) -> int:
@@ -62,7 +68,16 @@ class Child:
 
     @property
     def running(self) -> bool:
+        """Whether the process itself is alive."""
         return self.process.poll() is None
+
+    @property
+    def group_is_alive(self) -> bool:
+        """Whether the process or any other of its group is alive."""
+        if self.running:
+            return True
+        self._group_is_gone = self._group_is_gone or not _is_alive(self.pid)
+        return not self._group_is_gone
 
     def failure(self, what: str | None = None) -> ChildFailed:
         """The error that tells this child's end; `what` happened, or how the process ended."""
@@ -78,17 +93,31 @@ class Child:
             self.process.wait(max(0.0, seconds))
         return self.process.returncode
 
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to each process of the group, once. Does nothing if all have ended."""
+        if self.group_is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
-        self.process.kill()
+        """Send SIGKILL to the group; returns when it is gone."""
+        self.signal_group(signal.SIGKILL)
         self.process.wait()
+        self._wait_for_group(PATIENCE)
+        self._group_is_gone = True  # a process that the kernel holds on to is not waited for again
 
     def end(self) -> None:
-        """SIGTERM, then SIGKILL if it does not listen. Does nothing to a process that has ended."""
-        if self.running:
-            self.process.terminate()
-            if self.wait(PATIENCE) is None:
-                self.kill()
+        """Send SIGTERM to the group, then SIGKILL to what is left of it after `PATIENCE` seconds."""
+        if self.group_is_alive:
+            self.signal_group(signal.SIGTERM)
+            self._wait_for_group(PATIENCE)
+            self.kill()
+
+    def _wait_for_group(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self.wait(seconds)
+        while self.group_is_alive and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 C = TypeVar("C", bound=Child)
@@ -96,7 +125,7 @@ G = TypeVar("G", bound="Children")
 
 
 class Children:
-    """A context manager that starts children and ends those still running when it is left."""
+    """A context manager that starts children and, when left, ends the processes still alive."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,14 +142,13 @@ class Children:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Workers before the broker: so they can still say goodbye to it.
+        # Workers before the broker, so that they can still leave the run.
         try:
             for child in reversed(self.all):
                 child.end()
-        finally:  # an impatient second Ctrl-C leaves nobody behind either
+        finally:  # an impatient second Ctrl-C leaves no process behind either
             for child in self.all:
-                if child.running:
-                    child.process.kill()
+                child.signal_group(signal.SIGKILL)
 
 
 class JsonLines:
@@ -139,6 +167,23 @@ class JsonLines:
         whole = added[: added.rfind(b"\n") + 1]  # the last line may still be in the writing
         self._position += len(whole)
         return [json.loads(line) for line in whole.splitlines()]
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process group has a process that is not a zombie."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # macOS: the latter for a group of zombies
+        return False
+    # Zombies count as members, and stay for ever in a container whose first process reaps none.
+    members = list(Path("/proc").glob("[0-9]*/stat"))
+    for stat in members:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            # PID (NAME) STATE PARENT GROUP ...; the name may have any character
+            state, _, of = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in ("Z", "X"):
+                return True
+    return not members  # without /proc killpg decides
 
 
 def end_like_an_error_on_signals() -> None:

@@ -106,7 +106,7 @@ def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
     assert "unwound" in worker.output
     assert ("stops because SIGTERM" in worker.output) == (code == 0)
     assert ("after the with" in worker.output) == (code == 0)
-    assert worker.output.count("SIGTERM has come") == is_term
+    assert worker.output.count("Received SIGTERM") == is_term
     assert ("KeyboardInterrupt" in worker.output) == (not is_term)
 
 
@@ -127,7 +127,7 @@ def test_sigterm_that_comes_again_or_is_left_alone_ends_the_process_at_once(
         worker.says("step 6")
         worker.gets(signal.SIGTERM)
         if not is_left_alone:
-            worker.says("SIGTERM has come")  # and the script does not care
+            worker.says("Received SIGTERM")  # and the script does not care
             worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == -signal.SIGTERM
     assert "unwound" not in worker.output

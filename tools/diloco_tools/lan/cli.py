@@ -184,9 +184,9 @@ def _all_of(
                 has_failed = True
                 place.pool.start_afresh()
             _say_left_out(part, place.pool, say)
-    except BaseException:  # whatever it is: nobody waits for goodbyes of workers over a slow line
+    except BaseException:  # leaving the run over a slow link would take too long
         for child in place.pool.all:
-            child.process.kill()
+            child.kill()
         raise
     return found, has_failed
 

@@ -38,7 +38,7 @@ class Termination:
     def __init__(
         self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.is_asked = False  # SIGTERM has come
+        self.is_asked = False  # whether SIGTERM was received
         self._asked_at = 0.0
         self._clock = clock
         self.is_watched = False  # the script looks at `should_stop`
@@ -56,10 +56,10 @@ class Termination:
         return "SIGTERM asks this process to end" if self.is_asked else None
 
     def tell(self) -> None:
-        """Log that SIGTERM has come, once. The handler cannot: the log may be locked."""
+        """Log once that SIGTERM was received. The handler cannot: the log may be locked."""
         if self.is_asked and not self._is_told:
             self._is_told = True
-            logger.warning("SIGTERM has come: this worker ends and tells the broker.")
+            logger.warning("Received SIGTERM; leaving the run.")
 
     def install(self) -> None:
         """Take SIGTERM from here on: in the main thread, where it does what it does by default."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,8 @@ class Program:
 
     @property
     def is_running(self) -> bool:
-        return self.child.running
+        """Whether any process of its life is alive, one that outlives the command included."""
+        return self.child.group_is_alive
 
     @property
     def has_joined(self) -> bool:
@@ -73,6 +75,7 @@ class Program:
         if self._again_at:
             if self._clock() >= self._again_at:
                 self._again_at = 0.0
+                self.child.kill()  # what a shell left behind would train beside the next
                 self.child = self._start(is_next_life=True)
             return None
         code = self._exit_code()
@@ -92,10 +95,9 @@ class Program:
         self._restarts.most = 0
 
     def ask_to_end(self) -> None:
-        """SIGTERM, and no restart."""
+        """Send SIGTERM to its processes and never restart it."""
         self.start_no_more()
-        if self.child.running:
-            self.child.process.terminate()
+        self.child.signal_group(signal.SIGTERM)
 
     def _exit_code(self) -> int:
         return meant(code_of(self.child.process.returncode), word(self._end_file))

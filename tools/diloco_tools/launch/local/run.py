@@ -23,27 +23,27 @@ from diloco_tools.terminal import installed
 from diloco_worker.launching import INTERRUPTED, RUN_IS_OVER, TERMINATED
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOOK_S = 0.2  # between two looks at the programs
-# How long workers may take to leave, and then the broker to save, before they are killed.
+LOOK_S = 0.2  # seconds between two polls of the programs
+# Seconds for the workers to leave, and then for the broker to save, before they are killed.
 LEAVE_WITHIN_S = 30.0
-# How long scripts may go on after the broker has ended the run: those that never heard of it would wait.
+# Seconds that scripts may go on after the broker has ended: a worker that missed its end waits for it.
 AFTER_THE_END_S = 60.0
 ALL_WELL, FAILED = 0, 1
-# Exit codes of a program that is done, whose run is over, or that somebody has asked to end.
+# Exit codes that are not failures: done, run over, stopped by Ctrl-C, stopped by SIGTERM.
 MEANT = (0, RUN_IS_OVER, INTERRUPTED, TERMINATED)
 
 
 @dataclass(frozen=True)
 class LocalRun:
-    """What is started.
+    """The options of a local run.
 
     Attributes:
-        folder: for everything of the run; absolute.
-        command: starts the script of each worker, in the current folder.
-        workers: how many.
+        folder: holds all files of the run; absolute.
+        command: starts the script of a worker, in the current folder.
+        workers: their number.
         sync_every: H, inner steps between two rounds.
         serve: further options of `diloco-broker serve`.
-        restarts: of each program, in a row.
+        restarts: limit of consecutive restarts of each program.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class LocalRun:
 
     @property
     def serve_options(self) -> list[str]:
-        """All of them. Of an option that is given twice the later counts, which is the user's."""
+        """Options of `diloco-broker serve`. The user's come last and so override ours."""
         own = {
             "--workers": str(self.workers),
             "--sync-every": str(self.sync_every),
@@ -80,14 +80,14 @@ class LocalRun:
             "--save-dir": str(self.checkpoints),
             "--address-file": str(self.address_file),
         }
-        return [word for pair in own.items() for word in pair] + list(self.serve)
+        return [each for pair in own.items() for each in pair] + list(self.serve)
 
     def worker_environment(self, index: int) -> dict[str, str]:
-        """The variables of one worker: ours, without those that would lead it to another run."""
+        """The environment of one worker: ours, without the keys of another run."""
         ours = {name: value for name, value in os.environ.items() if name != "DILOCO_KEYS"}
         threads = max(1, cores() // self.workers)
         return {
-            "PYTHONUNBUFFERED": "1",  # what it prints is in its log at once
+            "PYTHONUNBUFFERED": "1",  # its output reaches the log at once
             "OMP_NUM_THREADS": str(threads),
             **ours,
             "PATH": search_path(),
@@ -99,17 +99,17 @@ class LocalRun:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def search_path() -> str:
-    """Where programs are looked for: `python` is this one, also where its environment is not active."""
+    """PATH with this Python first, so that `python` is this one even in an inactive environment."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 class Signals:
-    """The signals to end: the first stops the run in order, the second at once."""
+    """Records the signals that end the run: the first stops it in order, the second at once."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -121,7 +121,7 @@ class Signals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """What is ignored here, by nohup for instance, stays ignored."""
+        """Catch them in this context, except those that are ignored, by nohup for instance."""
         meant = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
         former = {number: signal.signal(number, self._take) for number in meant}
         try:
@@ -132,7 +132,7 @@ class Signals:
 
 
 class BrokerFeed:
-    """The feed of a broker that writes its address to a file, and may come back at another one."""
+    """The feed of a broker that writes its address to a file, and may restart at another address."""
 
     def __init__(self, address_file: Path) -> None:
         self.newest: Snapshot | None = None
@@ -141,7 +141,7 @@ class BrokerFeed:
         self._feed: FeedSubscriber | None = None
 
     def look(self, seconds: float) -> None:
-        """Wait at most so long for the next snapshot."""
+        """Wait at most `seconds` for the next snapshot."""
         try:
             address = read_address(self._file, line=1)
         except NoAddress:
@@ -154,7 +154,7 @@ class BrokerFeed:
             self.newest = self._feed.receive(seconds) or self.newest
             if self.newest is not None and self.newest.last_round is not None:
                 self.has_seen_a_round = True
-        except FeedError:  # no key or version is wrong between programs of one package
+        except FeedError:  # keys and versions match within one package
             time.sleep(seconds)
 
     def close(self) -> None:
@@ -171,9 +171,9 @@ class Supervisor:
         self._signals = signals
         self._feed = BrokerFeed(run.address_file)
         self._began = time.monotonic()
-        self._ended_at: float | None = None  # when the broker ended, for good
-        self._failures: list[str] = []  # names of the programs whose end has been told
-        self._is_stuck = False  # too few workers are left
+        self._ended_at: float | None = None  # when the broker ended for good
+        self._failures: list[str] = []  # names of the programs whose failure has been reported
+        self._is_stuck = False  # whether too few workers are left
         serve = [sys.executable, "-m", "diloco_broker", "serve", *run.serve_options]
         self.broker = Program(
             children,
@@ -196,7 +196,7 @@ class Supervisor:
         ]
 
     def supervise(self) -> int:
-        """Until all workers have ended, a signal comes, or nothing can go on; then the exit code."""
+        """Run until all workers have ended, a signal arrives or the run is stuck; the exit code."""
         while self._signals.first is None and not self._is_over():
             self._look()
         if self._signals.first is not None:
@@ -206,7 +206,7 @@ class Supervisor:
             )
         self._stop(self.workers)
         self._stop([self.broker])
-        self._tell_failure(self.broker)
+        self._report_failure(self.broker)
         self._feed.close()
         if self._signals.first is not None:
             return 128 + self._signals.first
@@ -215,16 +215,16 @@ class Supervisor:
     def _look(self) -> None:
         self._feed.look(LOOK_S)
         for program in (self.broker, *self.workers):
-            if told := program.look():
-                self._status.say(told)
-            self._tell_failure(program)
+            if notice := program.look():
+                self._status.say(notice)
+            self._report_failure(program)
         if self.broker.code is not None and self._ended_at is None:
             self._ended_at = time.monotonic()
-            for worker in self.workers:  # it would wait for a broker that does not come back
+            for worker in self.workers:  # a restarted one would wait for a broker that is gone
                 worker.start_no_more()
         self._status.show(status_line(self._feed.newest, self._run.workers))
 
-    def _tell_failure(self, program: Program) -> None:
+    def _report_failure(self, program: Program) -> None:
         if program.code is None or program.code in MEANT or program.name in self._failures:
             return
         self._failures.append(program.name)
@@ -243,7 +243,7 @@ class Supervisor:
             return False
         has_begun = rounds_of(newest) > 0 or newest.mode == "async"
         needed = (newest.min_workers if has_begun else newest.workers_wanted) or 1
-        # Those that have not joined may train alone, and end by themselves.
+        # A worker that has not joined may train alone, and ends by itself.
         if not left <= newest.counts.alive < needed:
             return False
         what, verb = "a round" if has_begun else "round one", "is" if left == 1 else "are"
@@ -254,7 +254,7 @@ class Supervisor:
         return True
 
     def _stop(self, programs: Sequence[Program]) -> None:
-        """Ask them to end, all at once, and kill those that do not in time."""
+        """Send SIGTERM to all programs, and kill those that do not end in time."""
         for program in programs:
             program.ask_to_end()
         deadline = time.monotonic() + LEAVE_WITHIN_S
@@ -271,7 +271,7 @@ class Supervisor:
             program.look()
 
     def _verdict(self) -> int:
-        """Say what was wrong; the exit code."""
+        """Report each failure not reported yet; returns the exit code of the launcher."""
         wrong = bool(self._failures) or self._is_stuck
         for worker in self.workers:
             if worker.code in (0, RUN_IS_OVER) and not worker.has_joined:
@@ -290,13 +290,13 @@ class Supervisor:
         return FAILED if wrong else ALL_WELL
 
     def summarise(self) -> None:
-        """What the run came to, and where its model is."""
+        """Print rounds, loss and duration, how to export the model, and where the logs are."""
         newest = self._feed.newest
         rounds = 0 if newest is None else rounds_of(newest)
         loss = newest.last_round.loss if newest is not None and newest.last_round else None
-        told = "" if loss is None else f", loss {loss:.4f} in the last"
+        last = "" if loss is None else f", loss {loss:.4f} in the last"
         seconds = time.monotonic() - self._began
-        self._status.say(f"{rounds} round{'s'[: rounds != 1]}{told}; {seconds:.0f} s")
+        self._status.say(f"{rounds} round{'s'[: rounds != 1]}{last}; {seconds:.0f} s")
         if any(self._run.checkpoints.glob("checkpoint-*")):
             folder = shlex.quote(str(_shown(self._run.checkpoints)))
             export = f"{installed('diloco-broker')} export {folder} --to model.safetensors"
@@ -305,19 +305,19 @@ class Supervisor:
 
 
 def _shown(path: Path) -> Path:
-    """As a user would write it here."""
+    """Relative to the current folder where it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def make_folders(run: LocalRun) -> None:
-    """Make what is not there yet. Raises OSError."""
+    """Create the missing folders of the run. Raises OSError."""
     for folder in (run.folder, run.logs, run.ends):
         folder.mkdir(parents=True, exist_ok=True)
     run.address_file.unlink(missing_ok=True)  # of an earlier run
 
 
 def start(run: LocalRun, status: Status) -> int:
-    """Run it in its folders; the exit code."""
+    """Start the programs and supervise them to their end; the exit code."""
     signals = Signals()
     with signals.caught():
         with Children(run.logs) as children, status:

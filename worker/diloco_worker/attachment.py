@@ -38,7 +38,6 @@ from diloco_worker.owner import (
     parameters_of,
 )
 
-
 # Of a parameter group, what a step changes parameters by besides the gradients.
 RATES = ("lr", "weight_decay")
 FAILED = 1  # exit code of a script that a broker has refused

@@ -128,19 +128,15 @@ class Reports:
 
 
 def report_loss(report: Callable[..., None], loss: object) -> None:
-    """Report what another trainer gives as its loss; one that is not a number is left out, with a warning.
+    """Report the loss that a framework's trainer gives; warn once if it is not a single number.
 
     Args:
         report: that of a `DiLoCoWorker`.
         loss: any value; a string is read as a number.
     """
     try:
-        loss = float(loss) if isinstance(loss, str) else loss
-    except ValueError:
-        pass  # `report` says what it is
-    try:
-        report(loss=loss)
-    except UsageError as error:
+        report(loss=float(loss) if isinstance(loss, str) else loss)
+    except (UsageError, ValueError) as error:
         warn_once(f"The broker gets no loss from this training: {error}")
 
 

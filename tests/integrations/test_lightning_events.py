@@ -21,6 +21,7 @@ from diloco_protocol import UsageError
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.messages import Result
 from diloco_worker import DiLoCoClient
+from diloco_worker.training.settings import say_once
 from kit import tiny_task
 from kit.integrations import needs
 from kit.process_kit import wait_for
@@ -163,6 +164,27 @@ def test_two_optimizers_by_hand_are_one_step(callback: Fit, trainer: Fit) -> Non
     made.fit(module_of(by_hand=True), batches(9))
     assert made.global_step == 18
     assert counted(own) == (9, 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "warns"),
+    [("0.1234", False), (torch.ones(2), True), ({"task": 0.5}, True)],
+    ids=["string", "vector", "dict"],
+)
+def test_a_loss_that_is_not_a_number_ends_no_training(
+    callback: Fit, trainer: Fit, caplog: pytest.LogCaptureFixture, loss: Any, warns: bool
+) -> None:
+    from lightning.pytorch import Callback
+
+    class ReplacesTheLoss(Callback):
+        def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *___: Any) -> None:
+            outputs["loss"] = loss
+
+    say_once.cache_clear()
+    own = callback()
+    trainer(ReplacesTheLoss(), own).fit(module_of(by_hand=True), batches(H))
+    assert counted(own) == (H, 1)
+    assert len([each for each in caplog.records if "gets no loss" in each.message]) == warns
 
 
 def test_steps_that_overflow_are_not_counted(callback: Fit, trainer: Fit) -> None:

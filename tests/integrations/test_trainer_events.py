@@ -17,6 +17,7 @@ from diloco_broker import Broker
 from diloco_protocol import UsageError
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.messages import Result
+from diloco_worker.training.settings import say_once
 from kit import tiny_task
 from kit.integrations import needs
 from kit.whole_run import PATIENCE_S, make_config
@@ -192,6 +193,24 @@ def test_what_is_logged_reaches_those_that_report(trainer: MakeTrainer) -> None:
     assert rounds == [0] * (H - 1) + [1] * H + [2]
     assert {"diloco/round", "diloco/bytes_up", "diloco/seconds_waited"} <= set(reporter.heard[0])
     assert made.state.log_history[-1]["diloco/rounds"] == 2
+
+
+STRANGE_LOSSES = [("0.1234", False), (torch.ones(2), True), ({"task": 0.5}, True)]
+
+
+@pytest.mark.parametrize(("loss", "warns"), STRANGE_LOSSES, ids=["string", "vector", "dict"])
+def test_a_logged_loss_that_is_not_a_number_ends_no_training(
+    trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, loss: Any, warns: bool
+) -> None:
+    say_once.cache_clear()
+    made = trainer(max_steps=H)
+    log = made.log
+    made.log = lambda logs, *rest: log({**logs, "loss": loss} if "loss" in logs else logs, *rest)
+    made.train()
+    diloco = hook_of(made)
+    assert diloco.sync_count == 1
+    assert len([each for each in caplog.records if "gets no loss" in each.message]) == warns
+    assert diloco.global_loss == (None if warns else pytest.approx(0.1234))
 
 
 def test_the_trainer_stops_and_saves_when_the_run_ends(

@@ -1,12 +1,12 @@
 """Takes part in a run for a script that knows nothing of it, from the first optimizer step to its end.
 
 The worker joins before that step, when the script has loaded what it loads. Where the run's parameters
-differ from the script's, the gradients of that step were computed at the wrong place: they are dropped,
-so that the step changes nothing.
+differ from the script's, the gradients of that step were computed at the wrong place: they are set to
+zero and the step is made at a learning rate of 0, so that it changes no parameter.
 
-A model with several optimizers (Muon beside AdamW) makes its first round of steps without the worker and
-without gradients: only then is it known which of them step, and in which order. The worker joins before
-the next round, and counts rounds of all of them.
+A model with several optimizers (Muon beside AdamW) makes its first round of steps without the worker, in
+the same way: only then is it known which of them step, and in which order. The worker joins before the
+next round, and counts rounds of all of them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import gc
 import os
 import sys
 import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from diloco_protocol import UsageError
+from diloco_protocol.errors import DilocoError
 from diloco_worker.core.restarts import RUN_IS_OVER, WRONG_USAGE
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.model.checksums import checksums, differing
@@ -34,6 +37,10 @@ from diloco_worker.owner import (
     owner_of,
     parameters_of,
 )
+
+# Of a parameter group, what a step changes parameters by besides the gradients.
+RATES = ("lr", "weight_decay")
+FAILED = 1  # exit code of a script that a broker has refused
 
 
 def say(sentence: object) -> None:
@@ -54,6 +61,10 @@ class Attachment:
         self._optimizers: list[Optimizer] = []
         self._stale: list[Optimizer] = []  # have gradients of other parameters than the run's
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Whether the script has made any optimizer, and those made since one of ours has stepped.
+        self.has_seen_an_optimizer = False
+        self._made_since: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _call_for_each_new_optimizer(self._note)
         register_optimizer_step_pre_hook(self._before_step)
 
     def leave(self, error: BaseException | None) -> None:
@@ -73,9 +84,16 @@ class Attachment:
                 self._look_at(optimizer)
             elif self._is_without_a_worker():
                 self._gather(optimizer)
-        except UsageError as error:
-            say(f"This script cannot take part by itself. {error}")
-            raise SystemExit(WRONG_USAGE) from None
+        except DilocoError as error:
+            self.is_settled = True
+            is_ours = isinstance(error, UsageError)
+            say(f"This script cannot take part{' by itself' if is_ours else ''}. {error}")
+            raise SystemExit(WRONG_USAGE if is_ours else FAILED) from None
+
+    def _note(self, optimizer: Optimizer) -> None:
+        if os.getpid() == self._pid:
+            self.has_seen_an_optimizer = True
+            self._made_since.add(optimizer)
 
     def _is_without_a_worker(self) -> bool:
         if any(issubclass(type(found), DiLoCoWorker) for found in gc.get_objects()):
@@ -98,11 +116,11 @@ class Attachment:
         elif optimizer is known[0]:
             self._attach()
             return
-        elif not self._trains(optimizer) or _is_inside(known, optimizer):
+        elif not self._trains(optimizer):
             return
-        elif all(each is not optimizer for each in known):
+        elif all(each is not optimizer for each in known) and not _is_inside(known, optimizer):
             known.append(optimizer)
-        _drop_gradients(optimizer)
+        _drop_step(optimizer)
 
     def _trains(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer has any parameter of the model."""
@@ -119,11 +137,12 @@ class Attachment:
         worker.start()
         self._worker, self.is_settled = worker, True
         self._seen.update(self._optimizers)
+        self._made_since.clear()
         if worker.config is None:
             return  # there is no server, as the worker has said
         is_other = bool(differing(tensors, before))
         if is_other:
-            _drop_gradients(first)
+            _drop_step(first)
             self._stale = others
         for each in self._optimizers:
             each.register_step_post_hook(self._after_step)
@@ -144,17 +163,27 @@ class Attachment:
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that came too late; say of one of another model what it is."""
+        if self._made_since and any(each is optimizer for each in self._optimizers):
+            self._made_since.clear()
         if any(each is optimizer for each in self._stale):
             self._stale = [each for each in self._stale if each is not optimizer]
-            _drop_gradients(optimizer)
+            _drop_step(optimizer)
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
         if self._trains(optimizer) and not _is_inside(self._optimizers, optimizer):
+            new, model = type(optimizer).__name__, type(self._model).__name__
+            known = " and ".join(type(each).__name__ for each in self._optimizers)
+            if optimizer in self._made_since:
+                raise UsageError(
+                    f"A new optimizer ({new}) has replaced {known} for {model}, and --auto counts steps "
+                    f"of the optimizers that it has joined with. Make one optimizer for the whole "
+                    "training and change its learning rates instead (0 while a part is frozen), or give "
+                    "each phase a DiLoCoWorker of its own; worker/README.md says how."
+                )
             raise UsageError(
-                f"{type(optimizer).__name__} trains {type(self._model).__name__}, too, and made no step "
-                f"in the first round of {type(self._optimizers[0]).__name__}: rounds would be closed "
-                f"between the steps of the two. {BY_HAND}"
+                f"{new} trains {model}, too, and made no step in the first round of {known}: rounds "
+                f"would be closed between the steps of the two. {BY_HAND}"
             )
         ours = {id(parameter) for parameter in self._model.parameters()} if self._model else set()
         if parameters_of(optimizer) - ours:
@@ -174,11 +203,43 @@ def _require_one_process() -> None:
         raise UsageError(f"Several processes train its model together. {BY_HAND}")
 
 
-def _drop_gradients(optimizer: Optimizer) -> None:
-    """The step that it is about to make changes nothing."""
+def _call_for_each_new_optimizer(note: Callable[[Optimizer], None]) -> None:
+    make = Optimizer.__init__
+
+    @wraps(make)
+    def make_and_note(self: Optimizer, *arguments: Any, **keywords: Any) -> None:
+        make(self, *arguments, **keywords)
+        note(self)
+
+    setattr(Optimizer, "__init__", make_and_note)  # noqa: B010  a method, to mypy
+
+
+def _drop_step(optimizer: Optimizer) -> None:
+    """The step that it is about to make changes no parameter.
+
+    The gradients stay tensors, since optimizers may rely on them (Muon's do). A closure computes them
+    anew, so the learning rate is 0 as well. That would be a division by zero in LBFGS, which has its
+    gradients from the closure alone, computed at the parameters of now.
+    """
+    kept = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = None
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.grad.zero_()
+        for name in RATES if not isinstance(optimizer, LBFGS) else ():
+            rate = group.get(name)
+            if isinstance(rate, int | float | Tensor):
+                kept.append((group, name, rate))
+                group[name] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+
+    def restore(*_: Any) -> None:
+        while kept:
+            group, name, rate = kept.pop()
+            group[name] = rate
+
+    # It stays: a hook cannot be removed while torch goes through them. Later it has nothing to restore.
+    optimizer.register_step_post_hook(restore)
 
 
 def _is_inside(outer: list[Optimizer], optimizer: Optimizer) -> bool:

@@ -2,14 +2,15 @@
 
 The script runs as it would without: `__main__`, `sys.argv`, `sys.path` and its exit code are its own.
 Nothing of torch is loaded before the script loads it, which may set variables for it first. Processes
-that it starts are no part of the run: a launcher is refused, and a script in whose own process nothing
-was trained ends with code 2.
+that it starts are not part of the run: a launcher is refused, and a script that ends well without having
+trained in its own process ends with code 2 if it has made an optimizer or started a process.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
+import resource
 import runpy
 import sys
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ def main() -> None:
         _seed_offset()
     except UsageError as error:
         _fail(f"diloco-worker: {error}")
-    watch, failure, pid = _AfterTorch(), None, os.getpid()
+    watch, failure, pid, children = _AfterTorch(), None, os.getpid(), _children()
     if TORCH in sys.modules:
         watch.attach()
     else:
@@ -102,8 +103,13 @@ def main() -> None:
     finally:
         if watch.attachment is not None:
             watch.attachment.leave(failure)
-        if os.getpid() == pid and (watch.attachment is None or not watch.attachment.is_settled):
-            _end_without_training(failure)
+        has_ended_well = failure is None or (
+            isinstance(failure, SystemExit) and failure.code in (None, 0)
+        )
+        found = watch.attachment
+        if has_ended_well and os.getpid() == pid and not (found is not None and found.is_settled):
+            has_optimizer = found is not None and found.has_seen_an_optimizer
+            _end_without_training(may_have_trained=has_optimizer or _children() != children)
 
 
 def _run(words: list[str]) -> None:
@@ -117,14 +123,29 @@ def _run(words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def _end_without_training(failure: BaseException | None) -> None:
-    """Say that nothing was trained here; no success, since the script may have trained elsewhere."""
+def _children() -> tuple[int, bool]:
+    """Page faults of the child processes that have been waited for, and whether there are others.
+
+    Each process has page faults, so the two change with every child, however it was started.
+    """
+    faults = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+    if not hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
+        return faults, False
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return faults, False
+    return faults, True
+
+
+def _end_without_training(*, may_have_trained: bool) -> None:
+    """Say that nothing was trained here; not a success where the script may have trained elsewhere."""
     sentence = (
         "diloco-worker: Nothing of this script was in the run: in its own process no optimizer of torch "
-        "has made a step, or several have made one and no second. Processes that it starts are no part "
+        "has made a step, or several have made one and no second. Processes that it starts are not part "
         "of the run; put a DiLoCoWorker into the script where it trains (worker/README.md)."
     )
-    if failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0)):
+    if may_have_trained:
         _fail(sentence)
     print(sentence, file=sys.stderr)
 

@@ -28,6 +28,7 @@ from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training.data_order import give_own_order
+from diloco_worker.training.reports import report_loss
 from diloco_worker.training.settings import resolve
 
 logger = logging.getLogger("diloco.worker")
@@ -119,7 +120,7 @@ class DiLoCoCallback(Callback):
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if loss is not None:
-            worker.report(loss=loss)
+            report_loss(worker.report, loss)
         metrics = worker.sync_metrics
         figures = {name: float(metrics[name]) for name in LOGGED} | {"round": float(worker.round)}
         if worker.global_loss is not None:

@@ -29,6 +29,7 @@ from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training.data_order import give_own_order
+from diloco_worker.training.reports import report_loss
 from diloco_worker.training.settings import resolve
 
 logger = logging.getLogger("diloco.worker")
@@ -153,7 +154,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         if self.diloco is None or logs is None:
             return
         if "loss" in logs:
-            self.diloco.report(loss=logs["loss"])
+            report_loss(self.diloco.report, logs["loss"])
         if "loss" in logs or "train_loss" in logs:  # the latter once, at the end
             self._log_figures(state, logs)
 

@@ -90,6 +90,57 @@ for step in range(int(sys.argv[2])):
 torch.save(model.state_dict(), f"{sys.argv[1]}.pt")
 """
 LATE = SEVERAL.replace("(hidden, head)", "(hidden, head) if step == 3 else (hidden,)")
+# Two optimizers; one needs gradients that are tensors, the other's weight decay needs none.
+NEEDS_GRADIENTS = """
+import torch
+class Muon(torch.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert p.grad is not None
+                p.add_(p.grad.sign(), alpha=-float(group["lr"]))
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+optimizers = (
+    Muon(model[0].parameters(), lr=torch.tensor(0.5)),
+    torch.optim.AdamW(model[1].parameters(), lr=0.5, weight_decay=0.5),
+)
+def step():
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(4, 3)).pow(2).mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    print("changed", [not torch.equal(*both) for both in zip(before, model.parameters())])
+step()
+step()
+print("rates", [float(each.param_groups[0]["lr"]) for each in optimizers])
+"""
+# The head alone first, then all of it by another optimizer.
+TWO_PHASES = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+def train(optimizer):
+    for _ in range(3):
+        model(torch.ones(4, 3)).pow(2).mean().backward()
+        optimizer.step()
+train(torch.optim.SGD(model[1].parameters(), lr=0.1))
+train(torch.optim.AdamW(model.parameters()))
+"""
+OTHER_SHAPE = TRAIN.replace("Linear(3, 2)", "Linear(3, 5)")
+# Ends by itself before it trains; what it has done by then is its first argument.
+DOES_NOT_TRAIN = """
+import subprocess, sys, torch
+if sys.argv[1] == "optimizer":
+    torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+if sys.argv[1] == "child":
+    subprocess.run([sys.executable, "-c", ""])
+if sys.argv[1] == "background":
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+if sys.argv[1] == "error":
+    raise ValueError("no such file")
+"""
 SHUFFLES = """
 import torch
 torch.manual_seed(42)
@@ -216,6 +267,45 @@ def test_optimizer_that_steps_later_ends_the_script(processes: Processes, tmp_pa
     assert "AdamW trains Sequential, too" in made.output
 
 
+def test_dropped_steps_change_nothing_and_keep_their_gradients(
+    processes: Processes, tmp_path: Path
+) -> None:
+    _, address = processes.serve("--sync-every", "2", "--no-save")
+    made = auto(processes, address, script(tmp_path, NEEDS_GRADIENTS))
+    assert made.ends() == 0, made.output
+    changed = [line for line in made.output.splitlines() if line.startswith("changed")]
+    assert changed == [f"changed {[False] * 4}", f"changed {[True] * 4}"]
+    assert "rates [0.5, 0.5]" in made.output
+
+
+def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_path: Path) -> None:
+    _, address = processes.serve("--sync-every", "2", "--no-save")
+    made = auto(processes, address, script(tmp_path, TWO_PHASES))
+    assert made.ends() == 2
+    assert "new optimizer (AdamW) has replaced SGD" in made.output
+    assert "first round" not in made.output
+
+
+def test_refused_script_ends_with_the_sentence_alone(processes: Processes, tmp_path: Path) -> None:
+    _, address = processes.serve("--sync-every", "2", "--no-save")
+    assert auto(processes, address, script(tmp_path, TRAIN), "1", "2").ends() == 0
+    refused = auto(processes, address, script(tmp_path, OTHER_SHAPE), "2", "2")
+    assert refused.ends() == 1
+    assert "This script cannot take part" in refused.output
+    assert "Traceback" not in refused.output and "Nothing of this script" not in refused.output
+
+
+@pytest.mark.parametrize(
+    ("done", "code"), [("", 0), ("optimizer", 2), ("child", 2), ("background", 2), ("error", 1)]
+)
+def test_script_that_ends_before_it_trains_keeps_its_code_unless_it_may_have_trained_elsewhere(
+    processes: Processes, tmp_path: Path, done: str, code: int
+) -> None:
+    made = auto(processes, "127.0.0.1:1", script(tmp_path, DOES_NOT_TRAIN), done)
+    assert made.ends() == code, made.output
+    assert ("Nothing of this script was in the run" in made.output) == (done != "error")
+
+
 def test_workers_of_one_script_may_shuffle_from_seeds_of_their_own(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -224,7 +314,7 @@ def test_workers_of_one_script_may_shuffle_from_seeds_of_their_own(
     def order(*options: str) -> str:
         words = ("run", "--server", "127.0.0.1:1", "--auto", *options, "--", sys.executable, path)
         made = processes.run("-m", "diloco_worker", *words)
-        assert made.ends() == 2, "nothing was trained"
+        assert made.ends() == 0
         return made.says("order")
 
     orders = [order("--own-seed", "--worker-id", name) for name in ("a", "b", "a")]
@@ -232,14 +322,7 @@ def test_workers_of_one_script_may_shuffle_from_seeds_of_their_own(
     assert order() not in orders
 
 
-def test_script_without_an_optimizer_and_none_at_all_get_a_sentence(
-    processes: Processes, tmp_path: Path
-) -> None:
-    made = auto(processes, "127.0.0.1:1", script(tmp_path, "import torch, sys; sys.exit(5)"))
-    assert made.ends() == 5
-    assert "Nothing of this script was in the run" in made.output
-    trained_elsewhere = auto(processes, "127.0.0.1:1", script(tmp_path, "import torch"))
-    assert trained_elsewhere.ends() == 2
+def test_command_line_without_a_script_gets_a_sentence(processes: Processes) -> None:
     for words, sentence in (
         ((), "give a script or -m MODULE"),
         (("x.py",), "no script 'x.py'"),

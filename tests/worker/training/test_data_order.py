@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from diloco_protocol import UsageError
@@ -66,6 +69,67 @@ def test_data_that_is_read_in_order_is_warned_of_where_there_are_several_workers
         assert not give_own_order([in_order], lambda: (0, 1))
         assert not caplog.records
         assert not give_own_order([in_order], lambda: (1, 2))
+    assert "own part of the data" in caplog.text
+
+
+@dataclass
+class Seeded(Sampler[int]):
+    """Compared by value, so it has no hash."""
+
+    seed: int = 42
+
+    def __iter__(self) -> Iterator[int]:
+        made = torch.Generator().manual_seed(self.seed)
+        yield from torch.randperm(64, generator=made).tolist()
+
+
+@dataclass(frozen=True)
+class Frozen(Sampler[int]):
+    generator: Any = field(default_factory=lambda: torch.Generator().manual_seed(42))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(64, generator=self.generator).tolist()
+
+
+class FromNumpy(Sampler[int]):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(42)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.generator.permutation(64).tolist()
+
+
+class ReadOnly(Sampler[int]):
+    def __init__(self) -> None:
+        self._made = torch.Generator().manual_seed(42)
+
+    @property
+    def generator(self) -> torch.Generator:
+        return self._made
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(64, generator=self.generator).tolist()
+
+
+def read(sampler: Sampler[int], shards: int | None = None) -> list[int]:
+    """What a worker with the last of these shares reads; None: without a run."""
+    made: DataLoader[int] = DataLoader(NUMBERS, 8, sampler=sampler)  # type: ignore[arg-type]
+    if shards is not None:
+        give_own_order([made], lambda: (shards - 1, shards))
+    return [int(each) for batch in made for each in batch]
+
+
+def test_a_sampler_without_a_hash_gets_an_order_of_its_own_once() -> None:
+    sampler = Seeded()
+    orders = [read(Seeded()), read(sampler, 2), read(sampler, 2)]
+    assert orders[0] != orders[1] == orders[2]
+
+
+@pytest.mark.parametrize("kind", [FromNumpy, ReadOnly, Frozen])
+def test_a_sampler_whose_generator_cannot_be_replaced_is_left_alone(
+    kind: type[Sampler[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read(kind(), 2) == read(kind())
     assert "own part of the data" in caplog.text
 
 

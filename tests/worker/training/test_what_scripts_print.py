@@ -101,11 +101,14 @@ def test_variable_silences_the_lines(
     assert len([line for line in lines if "WATCH OUT" in line]) == warnings
 
 
-def test_uncaught_errors_end_a_script_with_their_sentence(broker: Broker, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("-m", "diloco_worker.auto")], ids=["alone", "auto"])
+def test_uncaught_errors_end_a_script_with_their_sentence(
+    broker: Broker, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     path = tmp_path / "fail.py"
     path.write_text(FAIL)
     ended = subprocess.run(
-        [sys.executable, str(path), broker.address],
+        [sys.executable, *options, str(path), broker.address],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

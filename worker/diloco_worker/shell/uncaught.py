@@ -16,13 +16,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+import diloco_protocol
 from diloco_protocol import UsageError
 from diloco_protocol.errors import DilocoError
 from diloco_worker.shell.own_log import asked_level
 
+# Names, and folders: a module that `python -m` runs is named `__main__`.
 _OURS = ("diloco_worker", "diloco_protocol")
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(__file__).parents[1]),
+    str(Path(diloco_protocol.__file__).parent),
 )
 
 P = ParamSpec("P")

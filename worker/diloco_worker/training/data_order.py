@@ -7,6 +7,7 @@ that is read in order, or by an iterable data set, is left as it is.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,8 +35,9 @@ class OwnOrder(Sampler[Any]):
         self._offset = offset
 
     def __iter__(self) -> Iterator[Any]:
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-        own = torch.Generator()
+        device = torch.device("cpu") if self._generator is None else self._generator.device
+        drawn = torch.empty((), dtype=torch.int64, device=device).random_(generator=self._generator)
+        own = torch.Generator(device)
         own.manual_seed((int(drawn) + self._offset) % SEEDS)
         self.sampler.generator = own
         try:
@@ -76,8 +78,9 @@ def give_own_order(loaders: Iterable[object], shard: Callable[[], tuple[int, int
         )
     elif count > 1:
         logger.warning(
-            "No sampler shuffles the training data, so all workers may read the same: give this one "
-            "(shard %d of %d) its own part of the data (worker/DATA.md), then set shard_data=False.",
+            "No sampler shuffles the training data from a seed or a torch.Generator that can be "
+            "replaced, so all workers may read the same: give this one (shard %d of %d) its own part of "
+            "the data (worker/DATA.md), then set shard_data=False.",
             index,
             count,
         )
@@ -87,32 +90,51 @@ def give_own_order(loaders: Iterable[object], shard: Callable[[], tuple[int, int
 def _reseed(loader: object, offset: int) -> bool:
     """Whether the sampler of this loader draws from another seed now, or has done so before."""
     sampler = getattr(loader, "sampler", None)
-    holder: Any = sampler if isinstance(sampler, BatchSampler) else None
-    holder = holder or getattr(loader, "batch_sampler", None)
+    holder: Any = (
+        sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
+    )
     has_changed = False
     while holder is not None:  # Accelerate's holds another one, which holds the sampler
         sampler = getattr(holder, "sampler", None)
-        if isinstance(sampler, OwnOrder) or (sampler is not None and sampler in _reseeded):
+        if isinstance(sampler, OwnOrder) or _reseeded.get(id(sampler), _reseeded) is sampler:
             has_changed = True
         elif (name := _seed_of(sampler)) is not None:
             setattr(sampler, name, getattr(sampler, name) + offset)
-            _reseeded.add(sampler)
+            _reseeded[id(sampler)] = sampler
             has_changed = True
-        elif hasattr(sampler, "generator"):  # torch's own, and those by length
+        elif _has_a_generator(sampler) and _is_assignable(holder, "sampler"):
             holder.sampler = OwnOrder(sampler, offset)
             has_changed = True
         holder = getattr(holder, "batch_sampler", None)
     return has_changed
 
 
-# Samplers whose seed was changed.
-_reseeded: weakref.WeakSet[Any] = weakref.WeakSet()
+# Samplers whose seed was changed, by id: a sampler may be unhashable, as a dataclass is.
+_reseeded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _seed_of(sampler: object) -> str | None:
     """The attribute that a sampler seeds each epoch with: Accelerate's, or that of distributed ones."""
-    if getattr(sampler, "shuffle", True):
+    if getattr(sampler, "shuffle", True) and getattr(type(sampler), "__weakrefoffset__", 0):
         for name in ("initial_seed", "seed"):
-            if isinstance(getattr(sampler, name, None), int):
+            is_seed = isinstance(inspect.getattr_static(sampler, name, None), int)
+            if is_seed and _is_assignable(sampler, name):
                 return name
     return None
+
+
+def _has_a_generator(sampler: object) -> bool:
+    """Whether it draws from an attribute that can hold a torch.Generator, as torch's own samplers do."""
+    found = inspect.getattr_static(sampler, "generator", sampler)
+    return (found is None or isinstance(found, torch.Generator)) and _is_assignable(
+        sampler, "generator"
+    )
+
+
+def _is_assignable(holder: object, name: str) -> bool:
+    """False for the attributes of a frozen dataclass, and for properties without a setter."""
+    try:
+        setattr(holder, name, getattr(holder, name))
+    except (AttributeError, TypeError):
+        return False
+    return True

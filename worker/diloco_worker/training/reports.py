@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 from numbers import Real
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco_protocol import UsageError
 from diloco_protocol.ranges import MOST
 from diloco_worker.core.sync.news import Work
+from diloco_worker.training.settings import warn_once
 
 logger = logging.getLogger("diloco.worker")
 
@@ -124,6 +125,19 @@ class Reports:
                 if self.problem is None:
                     logger.warning("%s", error)
                 self.problem = str(error)
+
+
+def report_loss(report: Callable[..., None], loss: object) -> None:
+    """Report the loss that a framework's trainer gives; warn once if it is not a single number.
+
+    Args:
+        report: that of a `DiLoCoWorker`.
+        loss: any value; a string is read as a number.
+    """
+    try:
+        report(loss=float(loss) if isinstance(loss, str) else loss)
+    except (UsageError, ValueError) as error:
+        warn_once(f"The broker gets no loss from this training: {error}")
 
 
 def _is_on_accelerator(name: str, value: Tensor) -> bool:

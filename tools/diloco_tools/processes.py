@@ -175,7 +175,7 @@ def _is_alive(group: int) -> bool:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):  # macOS: the latter for a group of zombies
         return False
-    # Zombies count as members, and stay for ever in a container whose first process reaps none.
+    # Zombies count as members, and stay in a container whose first process reaps none.
     members = list(Path("/proc").glob("[0-9]*/stat"))
     for stat in members:
         with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -86,5 +86,5 @@ def _greet(broker: StandbyBroker) -> None:
     if broker.is_hub:
         what = f"This standby has taken over from {broker.hub}, and has the run."
     keys = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
-    typer.echo(f"{what} Ask it with: diloco-broker status --address {broker.address}{keys}")
+    typer.echo(f"{what} Ask it with: diloco-broker status {broker.address}{keys}")
     sys.stdout.flush()

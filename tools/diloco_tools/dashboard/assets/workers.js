@@ -3,7 +3,7 @@
 
 import { NONE, SIGNS, duration, healthTone, make, number, rate, say, scaled } from "./format.js";
 
-const lost = (worker) => ["lost", "dead"].includes(worker.health); // of those nobody knows what they do
+const lost = (worker) => ["lost", "dead"].includes(worker.health); // their state is unknown
 
 const HEARTBEAT_S = 30; // between two heartbeats, unless the broker tolerates less than three of these
 const STANDS_OUT = 5; // times the usual norm of a push, after which the broker warns of it

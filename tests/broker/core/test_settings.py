@@ -246,6 +246,13 @@ def test_death_in_a_pause_is_seen_and_changes_nothing_else() -> None:
     assert stage.version().counter == 2
 
 
+def test_a_broker_that_stops_warns_that_its_pause_ends() -> None:
+    stage, _ = a_run("a", "b")
+    stage.asks("pause")
+    stage.happens(Stop("SIGTERM", restarting=True))
+    assert stage.said("pause ends")
+
+
 def test_pausing_twice_and_resuming_twice_say_so() -> None:
     stage, _ = a_run("a")
     assert "not paused" in stage.asks("resume").text

@@ -17,6 +17,10 @@ def stop(state: RunState, event: Stop) -> Effects:
     is_over = "The run is over, and workers are told so."
     then = "Workers train on until a broker is back." if event.restarting else is_over
     yield effects.info(f"Stopping: {reason}. {then}")
+    if event.restarting and state.paused_at is not None:
+        yield effects.warning(
+            "The pause ends with this broker: the run goes on when it is restarted."
+        )
     for member in state.members:
         yield member.tell(farewell(state.stopping))
 

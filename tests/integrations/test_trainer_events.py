@@ -323,6 +323,17 @@ def test_the_global_parameters_are_evaluated_if_asked(
         assert torch.equal(saved[name], value), "the local parameters are saved"
 
 
+def test_processes_of_a_launcher_that_do_not_train_together_are_refused(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an accelerator and without `use_cpu` a Trainer does not look at torchrun's variables."""
+    made = trainer()
+    assert made.args.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="2 processes"):
+        made.train()
+
+
 def test_two_callbacks_are_one_too_many(trainer: MakeTrainer, broker: Broker) -> None:
     from diloco_worker.transformers import DiLoCoCallback
 

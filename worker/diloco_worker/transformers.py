@@ -97,6 +97,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         model, optimizer = objects["model"], objects["optimizer"]
         if resolve({"server": self._server}).server is not None:
             _require_whole_model(args)
+            _require_one_training(args)
             if args.world_size > 1:
                 self._keywords.setdefault("process_group", "world")
         former = _callbacks.pop(model, self)
@@ -294,6 +295,19 @@ def _read(folder: Path, args: TrainingArguments) -> Any:
     files = [own] if own.exists() else _states_in(folder)
     states = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
     return states[0] if own.exists() else states
+
+
+def _require_one_training(args: TrainingArguments) -> None:
+    """Raise UsageError where a launcher started several processes and each trains by itself.
+
+    They would all join under one name. The Trainer does that on machines without an accelerator.
+    """
+    started = os.environ.get("WORLD_SIZE", "1")
+    if args.world_size == 1 and started.isdigit() and int(started) > 1:
+        raise UsageError(
+            f"The launcher started {started} processes, but each trains alone: the Trainer found no "
+            "accelerator. Give TrainingArguments use_cpu=True, or start one process."
+        )
 
 
 def _require_whole_model(args: TrainingArguments) -> None:

@@ -92,7 +92,7 @@ def test_a_killed_worker_is_started_again_and_ctrl_c_stops_workers_before_the_br
     wait_for(lambda: trainings(processes) == [2, 1], WITHIN_S)
     made.gets(signal.SIGINT)
     assert made.ends(WITHIN_S) == 128 + signal.SIGINT, made.output
-    assert [log(processes, name).count("left") for name in ("w0", "w1")] == [1, 1]
+    assert [log(processes, name).splitlines().count("left") for name in ("w0", "w1")] == [1, 1]
     broker = log(processes, "broker")
     assert broker.rindex("w1 leaves") < broker.rindex("The run is saved")
     assert list((processes.folder / "run" / "broker").glob("checkpoint-*"))
@@ -121,7 +121,7 @@ def test_no_process_that_a_command_has_started_outlives_a_restart_or_the_launche
     assert made.ends(WITHIN_S) == 128 + signal.SIGTERM, made.output
     assert not [pid for name in ("w0", "w1") for pid in pids(processes, name) if is_alive(pid)]
     # The shells have ended at once; the scripts had the time to leave the run.
-    assert [log(processes, name).count("left") for name in ("w0", "w1")] == [1, 1]
+    assert [log(processes, name).splitlines().count("left") for name in ("w0", "w1")] == [1, 1]
 
 
 def test_a_script_that_fails_is_restarted_as_often_as_allowed_and_its_last_lines_are_shown(

@@ -115,7 +115,9 @@ def test_answer_is_taken_before_the_next_question_is_asked() -> None:
     assert count == 1
 
 
-@pytest.mark.parametrize("said", [None, 5, "", "tcp://*:1", "host", "file:///x", "tcp://0.0.0.0:1"])
+@pytest.mark.parametrize(
+    "said", [None, 5, "", "tcp://*:1", "host:x", "file:///x", "tcp://0.0.0.0:1"]
+)
 def test_function_that_says_no_address_is_told_and_asked_again(said: object) -> None:
     answers = iter([said, "h:1"])
     found = Whereabouts(lambda: cast(str, next(answers)))

@@ -489,4 +489,4 @@ def test_broken_connection_ends_an_action_that_may_have_been_carried_out(talk: T
 
 def test_address_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match=r"tcp://10\.0\.0\.1:8512"):
-        DiLoCoClient("10.0.0.1")
+        DiLoCoClient("http://10.0.0.1")

@@ -11,8 +11,8 @@ STAMP := $(VENV)/.ready
 LIBRARIES := $(VENV)/.integrations
 ENGINES := $(VENV)-ray/.ready
 BOOK := $(VENV)/.book
-# Tests run in as many processes as there are cores, up to 8: half of them wait for processes or clocks.
-SPREAD := -n auto --maxprocesses=8 --dist=worksteal
+# Tests run in two processes for each core, up to 8: half of them wait for processes or clocks.
+SPREAD = -n $$($(BIN)/python -c 'import os; print(min(8, 2 * (os.cpu_count() or 1)))') --dist=worksteal
 MUTANTS ?= 300
 AT_LEAST ?= 0
 SECONDS ?=

@@ -267,7 +267,7 @@ STUCK = "no version was released|has a push in flight|stands still|no end within
         (
             "streaming",
             (Ledger, "standing", lambda _ledger, _worker, _push, size: Bitmap(size)),
-            "is counted twice|more than once",
+            "is counted twice|more than once|the ledger of .* errs",
         ),
         ("streaming", (streaming, "step", step_by_what_was_promised), "is divided by"),
     ],

@@ -98,7 +98,7 @@ def tree_with_long_cuts(seed: int) -> Tree:
     return Tree(seed, LONG_CUTS, pace=pace, places=places).run(60.0)
 
 
-@pytest.mark.parametrize("seed", [2, 6])
+@pytest.mark.parametrize("seed", [2, 28])
 def test_site_that_was_cut_off_for_many_rounds_counts_nothing_again(seed: int) -> None:
     tree = tree_with_long_cuts(seed)
     assert {code for _, code in tree.refused} <= {"stale"}
@@ -110,7 +110,7 @@ def test_ledger_that_is_trusted_beyond_its_memory_is_missed(
 ) -> None:
     monkeypatch.setattr(contents, "_check_memory", lambda *_: None)
     with pytest.raises(AssertionError, match="counted again"):
-        tree_with_long_cuts(6)
+        tree_with_long_cuts(28)
 
 
 def test_site_that_waits_for_its_parent_in_an_earlier_round_is_missed(
@@ -118,7 +118,7 @@ def test_site_that_waits_for_its_parent_in_an_earlier_round_is_missed(
 ) -> None:
     """The rule against waiting crosswise: here nobody hears that a push is in a later round."""
     monkeypatch.setitem(RULES, events.RoundNamed, lambda *_: iter(()))
-    tree = Tree(3, HEAVY, num_fragments=3, quorum=2, grace=0.5)
+    tree = Tree(1, HEAVY, num_fragments=3, quorum=2, grace=0.5)
     with pytest.raises(AssertionError, match="no progress in calm"):
         tree.run(30.0)
 

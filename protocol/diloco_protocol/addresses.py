@@ -32,7 +32,7 @@ def with_scheme(address: str, port: int | None = CONTROL_PORT) -> str:
 def address_or_path(text: str) -> str | None:
     """The control address where a command takes an address or a path; None for a path.
 
-    A word without a port is a path, unless it is localhost or an IP address.
+    Text without a port is a path, unless it is localhost or an IP address.
     """
     if "://" in text:
         return with_scheme(text)

@@ -111,10 +111,11 @@ def test_complete_submission_counts_even_if_its_worker_died() -> None:
 
 def test_worker_that_has_pushed_and_left_is_among_the_expected_in_the_line_of_its_round() -> None:
     stage, a, b = two()
-    a.pushes(1)
-    b.begins(2)
-    b.delivers([0, 1, 2])
-    a.leaves()
+    stage.asks("pause")
+    for number, worker in enumerate((a, b)):
+        worker.pushes(number)
+        worker.leaves()
+    stage.asks("resume")
     assert stage.said("Round 0 closed", "2 of 2 expected")
 
 

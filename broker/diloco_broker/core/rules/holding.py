@@ -13,7 +13,7 @@ still while the run is held, whatever holds it:
 Other deadlines run on `RunState.now`, since what they are about goes on:
 
 - silence, broken connections, and stalled training loops: a held run still receives heartbeats, and its
-  workers train up to their next boundary. Whoever died meanwhile must not be waited for afterwards;
+  workers train up to their next boundary. Workers that died meanwhile must not be waited for later;
 - orders of an operator: their deadline is there for workers that wait for a round that does not close;
 - the end of the broker's process, which a supervisor would kill, and retries of checkpoints;
 - conversations with one peer (descriptions, probes, readers), and how often the log repeats itself.

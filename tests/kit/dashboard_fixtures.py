@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco_broker import Broker
-from diloco_tools.dashboard import app
+from diloco_tools.monitor.web import app
 from kit.dashboard_runs import a_run, with_token
 from kit.dashboard_server import Site
 from kit.pages import serving

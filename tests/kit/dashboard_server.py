@@ -13,10 +13,10 @@ from typing import Any
 import uvicorn
 
 from diloco_protocol.clients import Keys
-from diloco_tools.dashboard.app import Dashboard, application
-from diloco_tools.dashboard.security import Policy
-from diloco_tools.dashboard.serving import Streams, listen, server_of
-from diloco_tools.dashboard.source import FeedSource, ReplaySource
+from diloco_tools.monitor.web.app import Dashboard, application
+from diloco_tools.monitor.web.security import Policy
+from diloco_tools.monitor.web.serving import Streams, listen, server_of
+from diloco_tools.monitor.web.source import FeedSource, ReplaySource
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, status, worker
 

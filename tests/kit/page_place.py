@@ -60,7 +60,7 @@ NEEDS_ENGINE = "--submit"
 RUN = {"diloco-broker", "diloco-launch", "diloco-report", "diloco-top", "diloco-worker"}
 SHELL = {"mkdir", "echo", "printf", "cp", "export"}
 WEB = {
-    "diloco-dashboard": "diloco_tools.dashboard",
+    "diloco-dashboard": "diloco_tools.monitor.web",
     "diloco-exporter": "diloco_tools.exporter.cli",
 }
 # diloco-top ends with 1 where a run is not healthy: of one that has just begun either may be.

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from diloco_tools.report.facts import Facts
-from diloco_tools.report.history.reading import read_run
-from diloco_tools.report.page import page_of
+from diloco_tools.monitor.report.facts import Facts
+from diloco_tools.monitor.report.history.reading import read_run
+from diloco_tools.monitor.report.page import page_of
 from kit.past_runs import write
 
 VOID = {"meta", "br"}

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from diloco_protocol.feed import FeedError
-from diloco_tools.dashboard.cli import app
-from diloco_tools.dashboard.source import ReplaySource
 from diloco_tools.feed.listener import FeedSubscriber
+from diloco_tools.monitor.web.cli import app
+from diloco_tools.monitor.web.source import ReplaySource
 from kit.dashboard_server import Publisher, serving
 from kit.feed_snapshots import PATIENCE_S
 from kit.past_runs import write_run
 from kit.web_commands import NOBODY, refusal, started
 
-MODULE = "diloco_tools.dashboard"
+MODULE = "diloco_tools.monitor.web"
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ class TestReplay:
     def test_a_long_run_is_thinned_and_keeps_its_end(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("diloco_tools.dashboard.source.REPLAY_POINTS", 10)
+        monkeypatch.setattr("diloco_tools.monitor.web.source.REPLAY_POINTS", 10)
         past = ReplaySource.of_file(write_run(tmp_path, rounds=95))
         rounds = json.loads(past.outline())["series"]["rounds"]
         assert len(rounds) <= 11

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco_tools.report.page import page_of
+from diloco_tools.monitor.report.page import page_of
 from kit.past_runs import closed, event, line, start
 from kit.report_pages import action, facts_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from diloco_tools.report.cli import app
-from diloco_tools.report.history.reading import read_run
+from diloco_tools.monitor.report.cli import app
+from diloco_tools.monitor.report.history.reading import read_run
 from kit.past_runs import closed, line, start, write, write_run
 from kit.report_pages import Page
 from kit.web_commands import run

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from diloco_broker.core.events import KeysRevoked
 from diloco_protocol.feed import FeedError
 from diloco_protocol.roles import Peer, Role
-from diloco_tools.report.facts import OPEN, OVER, STOPPED, Facts, Worker
-from diloco_tools.report.history import digest, presence
-from diloco_tools.report.history.presence import Activity, Track
-from diloco_tools.report.history.reading import read_run
-from diloco_tools.report.history.sentences import Closed, Sign, closed_of, sign_of
-from diloco_tools.report.history.tallies import Counted
-from diloco_tools.report.thinning import Point, Spread, Thinned
+from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Facts, Worker
+from diloco_tools.monitor.report.history import digest, presence
+from diloco_tools.monitor.report.history.presence import Activity, Track
+from diloco_tools.monitor.report.history.reading import read_run
+from diloco_tools.monitor.report.history.sentences import Closed, Sign, closed_of, sign_of
+from diloco_tools.monitor.report.history.tallies import Counted
+from diloco_tools.monitor.report.thinning import Point, Spread, Thinned
 from kit.core_harness import a_run
 from kit.heartbeats import Beating
 from kit.past_runs import closed, event, line, start, write, write_run

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco_tools.report.curves import time_axis
-from diloco_tools.report.drawing.axes import NumberAxis, TimeAxis, scale_of, ticks
-from diloco_tools.report.drawing.charts import Plot, line_chart
-from diloco_tools.report.drawing.markup import Html, tag
-from diloco_tools.report.facts import Curve
-from diloco_tools.report.history.reading import read_run
-from diloco_tools.report.page import PARTS
-from diloco_tools.report.thinning import Point
+from diloco_tools.monitor.report.curves import time_axis
+from diloco_tools.monitor.report.drawing.axes import NumberAxis, TimeAxis, scale_of, ticks
+from diloco_tools.monitor.report.drawing.charts import Plot, line_chart
+from diloco_tools.monitor.report.drawing.markup import Html, tag
+from diloco_tools.monitor.report.facts import Curve
+from diloco_tools.monitor.report.history.reading import read_run
+from diloco_tools.monitor.report.page import PARTS
+from diloco_tools.monitor.report.thinning import Point
 from kit.past_runs import closed, event, line, start, write_run
 from kit.report_pages import Page, action, facts_of, page
 

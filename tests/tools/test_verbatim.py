@@ -16,12 +16,12 @@ from rich.text import Text
 import diloco_broker.cli.app
 import diloco_tools.bench.cli
 import diloco_tools.chaos.__main__
-import diloco_tools.dashboard.cli
 import diloco_tools.demo.cli
 import diloco_tools.evidence.cli
 import diloco_tools.exporter.cli
+import diloco_tools.monitor.report.cli
+import diloco_tools.monitor.web.cli
 import diloco_tools.plan.cli
-import diloco_tools.report.cli
 import diloco_tools.top.cli
 from diloco_broker.cli.status_text import as_text
 from diloco_protocol.clients import Answer
@@ -44,11 +44,11 @@ EVERY_NAME = pytest.mark.parametrize("name", NAMES)
 COMMANDS = {
     "diloco-broker": diloco_broker.cli.app.app,
     "diloco-bench": diloco_tools.bench.cli.app,
-    "diloco-dashboard": diloco_tools.dashboard.cli.app,
+    "diloco-dashboard": diloco_tools.monitor.web.cli.app,
     "diloco-demo": diloco_tools.demo.cli.app,
     "diloco-evidence": diloco_tools.evidence.cli.app,
     "diloco-exporter": diloco_tools.exporter.cli.app,
-    "diloco-report": diloco_tools.report.cli.app,
+    "diloco-report": diloco_tools.monitor.report.cli.app,
     "diloco-plan": diloco_tools.plan.cli.app,
     "diloco-top": diloco_tools.top.cli.app,
     "chaos": diloco_tools.chaos.__main__.app,

@@ -59,7 +59,7 @@ class Dashboard:
                 shlex.quote(str(key.parent)),
             )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "diloco_tools.dashboard", *words],
+            [sys.executable, "-m", "diloco_tools.monitor.web", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

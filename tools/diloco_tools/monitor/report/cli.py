@@ -1,0 +1,86 @@
+"""The command diloco-report."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated
+
+import typer
+
+from diloco_protocol.clients.command_line import with_version
+from diloco_protocol.feed import FeedError, json_safe
+from diloco_protocol.records import to_plain
+from diloco_tools.monitor.report.history.reading import history_of, read_run
+from diloco_tools.monitor.report.page import page_of
+from diloco_tools.terminal import fail
+
+COMMAND = "diloco-report"
+PAGE = "report.html"
+NO_HISTORY, NOT_WRITTEN = 2, 1
+
+app = typer.Typer(pretty_exceptions_show_locals=False)
+
+
+@app.command(
+    epilog="Exit codes: 0 the report was made, 1 it cannot be written, 2 there is no history to read."
+)
+@with_version
+def report(
+    *,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="The run's folder (--save-dir of diloco-broker serve), or its history.jsonl.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"The page; by default {PAGE} beside the history."),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print what the page says as one JSON object, and write no page."
+        ),
+    ] = False,
+) -> None:
+    """Make one HTML page of what happened in a run: loss, rounds, workers, bytes, events, settings.
+
+    The page needs no network, no other file and no JavaScript. The run may still be going on: the page
+    says how things stood at the last line.
+    """
+    if as_json and out is not None:
+        fail(COMMAND, "--json writes no page: leave --out out, or --json", NO_HISTORY)
+    try:
+        facts = read_run(run)
+    except FeedError as error:
+        fail(COMMAND, str(error), NO_HISTORY)
+    if as_json:
+        print(json.dumps(json_safe(to_plain(facts, with_none=True)), allow_nan=False))
+        return
+    page = out or history_of(run).with_name(PAGE)
+    try:
+        _write(page, page_of(facts))
+    except OSError as error:
+        why = error.strerror or error
+        fail(COMMAND, f"{page} cannot be written ({why}): name another --out FILE", NOT_WRITTEN)
+    typer.echo(f"report {page}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a page that somebody has open is never half a page."""
+    with NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.chmod(file.name, 0o644)  # it is for showing
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,151 @@
+"""The command diloco-dashboard."""
+
+import signal
+import socket
+import sys
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from diloco_protocol.addresses import FEED_PORT, is_loopback, with_scheme
+from diloco_protocol.clients.address_file import resolved
+from diloco_protocol.clients.command_line import (
+    FeedArgument,
+    FeedOption,
+    feed_of,
+    with_version,
+)
+from diloco_protocol.errors import UsageError
+from diloco_protocol.feed import FeedError
+from diloco_protocol.roles import Role
+from diloco_tools.monitor.web.security import EVERYWHERE, Policy, new_token
+from diloco_tools.terminal import KeysOption, fail, keys_of
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+DEFAULT_PORT = 8514
+MISUSE = 2
+
+app = typer.Typer(pretty_exceptions_show_locals=False)
+
+
+@app.command()
+@with_version
+def dashboard(
+    *,
+    address: FeedArgument = None,
+    feed: FeedOption = None,
+    control: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            "--control",
+            metavar="ADDR",
+            help="Control address of the broker; by default what its feed says.",
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the page; 0 takes a free one.")
+    ] = DEFAULT_PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but loopback needs --insecure.")
+    ] = "127.0.0.1",
+    readonly: Annotated[
+        bool, typer.Option("--readonly", help="Only show; nothing can be changed from the page.")
+    ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show a past run: the history.jsonl of its save folder."),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Listen on an address that other machines reach. The page, the token and all "
+            "figures cross the network unencrypted; an SSH tunnel is the better way.",
+        ),
+    ] = False,
+    keys: KeysOption = None,
+    lifeline: Annotated[
+        bool,
+        typer.Option(
+            "--lifeline",
+            hidden=True,  # for a program that starts this one, and must not leave it behind
+            help="End as soon as standard input is closed.",
+        ),
+    ] = False,
+) -> None:
+    """Show a DiLoCo run on a web page, and steer it from there.
+
+    Prints the address to open. Without the token in it the page only shows.
+
+    It goes on when the broker is gone, and shows it again when it is back.
+    """
+    if not is_loopback(host) and not insecure:
+        _fail(
+            f"{host} can be reached from other machines and the page is not encrypted: use an SSH "
+            "tunnel (ssh -L 8514:127.0.0.1:8514 HOST), or add --insecure"
+        )
+    if replay is not None and control is not None:
+        _fail("--replay shows a past run, there is nothing to steer: leave --server out")
+    try:
+        from diloco_tools.monitor.web import serving
+        from diloco_tools.monitor.web.app import Dashboard, application
+        from diloco_tools.monitor.web.source import FeedSource, ReplaySource
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn", "anyio"):
+            raise
+        _fail(f"{package} is not installed: pip install 'diloco-broker[dashboard]'")
+
+    # Before anything is open: a signal ends the program cleanly whenever it comes.
+    # While uvicorn serves, it has handlers of its own.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    try:
+        key = None if replay is not None else keys_of(keys, steers=not readonly)
+        past = ReplaySource.of_file(replay) if replay is not None else None
+        where = resolved(with_scheme(feed_of(address, feed), FEED_PORT), line=1)
+        streams = serving.Streams(FeedSource(where, key)) if past is None else None
+    except (FeedError, UsageError) as error:
+        _fail(str(error))
+    reader = None if key is None or key.peer.role is Role.OPERATOR else key.peer
+    only_shows = readonly or replay is not None or reader is not None
+    # Elsewhere than on loopback the token is for looking, too.
+    token = None if is_loopback(host) and only_shows else new_token()
+    page = Dashboard(Policy(host, token, readonly, reader), streams, past, control, key)
+    with page.feed or nullcontext():
+        try:
+            listening = serving.listen(host, port)
+        except OSError as error:
+            _fail(
+                f"cannot listen on {host} port {port}: {error.strerror or error}; another --port, "
+                "or --port 0 for a free one, may do"
+            )
+        server = serving.server_of(application(page), streams)
+        if lifeline:
+            threading.Thread(target=_hold, args=(server,), name="lifeline", daemon=True).start()
+        print(f"dashboard {_address(listening, host, token)}", flush=True)
+        server.run(sockets=[listening])
+
+
+def _address(listening: socket.socket, host: str, token: str | None) -> str:
+    """What to open in a browser."""
+    name = "localhost" if host in EVERYWHERE else host
+    shown = f"[{name}]" if ":" in name else name
+    query = f"?token={token}" if token is not None else ""
+    return f"http://{shown}:{listening.getsockname()[1]}/{query}"
+
+
+def _hold(server: "Server") -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    server.should_exit = True
+
+
+def _fail(sentence: str) -> NoReturn:
+    fail("diloco-dashboard", sentence, MISUSE)

@@ -62,23 +62,23 @@ demo: $(STAMP)
 	@$(BIN)/diloco-demo
 
 chaos: $(STAMP)
-	@$(BIN)/python -m diloco_tools.chaos
+	@$(BIN)/python -m diloco_lab.chaos
 
 attack: $(STAMP)
-	@$(BIN)/python -m diloco_tools.chaos attack
+	@$(BIN)/python -m diloco_lab.chaos attack
 
 bench: $(STAMP)
-	@$(BIN)/diloco-bench all
+	@$(BIN)/python -m diloco_lab.bench all
 
 evidence: $(STAMP)
-	@$(BIN)/diloco-evidence all
+	@$(BIN)/python -m diloco_lab.evidence all
 
 # Without root there are no network namespaces: these two say so and succeed.
 lan: $(STAMP)
-	@$(BIN)/python -m diloco_tools.lan --skip-is-success
+	@$(BIN)/python -m diloco_lab.lan --skip-is-success
 
 sites: $(STAMP)
-	@$(BIN)/python -m diloco_tools.sites --skip-is-success
+	@$(BIN)/python -m diloco_lab.sites --skip-is-success
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser and not integration and not engine"
@@ -144,7 +144,7 @@ lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m diloco_tools.release.vulnerabilities
+	@$(BIN)/python -m diloco_lab.release.vulnerabilities
 
 format: $(STAMP)
 	@$(BIN)/ruff format .
@@ -158,10 +158,10 @@ $(BOOK): $(STAMP)
 	@touch $@
 
 docs: $(BOOK)
-	@$(BIN)/python -m diloco_tools.release.book
+	@$(BIN)/python -m diloco_lab.release.book
 
 release: $(STAMP)
-	@$(BIN)/python -m diloco_tools.release.packages
+	@$(BIN)/python -m diloco_lab.release.packages
 
 clean:
 	rm -rf $(VENV) $(VENV)-ray runs site

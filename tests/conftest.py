@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # in processes of its own.
 UNMEASURED = [
     ROOT / "tests" / name
-    for name in ("broker/shell", "mutation", "simulation", "tools", "whole_runs")
+    for name in ("broker/shell", "mutation", "simulation", "tools", "lab", "whole_runs")
 ]
 
 

@@ -31,6 +31,7 @@ STOREYS: dict[str, list[set[str]]] = {
     "diloco_worker": [{"core", "model"}, {"shell"}, {"training"}],
     "diloco_protocol": [],
     "diloco_tools": [],
+    "diloco_lab": [],
 }
 # Neighbours on one storey that do not know each other.
 STRANGERS = [("diloco_worker.core", "diloco_worker.model")]
@@ -40,6 +41,7 @@ ALLOWED = {
     "diloco_broker": {"diloco_protocol"},
     "diloco_worker": {"diloco_protocol"},
     "diloco_tools": {"diloco_protocol"},
+    "diloco_lab": {"diloco_protocol", "diloco_tools"},
 }
 # A relay is a broker to its site and a worker to its parent, made of the two cores and their shells: it
 # alone imports from these parts of the worker. Nothing of the broker but its command line imports it.
@@ -57,8 +59,8 @@ MAY_USE_CORES = ("plan",)
 # How a script ends and when it is started again, for the programs that start scripts.
 FOR_LAUNCHERS, MAY_LAUNCH = "diloco_worker.launching", ("launch",)
 # Measures a part of the broker by itself, which no public name shows.
-OF_PARTS = "diloco_tools.bench.roles.tensor_work"
-MAY_USE_BOTH = ("demo", "bench", "chaos", "evidence", "ray")
+OF_PARTS = "diloco_lab.bench.roles.tensor_work"
+MAY_USE_BOTH = ("demo", "ray")
 # A whole run for users' tests: it has a broker, by its public name. Nothing else imports it.
 WHOLE_RUN = "diloco_worker.testing"
 # What no module of these reaches, by any path: everything there can be run in a test with a fake clock.
@@ -221,7 +223,7 @@ def test_imports_keep_to_the_house(module: str) -> None:
         if of != package:
             is_public = of in ("diloco_broker", "diloco_worker") and name == of
             is_tool = package == "diloco_tools" and module.split(".")[1] in MAY_USE_BOTH
-            both = is_tool or module == WHOLE_RUN
+            both = is_tool or package == "diloco_lab" or module == WHOLE_RUN
             of_relay = is_in(module, RELAY) and any(is_in(name, part) for part in OF_THE_WORKER)
             simulates = package == "diloco_tools" and module.split(".")[1] in MAY_USE_CORES
             is_core = simulates and name in CORES_FOR_OTHERS

@@ -46,27 +46,25 @@ NOT_RUN = (
     NotRun("make ", "minutes to hours, or it is this suite; .ci/run runs most of them"),
     NotRun("python -m pytest", "it is this suite"),
     NotRun("python -m simulation", "minutes", "tests/simulation/test_simulation.py"),
-    NotRun(
-        "python -m diloco_tools.chaos", "the logs of a drill", "tests/tools/test_chaos_drill.py"
-    ),
+    NotRun("python -m diloco_lab.chaos", "the logs of a drill", "tests/lab/test_chaos_drill.py"),
     NotRun(
         "diloco-plan",
         "it searches: up to a minute on a busy machine",
         "tests/tools/plan/test_command.py::test_table_fits_80_columns_and_names_what_was_asked",
     ),
     NotRun(
-        "diloco-evidence page",
+        "python -m diloco_lab.evidence page",
         "it reads what is committed",
-        "tests/tools/evidence/test_page.py::test_page_is_what_the_program_writes_from_the_committed_results",
+        "tests/lab/evidence/test_page.py::test_page_is_what_the_program_writes_from_the_committed_results",
     ),
     NotRun(
-        "diloco-evidence",
+        "python -m diloco_lab.evidence",
         "minutes to hours",
-        "tests/tools/evidence/test_claims.py::test_killed_command_leaves_no_process_behind",
+        "tests/lab/evidence/test_claims.py::test_killed_command_leaves_no_process_behind",
     ),
-    NotRun("python -m diloco_tools.lan", "minutes, as root", "tests/tools/test_lan.py"),
-    NotRun("python -m diloco_tools.sites", "minutes, as root", "tests/tools/test_sites.py"),
-    NotRun("diloco-bench", "minutes to half an hour", "tests/tools/test_bench.py"),
+    NotRun("python -m diloco_lab.lan", "minutes, as root", "tests/lab/test_lan.py"),
+    NotRun("python -m diloco_lab.sites", "minutes, as root", "tests/lab/test_sites.py"),
+    NotRun("python -m diloco_lab.bench", "minutes to half an hour", "tests/lab/test_bench.py"),
     NotRun("diloco-top --json --follow", "it has no end", "tests/tools/test_top_follow.py"),
     NotRun(
         "diloco-launch local",
@@ -191,7 +189,7 @@ def test_commands_are_read_as_a_shell_reads_them(
     [
         ("diloco-broker serve --no-such", "No such option"),
         ("diloco-broker serve --workers two", "two"),
-        ("diloco-bench rounds", "rounds"),
+        ("python -m diloco_lab.bench rounds", "rounds"),
         ("make no-such", "no-such"),
         ("python -m diloco_tools.nothing", "no module"),
         ("python -m simulation.digests --no-such", "knows no --no-such"),

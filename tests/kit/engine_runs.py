@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from diloco_tools.chaos.audit import Findings, audit, log_of, read_lines, version_of
+from diloco_lab.chaos.audit import Findings, audit, log_of, read_lines, version_of
 
 # Of the loss of a run without faults.
 SPREAD = 0.03

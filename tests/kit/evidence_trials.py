@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from diloco_lab.evidence.driver.trial import MODELS, Trial
+from diloco_lab.evidence.driver.turns import virtual_order
 from diloco_tools.demo.data import Text, batch_seed, load_text, training_batches
 from diloco_tools.demo.model import (
     LARGEST_GRADIENT,
@@ -18,8 +20,6 @@ from diloco_tools.demo.model import (
     build_optimizer,
     learning_rate_factor,
 )
-from diloco_tools.evidence.driver.trial import MODELS, Trial
-from diloco_tools.evidence.driver.turns import virtual_order
 
 TINY_MODEL = GPTConfig(context=16, width=16, layers=4, heads=2)
 SPEEDS = (0.58, 0.75, 1.51, 3.33)

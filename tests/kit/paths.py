@@ -4,9 +4,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KIT = ROOT / "tests" / "kit"
+LAB = ROOT / "tools" / "lab"
 PACKAGES = {
-    f"diloco_{name}": ROOT / name / f"diloco_{name}"
-    for name in ("protocol", "broker", "worker", "tools")
+    "diloco_protocol": ROOT / "protocol" / "diloco_protocol",
+    "diloco_broker": ROOT / "broker" / "diloco_broker",
+    "diloco_worker": ROOT / "worker" / "diloco_worker",
+    "diloco_tools": ROOT / "tools" / "diloco_tools",
+    "diloco_lab": LAB / "diloco_lab",
 }
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_tools.bench.report.figures import Figure, Report
+from diloco_lab.bench.report.figures import Figure, Report
 from diloco_tools.demo.results import summary
 from diloco_tools.demo.settings import Settings
 
 
 def report(*figures: Figure, skipped: tuple[str, ...] = ()) -> Report:
     about = {"cores": 2}
-    return Report("diloco-bench all", "2026-01-01T00:00:00+00:00", 1.0, about, figures, skipped)
+    return Report(
+        "python -m diloco_lab.bench all", "2026-01-01T00:00:00+00:00", 1.0, about, figures, skipped
+    )
 
 
 SETTINGS = Settings(steps=100, workers=2, sync_every=25, wire_dtype="bf16", reply_dtype="fp32")

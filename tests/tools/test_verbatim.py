@@ -14,20 +14,20 @@ import typer
 from rich.text import Text
 
 import diloco_broker.cli.app
-import diloco_tools.bench.cli
-import diloco_tools.chaos.__main__
+import diloco_lab.bench.cli
+import diloco_lab.chaos.__main__
+import diloco_lab.evidence.cli
 import diloco_tools.demo.cli
-import diloco_tools.evidence.cli
 import diloco_tools.exporter.cli
 import diloco_tools.monitor.report.cli
 import diloco_tools.monitor.web.cli
 import diloco_tools.plan.cli
 import diloco_tools.top.cli
 from diloco_broker.cli.status_text import as_text
+from diloco_lab.bench.report.figures import figure
+from diloco_lab.bench.report.table import tables
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import parse_snapshot
-from diloco_tools.bench.report.figures import figure
-from diloco_tools.bench.report.table import tables
 from diloco_tools.demo.display import Display
 from diloco_tools.exporter.metrics import label_value
 from diloco_tools.terminal import console
@@ -43,15 +43,15 @@ NAMES = ["[red]x", "[RED]x[/]", "[$primary]x", "[/]", "w[0]", "x\\", ":boom:", "
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
 COMMANDS = {
     "diloco-broker": diloco_broker.cli.app.app,
-    "diloco-bench": diloco_tools.bench.cli.app,
+    "python -m diloco_lab.bench": diloco_lab.bench.cli.app,
     "diloco-dashboard": diloco_tools.monitor.web.cli.app,
     "diloco-demo": diloco_tools.demo.cli.app,
-    "diloco-evidence": diloco_tools.evidence.cli.app,
+    "python -m diloco_lab.evidence": diloco_lab.evidence.cli.app,
     "diloco-exporter": diloco_tools.exporter.cli.app,
     "diloco-report": diloco_tools.monitor.report.cli.app,
     "diloco-plan": diloco_tools.plan.cli.app,
     "diloco-top": diloco_tools.top.cli.app,
-    "chaos": diloco_tools.chaos.__main__.app,
+    "python -m diloco_lab.chaos": diloco_lab.chaos.__main__.app,
 }
 
 
@@ -90,8 +90,8 @@ def test_extra_to_install_is_named_whole(
         monkeypatch.setattr(diloco_tools.demo.cli, "draw", without_matplotlib)
         diloco_tools.demo.cli.write(RESULTS, folder, shown)
     else:
-        monkeypatch.setattr(diloco_tools.bench.cli, "draw", without_matplotlib)
-        diloco_tools.bench.cli.write(report(skipped=("[red]x",)), folder / "all", shown)
+        monkeypatch.setattr(diloco_lab.bench.cli, "draw", without_matplotlib)
+        diloco_lab.bench.cli.write(report(skipped=("[red]x",)), folder / "all", shown)
         assert "[red]x\n" in out.getvalue()
         assert "[red]x\n" in (folder / "all.txt").read_text()
     assert "pip install 'diloco-broker[plot]'" in out.getvalue()

@@ -19,10 +19,10 @@ from diloco_tools.plan.picture import FACTORS, curves, draw, with_lines
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.validation import Row, question_of, read, rows
-from kit.paths import ROOT
+from kit.paths import LAB, ROOT
 
 SMALL = ("--parameters", "10M", "--delay", "1ms")
-PAGE, MEASURED = ROOT / "tools" / "PLAN.md", ROOT / "tools" / "lan.json"
+PAGE, MEASURED = ROOT / "tools" / "PLAN.md", LAB / "lan.json"
 
 
 def run(*words: str, columns: int = 80) -> Result:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_tools.bench.link import SlowProxy
+from diloco_lab.bench.link import SlowProxy
 from diloco_worker import DiLoCoClient
 from diloco_worker.doctor import line, report
 from diloco_worker.doctor.examination import examine

@@ -28,7 +28,7 @@ from diloco_tools.terminal import console, console_for_tables, fail
 
 COMMAND = "diloco-plan"
 WIDTH, WIDE = 80, 120  # of an answer and of the rows of a validation, where there is no terminal
-MEASURED = Path("tools/lan.json")
+MEASURED = Path("tools/lab/lan.json")
 app = typer.Typer(pretty_exceptions_enable=False)
 T = TypeVar("T")
 

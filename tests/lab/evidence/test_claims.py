@@ -1,0 +1,272 @@
+"""What is claimed, what counts as shown, and how an arm gets its settings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_broker import BrokerConfig
+from diloco_lab.evidence.claim import (
+    REPORTED,
+    Arm,
+    Claim,
+    Finding,
+    Part,
+    Relation,
+    apart,
+    perplexity,
+    sooner,
+)
+from diloco_lab.evidence.conduct import TUNING_SEED, Study
+from diloco_lab.evidence.driver import running
+from diloco_lab.evidence.driver.running import Results, train_all
+from diloco_lab.evidence.driver.trial import Trial
+from diloco_lab.evidence.parts import PARTS
+from kit.evidence_trials import a_result
+from kit.process_kit import wait_for
+
+pytestmark = pytest.mark.timeout(300)  # seconds: processes load torch, one after the other
+
+
+def finding(values: list[float], relation: Relation) -> Finding:
+    return Finding(Claim("it is so", relation, lambda _: values), values)
+
+
+# Verdicts.
+
+
+@pytest.mark.parametrize(
+    ("values", "relation", "verdict"),
+    [
+        ([-5.0, -4.0, -6.0], Relation(most=-3), "PASS"),
+        ([-3.2, -2.9, -3.1], Relation(most=-3), "NOT SHOWN"),  # within its error of the bound
+        ([-9.0, 2.0, -4.0], Relation(most=-3), "NOT SHOWN"),
+        ([6.0, 7.0, 6.5], Relation(least=5), "PASS"),
+        ([4.0, 7.0, 5.5], Relation(least=5), "NOT SHOWN"),
+        ([0.1, -0.1, 0.0], Relation(-1, 1), "PASS"),
+        ([1.4, 1.5, 1.3], Relation(-1, 1), "NOT SHOWN"),
+        ([-9.0, -9.1], Relation(most=-3), "NOT SHOWN"),  # of two seeds
+        ([-9.0], Relation(most=-3), "NOT SHOWN"),
+        ([math.inf, 7.0, 9.0], Relation(least=5), "PASS"),  # what diverges is worse by far
+        ([math.inf] * 3, Relation(least=5), "PASS"),
+        ([math.inf, -10.0, -10.0], Relation(least=5), "NOT SHOWN"),
+        ([math.inf, 1.0, 1.0], Relation(most=5), "NOT SHOWN"),
+        ([math.nan, 1.0, 1.0], Relation(most=5), "NOT SHOWN"),
+        ([], Relation(most=5), "NOT SHOWN"),
+        ([100.0], REPORTED, "reported"),
+    ],
+)
+def test_claim_is_shown_when_the_mean_keeps_to_it_also_one_error_on(
+    values: list[float], relation: Relation, verdict: str
+) -> None:
+    assert finding(values, relation).verdict == verdict
+
+
+def test_finding_tells_its_mean_its_error_and_each_seed() -> None:
+    assert finding([1.0, 2.0, 3.0], REPORTED).told == "+2.0% ± 0.6 (+1.0, +2.0, +3.0)"
+    assert finding([1.0, math.inf], REPORTED).told == "diverged in 1 of 2 (others: +1.0)"
+    assert finding([math.inf], REPORTED).told == "diverged in 1 of 1"
+    assert finding([1.0], REPORTED).told == "+1.0% (+1.0)"
+    assert finding([1.0, math.nan], REPORTED).told.startswith("no figure")
+    assert str(Relation(most=-3)) == "at most -3%"
+    assert str(Relation(least=5)) == "at least +5%"
+    assert str(Relation(-1, 1)) == "-1% to +1%"
+    assert str(REPORTED) == ""
+
+
+# Figures.
+
+
+def test_perplexities_are_compared_seed_by_seed() -> None:
+    one = [a_result(Trial(seed=s), loss) for s, loss in enumerate((2.0, 3.0))]
+    other = [a_result(Trial(seed=s), loss) for s, loss in enumerate((2.0, 3.0 - math.log(1.1)))]
+    assert apart("a", "b")({"a": one, "b": other}) == pytest.approx([0.0, 10.0])
+
+
+def test_nothing_is_held_against_a_run_that_has_diverged() -> None:
+    found = {"a": [a_result(Trial(), 2.0)], "b": [a_result(Trial(), None)]}
+    assert math.isnan(apart("a", "b")(found)[0])
+    assert apart("b", "a")(found) == [math.inf]
+
+
+@pytest.mark.parametrize("loss", [None, 268.9])
+def test_run_without_a_usable_loss_is_infinitely_worse(loss: float | None) -> None:
+    assert perplexity(a_result(Trial(), loss)) == math.inf
+
+
+def test_time_until_near_the_final_loss_of_rounds_is_held_against_theirs() -> None:
+    rounds = [
+        a_result(Trial(), 2.0)
+    ]  # at 100 / 0.5 seconds, the slowest makes half a step a second
+    fast = [a_result(Trial(), 2.019, ends=80.0)]  # within 1% after 80 seconds
+    far = [a_result(Trial(), 2.021)]
+    never = [a_result(Trial(), None)]
+    found = {"rounds": rounds, "fast": fast, "far": far, "never": never}
+    assert sooner("fast", "rounds", 0.5)(found) == pytest.approx([-60.0])
+    for arm in ("far", "never"):
+        assert sooner(arm, "rounds", 0.5)(found) == [math.inf]
+    assert math.isnan(sooner("fast", "never", 0.5)(found)[0])
+    claim = Claim("soon", Relation(most=0), lambda _: [], never="not reached")
+    assert Finding(claim, [math.inf, math.inf]).told == "not reached in 2 of 2"
+
+
+# Trials.
+
+
+def test_every_arm_has_options_that_a_broker_takes() -> None:
+    for part in PARTS.values():
+        for arm in part.arms:
+            for changes in arm.choices or ({},):
+                trial = arm.trial.with_changes(**changes)
+                assert trial.steps % trial.sync_every == 0
+                assert Trial.from_plain(json.loads(trial.key)).key == trial.key
+                if trial.arm == "diloco":
+                    addresses: dict[str, Any] = {
+                        "bind": "tcp://127.0.0.1:*",
+                        "feed": "tcp://127.0.0.1:*",
+                    }
+                    every = trial.sync_every
+                    BrokerConfig(
+                        workers=trial.workers, sync_every=every, **addresses, **trial.options
+                    )
+
+
+def test_every_claim_is_about_arms_of_its_part() -> None:
+    for part in PARTS.values():
+        found = {
+            arm.name: [a_result(arm.trial.with_changes(seed=seed), 2.0) for seed in range(3)]
+            for arm in part.arms
+        }
+        assert len(found) == len(part.arms)
+        for claim in part.claims:
+            assert len(claim.measure(found)) == 3
+
+
+# Conducting.
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    return Results(tmp_path / "results.jsonl")
+
+
+def trained(losses: Callable[[Trial], float | None]) -> Callable[..., None]:
+    """In place of training: the loss of each trial by a rule."""
+
+    def train(
+        trials: list[Trial], results: Results, jobs: int, tell: Callable[[str], None]
+    ) -> None:
+        for trial in results.missing(trials):
+            results.add(a_result(trial, losses(trial)))
+
+    return train
+
+
+def by_rate(trial: Trial) -> float | None:
+    """Best at .4 on the seed of the tuning, at .8 on all others, diverged at 1."""
+    rate = trial.broker["outer_lr"]
+    best = 0.4 if trial.seed == TUNING_SEED else 0.8
+    return None if rate == 1.0 else 2.0 + abs(rate - best)
+
+
+RATES = ({"outer_lr": 0.4}, {"outer_lr": 0.8}, {"outer_lr": 1.0})
+PART = Part(
+    "it",
+    "It",
+    "About it.",
+    (
+        Arm("tuned", Trial(every=5), RATES),
+        Arm("like it", Trial(workers=4), tuned_as="tuned"),
+        Arm("fixed", Trial(broker={"outer_lr": 0.8})),
+    ),
+    (Claim("it is so", Relation(most=5), apart("tuned", "fixed")),),
+)
+
+
+def test_arm_gets_the_setting_that_is_best_on_a_seed_that_nothing_is_measured_on(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco_lab.evidence.conduct.train_all", trained(by_rate))
+    study = Study(results, seeds=2)
+    assert study.missing(PART) == 3 + 3 * 2
+    found = study.conduct(PART, 1, print)
+    assert [(each.loss, each.is_best) for each in found.tuned["tuned"]] == [
+        (2.0, True),
+        (2.4, False),
+        (None, False),
+    ]
+    seeds = {
+        name: [Trial.from_plain(r["trial"]) for r in of] for name, of in found.measured.items()
+    }
+    assert [trial.seed for trial in seeds["tuned"]] == [0, 1]
+    for name, rate in (("tuned", 0.4), ("like it", 0.4), ("fixed", 0.8)):
+        assert {trial.broker["outer_lr"] for trial in seeds[name]} == {rate}
+    assert found.findings[0].values == pytest.approx([100 * (math.exp(0.4) - 1)] * 2)
+    assert study.missing(PART) == 0
+
+
+def test_data_and_steps_of_the_command_are_those_of_every_trial(results: Results) -> None:
+    study = Study(results, data="/a/text", steps=200)
+    assert {(trial.data, trial.steps) for trial in study.tuning(PART)} == {("/a/text", 200)}
+
+
+def test_results_are_kept_one_by_one_and_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "folder" / "results.jsonl"
+    results = Results(file)
+    results.add(a_result(Trial(seed=1), 2.0))
+    with file.open("a") as opened:
+        opened.write('{"trial": {"seed": 2')  # the machine was switched off
+    again = Results(file)
+    assert Trial(seed=1) in again and Trial(seed=2) not in again
+    trials = [Trial(seed=1), Trial(seed=2), Trial(seed=2)]
+    assert again.missing(trials) == [Trial(seed=2)]
+    again.add(a_result(Trial(seed=2), 3.0))
+    assert Results(file)[Trial(seed=2)]["loss"] == 3.0
+
+
+def test_trials_are_trained_in_processes_and_failures_are_raised(results: Results) -> None:
+    told: list[str] = []
+    small = Trial(arm="alone", workers=1, steps=2, windows=8, batch=1)
+    train_all([small, small.with_changes(seed=1)], results, 2, told.append)
+    assert results[small]["loss"] > 3 and len(told) == 2
+    assert running.told(results[small]).startswith("arm=alone")
+    train_all([small], results, 2, told.append)
+    assert len(told) == 2  # nothing was missing
+    with pytest.raises(Exception, match="does not exist"):
+        train_all([small.with_changes(data="/nowhere")], results, 1, told.append)
+
+
+def children_of(pid: int) -> list[int]:
+    """Python processes that this one has started and that are still there; Linux."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, rest = stat.read_text().rpartition(")")
+            command = (stat.parent / "cmdline").read_text()
+            if int(rest.split()[1]) == pid and "spawn_main" in command:
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
+def test_killed_command_leaves_no_process_behind(tmp_path: Path) -> None:
+    data = tmp_path / "text"
+    data.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 4000)
+    options = ("--jobs", "1", "--data", str(data), "--out", str(tmp_path / "out"))
+    words = [sys.executable, "-m", "diloco_lab.evidence", "codecs", *options]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as command:
+        try:
+            children = wait_for(lambda: children_of(command.pid), seconds=100)
+        finally:
+            command.kill()
+    wait_for(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in children))

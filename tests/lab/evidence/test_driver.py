@@ -1,0 +1,259 @@
+"""Runs of the evidence: against separate processes, against loops without a broker, and failures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import diloco_tools.demo.train as demo_train
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.core.state.dylu import sync_every
+from diloco_lab.evidence.driver import baselines, training
+from diloco_lab.evidence.driver.running import measure
+from diloco_lab.evidence.driver.training import KEPT, LOST, DiLoCoRun, lost_in
+from diloco_lab.evidence.driver.trial import MODELS, Trial, parameters
+from diloco_tools.demo import model as gpt
+from diloco_tools.demo.data import batch_seed, load_text, training_batches
+from diloco_worker import DiLoCoClient
+from kit.evidence_trials import (
+    SPEEDS,
+    TINY,
+    a_text,
+    options,
+    with_tiny_model,
+    without_a_broker,
+)
+from kit.process_kit import Processes
+
+pytest_plugins = ("kit.process_fixtures",)
+# Seconds. A run of several workers in one process takes as many, and others may run beside it.
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with_tiny_model(monkeypatch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_run_has_the_bits_of_separate_processes(processes: Processes, tmp_path: Any) -> None:
+    """The same training as processes of `diloco_tools.demo.train`, and a broker of its own."""
+    trial = Trial(steps=20, sync_every=5).with_changes(workers=3)
+    text = load_text(None, 3, 32, trial.windows)
+    ours = DiLoCoRun(trial, text).go().parameters
+    config = BrokerConfig(
+        workers=3, sync_every=5, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", **trial.options
+    )
+    with Broker(config) as broker:
+        script = (str(demo_train.__file__), "--server", broker.address)
+        children = [
+            processes.run(
+                *script,
+                *("--log", str(tmp_path / f"{number}.jsonl"), "--worker-id", f"worker-{number}"),
+                *("--shard", str(number), "--shards", "3", "--steps", "20"),
+                *("--batch", "4", "--context", "32", "--lr", str(trial.lr)),
+            )
+            for number in range(3)
+        ]
+        for child in children:
+            assert child.ends(within=200) == 0, child.output
+        with DiLoCoClient(broker.address) as reader:
+            theirs = reader.pull().tensors
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    begun = gpt.build_model(0, MODELS["0.4M"]).state_dict()
+    assert not any(torch.equal(ours[name], begun[name]) for name in ours)
+
+
+def close(trial: Trial, kind: str, **weights: Any) -> None:
+    """Equal to the loop without a broker, up to rounding, and something was learnt."""
+    text = a_text(trial)
+    outcome = DiLoCoRun(trial, text).go()
+    expected = without_a_broker(trial, text, kind, **weights)
+    for name, value in expected.items():
+        assert torch.allclose(outcome.parameters[name], value, rtol=1e-3, atol=2e-5), name
+    assert outcome.curve[-1][2] < outcome.curve[0][2] - 0.01  # type: ignore[operator]
+    assert outcome.rejected == 0
+
+
+def test_rounds_are_those_of_a_loop_without_a_broker() -> None:
+    close(TINY.with_changes(workers=4, **options()), "nesterov")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("nesterov", {"outer": "nesterov"}),
+        ("paper", {"outer": "dn"}),
+        ("direct", {"outer": "dn", "dn_variant": "direct"}),
+        ("fedbuff", {"outer": "fedbuff"}),
+    ],
+)
+def test_asynchronous_runs_are_those_of_a_loop_without_a_broker(
+    kind: str, given: dict[str, Any]
+) -> None:
+    trial = TINY.with_changes(workers=4, speeds=SPEEDS, mode="async", **options(**given))
+    close(trial, kind)
+
+
+def test_dynamic_local_updates_are_those_of_a_loop_without_a_broker() -> None:
+    trial = TINY.with_changes(
+        workers=4, sync_every=8, speeds=SPEEDS, mode="async", dylu=True, **options()
+    )
+    assert [trial.steps_between(number) for number in range(4)] == [1, 1, 3, 8]
+    close(trial, "paper")
+
+
+def test_steps_with_dylu_are_those_that_the_broker_works_out() -> None:
+    for base in (8, 10, 25, 100, 500):
+        trial = TINY.with_changes(workers=4, sync_every=base, speeds=SPEEDS, dylu=True)
+        by_id = {str(number): speed for number, speed in enumerate(SPEEDS)}
+        theirs = [sync_every(by_id, str(number), base, 1) for number in range(4)]
+        assert [trial.steps_between(number) for number in range(4)] == theirs
+
+
+def test_lost_contributions_are_left_out_of_the_mean() -> None:
+    trial = TINY.with_changes(workers=4, drop=0.5, **options())
+    lost = {number: lost_in(number, trial) for number in range(trial.rounds)}
+    assert any(lost.values())
+    weights = {
+        number: [0.0 if worker in of_round else 1.0 for worker in range(4)]
+        for number, of_round in lost.items()
+    }
+    close(trial, "nesterov", weights=weights)
+    assert LOST / KEPT < 1e-8
+
+
+def test_of_a_round_never_everything_is_lost() -> None:
+    always = TINY.with_changes(workers=2, drop=1.0)
+    assert all(len(lost_in(number, always)) == 1 for number in range(50))
+    half = TINY.with_changes(workers=10, drop=0.5)
+    share = sum(len(lost_in(number, half)) for number in range(200)) / 2000
+    assert share == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"workers": 3},
+        {"workers": 3, "drop": 0.4},
+        {"workers": 4, "speeds": SPEEDS, "mode": "async"},
+        {"workers": 2, "num_fragments": 2, "fragment_sync_delay": 1, "sync_every": 4},
+        {"workers": 2, "wire_dtype": "int4z", "reply_dtype": "int4z"},
+    ],
+)
+def test_the_same_trial_gives_the_same_bits_and_another_seed_others(
+    changes: dict[str, Any],
+) -> None:
+    trial = TINY.with_changes(**changes)
+    text = a_text(trial)
+    first, again = DiLoCoRun(trial, text).go(), DiLoCoRun(trial, text).go()
+    assert first.curve == again.curve
+    assert all(torch.equal(first.parameters[n], again.parameters[n]) for n in first.parameters)
+    assert DiLoCoRun(trial.with_changes(seed=1), text).go().curve != first.curve
+
+
+def test_asynchronous_run_makes_the_steps_of_rounds_in_less_virtual_time() -> None:
+    trial = TINY.with_changes(workers=4, speeds=SPEEDS, mode="async", every=1)
+    result = measure(trial)
+    assert result["pushes"] == 16 and result["staleness"] > 1
+    assert [steps for steps, *_ in result["curve"]] == [0, 2, 4, 6, 8]
+    assert result["curve"][-1][1] < trial.steps / min(SPEEDS) / 2
+
+
+def test_harm_is_done_and_withstood() -> None:
+    usual = TINY.with_changes(workers=3, **options())
+    text = a_text(usual)
+
+    def ends(harm: str, aggregate: str) -> torch.Tensor:
+        changed = usual.with_changes(harm=harm, aggregate=aggregate)
+        reached = DiLoCoRun(changed, text).go().parameters.values()
+        return torch.cat([each.flatten() for each in reached])
+
+    good = ends("", "mean")
+    moved = float((good - flat(gpt.build_model(0, MODELS["tiny"]))).norm())
+    for harm in ("enormous", "reversed"):
+        apart = {each: float((ends(harm, each) - good).norm()) for each in ("mean", "trimmed-mean")}
+        assert apart["mean"] > (100 if harm == "enormous" else 1) * moved
+        assert apart["trimmed-mean"] < moved
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_run_that_diverges_ends_and_says_so(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([5.5, 5.0, math.nan])
+    monkeypatch.setattr(gpt, "validation_loss", lambda *_: next(losses))
+    result = measure(TINY.with_changes(every=1, mode=mode, steps=200))
+    assert [loss for *_, loss in result["curve"]] == [5.5, 5.0, None, None]
+    assert result["loss"] is None
+    assert result["pushes"] < 20
+    json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_failure_of_one_worker_ends_the_run(
+    mode: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in round one, which waits for all workers."""
+    trains = training.Worker._trains
+
+    def breaks(self: training.Worker, place: int) -> None:
+        if self.number == 1 and self.step == step:
+            raise ZeroDivisionError("of one worker")
+        trains(self, place)
+
+    monkeypatch.setattr(training.Worker, "_trains", breaks)
+    trial = TINY.with_changes(workers=3, mode=mode, speeds=SPEEDS[:3])
+    with pytest.raises(ZeroDivisionError, match="of one worker"):
+        DiLoCoRun(trial, a_text(trial)).go()
+
+
+# What DiLoCo is held against.
+
+
+def test_data_parallel_takes_the_step_of_the_whole_batch() -> None:
+    """Two replicas with one gradient are one model with the batches of both."""
+    trial = TINY.with_changes(arm="data-parallel", workers=2, steps=3)
+    text = a_text(trial)
+    found = baselines.train(trial, text)
+    model = gpt.build_model(0, MODELS[trial.model])
+    optimizer = gpt.build_optimizer(model, trial.recipe)
+    schedule = gpt.build_schedule(optimizer, trial.recipe)
+    batches = [training_batches(text.shards[n], 2, 16, batch_seed(0, n)) for n in (0, 1)]
+    for _ in range(3):
+        parts = [next(each) for each in batches]
+        loss = sum(model.loss(*part) for part in parts) / 2
+        loss.backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), gpt.LARGEST_GRADIENT)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(found.parameters[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_one_worker_alone_is_one_replica() -> None:
+    alone = TINY.with_changes(arm="alone", workers=1, steps=3)
+    text = a_text(alone)
+    replica = alone.with_changes(arm="data-parallel")
+    one, other = (baselines.train(each, text) for each in (alone, replica))
+    assert one.curve == other.curve
+    assert one.bytes_up == one.bytes_down == 0
+
+
+def test_parameters_are_counted() -> None:
+    for name, config in MODELS.items():
+        model = gpt.build_model(0, config)
+        assert sum(parameters(name)) == sum(each.numel() for each in model.parameters())

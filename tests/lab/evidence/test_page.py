@@ -1,0 +1,175 @@
+"""The page of the evidence, the pictures, and the command that makes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco_lab.evidence import cli, page, picture
+from diloco_lab.evidence.cli import app
+from diloco_lab.evidence.conduct import Study
+from diloco_lab.evidence.driver.running import Results, measure
+from diloco_lab.evidence.driver.trial import Trial
+from diloco_lab.evidence.parts import PARTS
+from kit.evidence_trials import a_result
+from kit.paths import LAB
+
+COMMITTED = LAB / "evidence"
+
+
+def filled(file: Path, loss: float | None = 2.0) -> Results:
+    """A file with made-up results of every part, of three seeds."""
+    results = Results(file)
+    study = Study(results)
+    for part in PARTS.values():
+        for trial in study.tuning(part):
+            results.add(a_result(trial, 2.5))
+        for trial in study.measuring(part):
+            worse = trial.seed / 100 + (trial.arm == "alone") + trial.workers / 1000
+            results.add(a_result(trial, None if loss is None else loss + worse))
+    return results
+
+
+def runs(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+# What is committed.
+
+
+def test_page_is_what_the_program_writes_from_the_committed_results(tmp_path: Path) -> None:
+    page_file = tmp_path / "EVIDENCE.md"
+    out = tmp_path / "evidence"
+    out.mkdir()
+    (out / "results.jsonl").write_text((COMMITTED / "results.jsonl").read_text())
+    answer = runs("page", "--out", str(out), "--page", str(page_file))
+    assert answer.exit_code == 0, answer.output
+    assert page_file.read_text() == (LAB / "EVIDENCE.md").read_text()
+    found = json.loads((out / "findings.json").read_text())
+    assert found == json.loads((COMMITTED / "findings.json").read_text())
+    for name in found:
+        assert (COMMITTED / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"(evidence/{name}.png)" in page_file.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_claim_computed_from_scratch_is_the_committed_one() -> None:
+    """Two workers against one, on one seed. Another processor rounds differently, so not to the bit."""
+    committed = Study(Results(COMMITTED / "results.jsonl")).conducted(PARTS["workers"])
+    losses = {}
+    for arm in ("one worker", "M = 2"):
+        was = committed.measured[arm][0]
+        now = measure(Trial.from_plain(was["trial"]))
+        losses[arm] = now["loss"]
+        assert now["loss"] == pytest.approx(was["loss"], rel=0.015)
+        assert now["curve"][1][2] == pytest.approx(was["curve"][1][2], rel=0.01)
+        for way in ("bytes_up", "bytes_down"):
+            assert now[way] == pytest.approx(was[way], rel=0.001)
+    (finding,) = (each for each in committed.findings if each.claim.text == "with 2 workers")
+    percent = 100 * (math.exp(losses["M = 2"] - losses["one worker"]) - 1)
+    assert percent == pytest.approx(finding.values[0], abs=3)
+
+
+# Writing.
+
+
+def test_page_has_every_claim_with_its_verdict_and_the_tuning(tmp_path: Path) -> None:
+    study = Study(filled(tmp_path / "results.jsonl"))
+    found = [study.conducted(part) for part in PARTS.values()]
+    text = page.markdown(found, "pictures/")
+    for part in PARTS.values():
+        assert f"\n## {part.title}\n" in text and f"(pictures/{part.name}.png)" in text
+        assert all(f"| {claim.text} |" in text for claim in part.claims)
+        assert all(f"\n| {arm.name} | " in text for arm in part.arms)
+    verdicts = [finding.verdict for each in found for finding in each.findings]
+    assert f"**{verdicts.count('PASS')} PASS, {verdicts.count('NOT SHOWN')} NOT SHOWN**" in text
+    assert 0 < verdicts.count("NOT SHOWN") < len(verdicts)
+    assert "**0.7 / 0.9: 2.500**, 0.8 / 0.5: 2.500" in text
+    assert "3 paired seeds" in text and "0.43M and 0.82M parameters" in text
+    assert "With torch 2.0, Python 3.12." in text
+
+
+def test_findings_are_json_also_of_runs_that_diverged(tmp_path: Path) -> None:
+    study = Study(filled(tmp_path / "results.jsonl", None))
+    found = [study.conducted(part) for part in PARTS.values()]
+    plain = json.loads(json.dumps(page.plain(found), allow_nan=False))
+    assert list(plain) == list(PARTS)
+    claim = plain["async"]["claims"][1]
+    assert claim["values_percent"] == [None] * 3 and claim["least_percent"] == 5
+    assert plain["workers"]["arms"]["M = 2"]["losses"] == [None] * 3
+    assert "diverged" in page.markdown(found)
+
+
+@pytest.mark.parametrize("points", [3, 9])
+def test_every_part_has_a_picture(points: int, tmp_path: Path) -> None:
+    results = filled(tmp_path / "results.jsonl")
+    study = Study(results)
+    for trial in (each for part in PARTS.values() for each in study.measuring(part)):
+        curve = results[trial]["curve"]
+        results[trial]["curve"] = [*curve, *[curve[-1]] * (points - len(curve))]
+    for part in PARTS.values():
+        path = picture.draw(study.conducted(part), tmp_path)
+        assert path == tmp_path / f"{part.name}.png"
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_shows_what_diverged_at_the_edge(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    study = Study(results)
+    part = PARTS["poison"]
+    for number, trial in enumerate(study.measuring(part)):
+        results.add(a_result(trial, None if number % 2 else 2.0))
+    assert picture.draw(study.conducted(part), tmp_path).exists()
+
+
+# The command.
+
+
+def test_command_goes_on_with_what_is_missing_and_prints_each_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "runs"
+    out.mkdir()
+    filled(out / "results.jsonl")
+    monkeypatch.setattr(cli, "end_like_an_error_on_signals", lambda: None)
+    answer = runs("workers", "traffic", "--out", str(out))
+    assert answer.exit_code == 0, answer.output
+    assert "More workers, the same number of steps each" in answer.stdout
+    assert answer.stdout.count("PASS") >= 1 and answer.stdout.count("NOT SHOWN") >= 1
+    assert list(json.loads((out / "findings.json").read_text())) == list(PARTS)
+    answer = runs("page", "--json", "--out", str(out))
+    assert list(json.loads(answer.stdout)) == list(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["weather"], "no part 'weather'; choose from workers, "),
+        (["workers", "--steps", "150"], "must be a multiple of 100"),
+        (["workers", "--data", "/nonexistent"], "/nonexistent does not exist"),
+        (["page"], "has not all runs of any part; measure one first"),
+        (["workers", "--out", "/proc/here"], "cannot write to /proc/here"),
+    ],
+)
+def test_bad_options_give_one_sentence_and_exit_code_2(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "end_like_an_error_on_signals", lambda: None)
+    answer = runs("--out", str(tmp_path), *arguments)
+    assert answer.exit_code == 2
+    assert words in answer.stderr
+    assert answer.stderr.startswith("python -m diloco_lab.evidence: ")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_file_that_holds_no_results_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("these are none\n")
+    answer = runs("page", "--out", str(tmp_path))
+    assert answer.exit_code == 2
+    assert "results.jsonl is not a file of results" in answer.stderr

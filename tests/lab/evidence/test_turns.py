@@ -1,0 +1,73 @@
+"""Who computes when: the order of virtual time, and how a run ends."""
+
+from __future__ import annotations
+
+import threading
+from itertools import islice
+
+import pytest
+
+from diloco_lab.evidence.driver import turns
+from diloco_lab.evidence.driver.turns import AnyOrder, Baton, Broken, Stuck, virtual_order
+from kit.evidence_trials import SPEEDS
+
+
+def test_pushes_come_as_the_speeds_have_them() -> None:
+    found = list(islice(virtual_order(SPEEDS, [25] * 4), 14))
+    ends = sorted((n * 25 / v, w) for w, v in enumerate(SPEEDS) for n in range(1, 20))
+    assert found == ends[:14]
+    assert [worker for _, worker in found[:8]] == [3, 3, 2, 3, 3, 2, 1, 3]
+
+
+def test_of_two_that_end_at_once_the_lower_number_goes_first() -> None:
+    found = [worker for _, worker in islice(virtual_order([1.0, 2.0, 1.0], [2, 2, 2]), 8)]
+    assert found == [1, 0, 1, 2, 1, 0, 1, 2]
+
+
+def test_own_numbers_of_steps_bring_all_to_one_pace() -> None:
+    found = list(islice(virtual_order([1.0, 2.0], [5, 10]), 4))
+    assert found == [(5.0, 0), (5.0, 1), (10.0, 0), (10.0, 1)]
+
+
+def passed_on(baton: Baton, workers: int) -> list[tuple[float, int, int]]:
+    """Threads that take the baton until the run has ended: when, who, and steps made before."""
+    found: list[tuple[float, int, int]] = []
+
+    def work(number: int) -> None:
+        while baton.wait_for(number):
+            found.append((baton.now, number, baton.made))
+            baton.pass_on()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return found
+
+
+def test_baton_goes_round_until_all_steps_are_made() -> None:
+    baton = Baton([1.0, 2.0], [4, 4], 16)
+    assert passed_on(baton, 2) == [(2.0, 1, 0), (4.0, 0, 4), (4.0, 1, 8), (6.0, 1, 12)]
+    assert (baton.made, baton.share, baton.now) == (16, 1.0, 6.0)
+
+
+def test_nobody_waits_for_a_run_that_has_broken() -> None:
+    baton = Baton([1.0, 1.0], [1, 1], 10)
+    baton.end(broken=True)
+    for number in (0, 1):
+        with pytest.raises(Broken):
+            baton.wait_for(number)
+
+
+def test_waiting_in_vain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    with pytest.raises(Stuck, match="worker 1 had no turn"):
+        Baton([2.0, 1.0], [1, 1], 10).wait_for(1)
+    order = AnyOrder()
+    order.take()
+    with pytest.raises(Stuck):
+        order.take()
+    order.give()
+    order.take()

@@ -1,0 +1,447 @@
+"""The attacks: what is measured, what counts as broken, and each against a broker in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.core.rules.joining import permissions
+from diloco_broker.storage.key_folder import KeyFolder
+from diloco_lab.chaos.__main__ import app
+from diloco_lab.chaos.attacks import drill, floods, keyed, peers, poison, watch, words
+from diloco_lab.chaos.attacks.attacker import Job, Result, attack
+from diloco_lab.chaos.attacks.peers import Scene
+from diloco_lab.chaos.attacks.report import MIB, Row, poisons_table, table
+from diloco_lab.chaos.attacks.table import ATTACKS, BY_NAME
+from diloco_lab.chaos.attacks.worker import TIME
+from diloco_protocol.clients import Operator, find_keys
+from diloco_protocol.description import describe
+from diloco_protocol.errors import DilocoError
+from diloco_tools.processes import ChildFailed
+from diloco_worker import DiLoCoClient, manifest_of
+from kit.process_kit import LOCAL, PATIENCE_S
+
+needs_proc = pytest.mark.skipif(not watch.OWN_MEMORY.exists(), reason="memory is in /proc")
+SECONDS = 0.2  # of each attack here
+NOTHING = {"messages": 1, "connections": 1, "bytes": 1, "ended": 0, "refused": 0}
+
+
+# What is measured.
+
+
+def test_pace_counts_parts_of_the_rounds_that_a_window_cuts() -> None:
+    times = [1.0, 2.0, 3.0, 4.0, 8.0]
+    assert watch.pace(times, 1.0, 3.0) == 1.0
+    assert watch.pace(times, 1.5, 3.5) == 1.0
+    assert watch.pace(times, 4.0, 8.0) == 0.25
+    assert watch.pace(times, 4.0, 6.0) == 0.25, "half of a round that lasted four seconds"
+    assert watch.pace([1.0, 2.0], 2.0, 4.0) == 0, "no round has ended since"
+
+
+def test_calm_behind_a_long_attack_does_not_make_up_for_its_pace() -> None:
+    slow_then_calm = [1.0, 3.0, 3.5, 4.0, 4.5, 5.0]
+    assert watch.pace_beside(slow_then_calm, 1.0, 3.0, 5.0) == 0.5
+    assert watch.pace_beside(slow_then_calm, 2.0, 3.0, 5.0) == 4.5 / 3, "a short one, with its wake"
+    calm_then_slow = [1.0, 2.0, 3.0, 7.0]
+    assert watch.pace_beside(calm_then_slow, 1.0, 3.0, 5.0) == 2.5 / 4
+
+
+def test_times_of_rounds_are_read_while_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "rounds"
+    assert watch.read_times(file) == []
+    file.write_bytes(TIME.pack(1.5) + TIME.pack(2.5) + b"abc")
+    assert watch.read_times(file) == [1.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("log", "is_forged"),
+    [
+        ("12:00:00 INFO a joined from host?12:00:00 WARNING FORGED", False),
+        ("12:00:00 INFO a\x1b]0;x\x07", True),
+        ("12:00:00 INFO a\n12:00:00 WARNING FORGED", True),
+    ],
+)
+def test_forged_lines_of_a_log_are_found(tmp_path: Path, log: str, is_forged: bool) -> None:
+    (tmp_path / "log").write_text(log)
+    (tmp_path / "history").write_text(json.dumps({"text": "joined from a?b"}) + "\n")
+    found = watch.forged(tmp_path / "log", [tmp_path / "history", tmp_path / "none"], "FORGED")
+    assert bool(found) == is_forged
+
+
+def test_unprintable_text_of_a_history_is_found(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    (tmp_path / "history").write_text(json.dumps({"workers": [{"host": "a\nb"}]}) + "\n")
+    assert watch.forged(tmp_path / "log", [tmp_path / "history"], "FORGED")
+
+
+def a_row(**known: Any) -> Row:
+    plain: dict[str, Any] = {
+        "by": "stranger",
+        "calm": 5.0,
+        "beside": 5.0,
+        "answer_ms": 20.0,
+        "echo_ms": 5.0,
+    }
+    return Row("an attack", attempts=NOTHING, **{"through": [], **plain, **known})
+
+
+@pytest.mark.parametrize(
+    ("known", "words_of_it"),
+    [
+        ({}, None),
+        ({"through": ["a monitor did pause"]}, "GOT THROUGH: a monitor did pause"),
+        ({"beside": 4.0}, None),
+        ({"beside": 3.9}, "rounds closed at 0.78 of their pace"),
+        ({"calm": 0.0, "beside": 0.0}, "at 0.00 of their pace"),
+        ({"rise_mib": 65.0}, "memory rose by 65 MiB"),
+        ({"kept_mib": 129.0}, "129 MiB have stayed"),
+        ({"by": "key: worker", "rise_mib": 127.0, "kept_mib": 127.0}, None),
+        ({"by": "key: worker", "rise_mib": 129.0}, "memory rose by 129 MiB"),
+        ({"answer_ms": 54.0}, None),
+        ({"answer_ms": 56.0}, "took 56 ms (an echo 5 ms)"),
+        ({"written_kib": 65.0}, "65 KiB went to the log"),
+        ({"calm": None, "beside": None, "answer_ms": None}, None),
+    ],
+)
+def test_each_bound_is_a_sentence_where_it_is_broken(
+    known: dict[str, Any], words_of_it: str | None
+) -> None:
+    found = a_row(**known).broken()
+    assert len(found) == (words_of_it is not None)
+    assert words_of_it is None or words_of_it in found[0]
+
+
+def test_second_measurement_forgives_pace_and_answers_but_not_what_stays() -> None:
+    first = a_row(beside=1.0, answer_ms=500.0, rise_mib=80.0, written_kib=70.0)
+    found = drill.twice(first, a_row(rise_mib=1.0, written_kib=2.0))
+    assert found.again and found.kept == 1.0 and found.answer_ms == 20.0
+    assert [each.split(": ")[1] for each in found.broken()] == [
+        "the broker's memory rose by 80 MiB",
+        "70 KiB went to the log and the history",
+    ]
+
+
+def test_table_has_all_figures_of_a_row() -> None:
+    console = Console(file=io.StringIO(), width=130, record=True)
+    console.print(table([a_row(rise_mib=12.0, again=True), a_row(through=["x"])]))
+    losses = {"defence": "none", "loss": 2.5, "honest": 0.5, "held": True}
+    console.print(poisons_table([losses | {"poison": name} for name in poison.POISONS]))
+    text = console.export_text()
+    for expected in ("an attack *", "nothing", "1.00", "+12, +0", "20 (5)", "sign-flipped", "2.5"):
+        assert expected in text
+
+
+def test_quick_drill_has_each_attack_once_and_the_whole_one_on_both_brokers(tmp_path: Path) -> None:
+    both = [drill.Options.quick(tmp_path).wanted(has_keys=each) for each in (False, True)]
+    names = [each.name for wanted in both for each in wanted]
+    assert len(names) == len(set(names))
+    whole = [drill.Options(tmp_path).wanted(has_keys=each) for each in (False, True)]
+    assert {each.name for each in whole[1]} == set(BY_NAME)
+    assert {each.name for each in whole[0]} == {a.name for a in ATTACKS if a.without_keys}
+
+
+def test_table_says_whose_key_an_attack_uses() -> None:
+    by = {each.name: drill.name_of(each, has_keys=True) for each in ATTACKS}
+    assert by["no key: floods and questions"] == "no key"
+    assert by["a monitor's key that steers"] == "key: monitor"
+    assert by["set to ruinous values"] == "key: operator"
+    assert by["one-byte messages"] == "key: worker"
+    assert by["a wrong key"] == "a made-up key"
+    assert {drill.name_of(each, has_keys=False) for each in ATTACKS} == {drill.NOBODY}
+
+
+@pytest.mark.parametrize(
+    "words_of_it", [["--out", "x", "attack"], ["--seed", "1", "attack", "--only", "teapot"]]
+)
+def test_option_in_front_of_the_command_is_not_passed_over(words_of_it: list[str]) -> None:
+    result = CliRunner().invoke(app, words_of_it)
+    assert result.exit_code == 2
+    assert f"{words_of_it[0]} before a command does nothing" in result.stderr
+
+
+def test_system_without_proc_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "OWN_MEMORY", tmp_path / "none")
+    result = CliRunner().invoke(app, ["attack", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "read from /proc" in result.stderr
+
+
+@pytest.mark.parametrize("error", [ChildFailed("w0 died"), DilocoError("the pulse may not join")])
+def test_rows_that_were_measured_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def measure(*_: object, **__: object) -> Iterator[Row]:
+        yield a_row()
+        raise error
+
+    monkeypatch.setattr(drill, "_beside_training", measure)
+    options = replace(drill.Options.quick(tmp_path), names=("one-byte",))
+    rows, problems = drill.drill(options, lambda _: None)
+    assert rows == [a_row()] and problems == [str(error)]
+
+
+def test_attack_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["attack", "--only", "teapot", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "'teapot' is in no attack's name" in result.stderr
+
+
+def test_defences_must_hold_but_for_what_is_known_to_be_no_use() -> None:
+    def row(defence: str, name: str) -> dict[str, Any]:
+        return {"defence": defence, "poison": name, "held": False, "loss": 9.0, "honest": 1.0}
+
+    must = [row("coordinate-median", "x100"), row("none", "NaN")]
+    need_not = [row("none", "x100"), row("max-delta-norm auto", "sign-flipped")]
+    assert len(poison.broken([*must, *need_not])) == len(must)
+
+
+# Each attack, against a broker in this process.
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nn.Linear(2, 2).weight.detach().clone())
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["open", "keys"])
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Broker, KeyFolder | None, Path]]:
+    """A broker with a model, with keys or without, and the file that describes its model."""
+    tmp_path = tmp_path_factory.mktemp("attacks")
+    folder = KeyFolder.make(tmp_path / "keys") if request.param else None
+    options: dict[str, Any] = {"save_dir": str(tmp_path / "run"), "save_every": keyed.SAVE_EVERY}
+    host = None
+    if folder is not None:
+        folder.add_all([*keyed.WORKERS, keyed.OPERATOR, keyed.MONITOR])
+        host = folder.path / "clients" / f"worker-{keyed.VICTIM.name}.key"
+        options["keys"] = str(folder.path)
+    description = tmp_path / "description"
+    description.write_bytes(describe(manifest_of(Model())).packed)
+    with Broker(BrokerConfig(**{**LOCAL, **options})) as broker:
+        with DiLoCoClient(broker.address, keys=host, timeout=PATIENCE_S) as first:
+            first.join(Model())
+        yield broker, folder, description
+
+
+def attacked(
+    name: str, place: tuple[Broker, KeyFolder | None, Path], tmp_path: Path
+) -> tuple[Result, Operator]:
+    broker, folder, description = place
+    owner = BY_NAME[name].with_key
+    of_owner = "" if folder is None or owner is None else str(_key_file(folder, owner))
+    job = Job(
+        name,
+        broker.address,
+        broker.feed_address,
+        SECONDS,
+        0,
+        keys=of_owner,
+        folder="" if folder is None else str(folder.path),
+        description=str(description),
+        result=str(tmp_path / "result"),
+    )
+    keys = None if folder is None else find_keys(str(_key_file(folder, keyed.OPERATOR)))
+    return attack(job), Operator(broker.address, timeout=PATIENCE_S, keys=keys)
+
+
+def _key_file(folder: KeyFolder, owner: Any) -> Path:
+    return folder.path / "clients" / f"{owner.role.value}-{owner.name}.key"
+
+
+@pytest.mark.parametrize("name", [each.name for each in ATTACKS if not each.on_empty])
+def test_attack_is_tried_and_nothing_gets_through(
+    name: str,
+    place: tuple[Broker, KeyFolder | None, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(floods, "JOINS", 5)
+    monkeypatch.setattr(floods, "HEADER_BYTES", 700_000)
+    monkeypatch.setattr(floods, "EMPTIES_OF_A_KEY", 30_000)
+    monkeypatch.setattr(floods, "EMPTY_FRAMES", 300_000)
+    monkeypatch.setattr(floods, "ENDLESS_BYTES", 256 * MIB)
+    monkeypatch.setattr(floods, "ENDS_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr(peers, "ANSWERS_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr(keyed, "FEED_WITHIN_S", SECONDS)
+    if place[1] is None and not BY_NAME[name].without_keys:
+        pytest.skip("it is an attack on keys")
+    found, operator = attacked(name, place, tmp_path)
+    with operator:
+        assert operator.ask("status").ok, "the broker is there"
+    tally = found.of_it
+    assert tally.connections > 0
+    assert tally.through == []
+
+
+# That attacks see what gets through.
+
+
+def test_attack_says_what_got_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Broker(BrokerConfig(**LOCAL)) as broker:
+        scene = Scene(broker.address, seconds=0.0)
+        monkeypatch.setattr(words, "RUINOUS", ({"outer_lr": 0.5},))
+        words.settings(scene)
+        monkeypatch.setattr(floods, "JOINS", 1)
+        monkeypatch.setattr(floods, "HEADER_BYTES", 1150)
+        floods.large_joins(scene)
+        scene.close()
+    settings, joins = scene.tally.through
+    assert "outer learning rate" in settings.lower()
+    assert "a join with a header" in joins
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("set, with a worker's key", {"set {'outer_lr'", "pause {}"}),
+        ("a monitor's key that steers", {"a monitor did pause", "join", "pull"}),
+        ("another worker's name, session", {"join as w0", "credit in the session of another"}),
+    ],
+)
+def test_attack_with_a_key_says_what_got_through(
+    name: str,
+    expected: set[str],
+    place: tuple[Broker, KeyFolder | None, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if place[1] is None:
+        pytest.skip("it is an attack on keys")
+    monkeypatch.setattr(permissions, "check", lambda *_: None)
+    monkeypatch.setattr(permissions, "is_own", lambda *_: True)
+    monkeypatch.setattr(keyed, "STEERING", ("pause",))
+    monkeypatch.setattr(peers, "ANSWERS_WITHIN_S", 0.5)
+    found, operator = attacked(name, place, tmp_path)
+    with operator:
+        operator.ask("resume")
+    through = found.of_it.through
+    assert all(any(each.startswith(said) for each in through) for said in expected), through
+
+
+def test_question_without_a_key_that_is_answered_got_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Broker(BrokerConfig(**LOCAL)) as broker:
+        scene = Scene(broker.address, seconds=0.0, feed=broker.feed_address)
+        keyed.no_key(scene)
+        scene.close()
+    assert "the feed was read without a key" in scene.tally.through
+    assert any("without a key was answered" in each for each in scene.tally.through)
+
+
+def test_claim_is_made_of_an_empty_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floods, "CLAIMED", 1 << 20)
+    monkeypatch.setattr(floods, "CLAIM_BYTES", 0)
+    monkeypatch.setattr(floods, "CHUNK_ELEMENTS", LOCAL["chunk_elements"])
+    tally = claimed()
+    assert (tally.messages, tally.refused) == (3, 0), "a join, credit, and a push that is granted"
+
+
+def test_claim_that_is_not_made_is_no_attack_that_was_withstood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(floods, "CLAIMED", 1 << 10)
+    monkeypatch.setattr(peers.Peer, "hear", only_welcomes(peers.Peer.hear))
+    with pytest.raises(RuntimeError, match="asked for no parameters"):
+        claimed()
+
+
+def claimed() -> peers.Tally:
+    with Broker(BrokerConfig(**LOCAL)) as broker:
+        scene = Scene(broker.address, seconds=0.0)
+        try:
+            floods.claim(scene)
+        finally:
+            scene.close()
+    return scene.tally
+
+
+def only_welcomes(hear: Any) -> Any:
+    def hears(peer: Any, *kinds: str, **known: Any) -> Any:
+        return hear(peer, *kinds) if "welcome" in kinds else None
+
+    return hears
+
+
+def test_answer_that_has_not_come_counts_as_long_as_it_was_waited_for() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as echo,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        port = silent.getsockname()[1]
+        asker = watch.Status(f"tcp://127.0.0.1:{port}", None)
+        seen = watch.Watch(os.getpid(), asker, echo.getsockname()[1])
+        seen._asked_at = time.monotonic() - 2.0
+        assert seen.longest_ms(time.monotonic() - 1.0, time.monotonic())[0] >= 2000
+        asker.close()
+        seen._echo.close()
+
+
+@needs_proc
+def test_watch_sees_memory_and_answers_of_a_process() -> None:
+
+    def echo(listener: socket.socket) -> None:
+        near, _ = listener.accept()
+        with near:
+            while data := near.recv(16):
+                near.sendall(data)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Broker(BrokerConfig(**LOCAL)) as broker,
+    ):
+        threading.Thread(target=echo, args=(listener,), daemon=True).start()
+        port = listener.getsockname()[1]
+        with watch.Watch(os.getpid(), watch.Status(broker.address, None), port) as seen:
+            began = time.monotonic()
+            seen.await_calm(PATIENCE_S)
+            ended = time.monotonic()
+    broker_ms, echo_ms = seen.longest_ms(began, ended)
+    assert 0 < echo_ms < 1e3 * PATIENCE_S and 0 < broker_ms < 1e3 * PATIENCE_S
+    assert min(watch.within(seen.memory, began, ended)) > MIB
+    assert not seen.troubles
+
+
+def test_heartbeats_of_a_member_are_answered() -> None:
+    with Broker(BrokerConfig(**LOCAL)) as broker, DiLoCoClient(broker.address) as first:
+        first.join(Model())
+        packed = describe(manifest_of(Model())).packed
+        member = watch.Heartbeats(broker.address, None, "pulse", packed)
+        for _ in range(3):
+            member.ask()
+        assert {each["id"] for each in first.status()["workers"]} == {first.worker_id, "pulse"}
+        member.close()
+        with pytest.raises(DilocoError, match="not that of the run"):
+            watch.Heartbeats(broker.address, None, "other", b"x" * 200_000)
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_drill_starts_trains_attacks_and_writes_what_it_found(tmp_path: Path) -> None:
+    command = ["attack", "--quick", "--only", "ruinous,monitor", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
+    document = json.loads((tmp_path / "out" / "attack.json").read_text())
+    assert [each["attack"] for each in document["rows"]] == [
+        "set to ruinous values",
+        "a monitor's key that steers",
+    ]
+    assert all(each["through"] == [] and each["calm"] > 0 for each in document["rows"])
+    # On a busy machine a pace may be broken; what is broken decides the exit code.
+    assert result.exit_code == (1 if document["problems"] else 0), result.output

@@ -1,0 +1,449 @@
+"""The pure parts of the chaos drill: its audit, its plan, its figures."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import diloco_lab.chaos.audit as audit_module
+from diloco_lab.chaos.audit import (
+    BROKER_LOG,
+    FINAL,
+    Findings,
+    Version,
+    WorkerLog,
+    audit,
+    chunks_of,
+    contributions,
+    lineage_of,
+    log_of,
+    main,
+    read_lines,
+    version_of,
+)
+from diloco_lab.chaos.crew import MODES
+from diloco_lab.chaos.faults import (
+    FRAGILE,
+    RELAYS,
+    SHORT,
+    STURDY,
+    WHOLE,
+    Injected,
+    Kind,
+    Scale,
+    plan,
+)
+from diloco_lab.chaos.job import Life
+from diloco_lab.chaos.report import averaged, rows, verdict, work_of
+from kit.audit_records import (
+    LEFT,
+    a_fault,
+    a_job,
+    counted,
+    dropped,
+    frozen,
+    key,
+    of_relay,
+    push,
+    release,
+    version,
+)
+
+BROKEN = ("broken", "doubled", "lost", "uncounted", "strangers", "differing")
+KINDS = (*BROKEN, "dropped", "in_flight", "forgotten")
+
+
+def log(*records: dict[str, Any], worker: str = "a") -> WorkerLog:
+    return log_of(worker, 1, records)
+
+
+def audited(
+    releases: list[dict[str, Any]], *logs: WorkerLog, heads: tuple[Version, ...] | None = None
+) -> Findings:
+    """Behind a first version; the head is the last one written unless it is said."""
+    read = [release(0), *releases]
+    return audit(read, (version_of(read[-1]["version"]),) if heads is None else heads, logs)
+
+
+# The audit: releases, logs, and which findings there are with which words; the others are empty.
+AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[str]]]] = {
+    "a run in which all went well has no findings": (
+        [release(1, push("p1"), push("q1", "b")), release(2, push("p2"))],
+        [
+            log(frozen("p1"), counted("p1", 1), frozen("p2"), counted("p2", 2), LEFT),
+            log(frozen("q1"), counted("q1", 1), LEFT, worker="b"),
+        ],
+        {},
+    ),
+    "push in two versions of a lineage is counted twice": (
+        [release(1, push("p1")), release(2, push("p1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {"doubled": ["p1 of a", "1#t1"]},
+    ),
+    "round that closed without any chunk of a worker that was cut off": (
+        [release(1, push("p1", chunks="00")), release(2, push("p1"))],
+        [log(frozen("p1"), counted("p1", 2), LEFT)],
+        {},
+    ),
+    "same push id of two workers is two pushes": (
+        [release(1, push("p1"), push("p1", "b"))],
+        [
+            log(frozen("p1"), counted("p1", 1), LEFT),
+            log(frozen("p1"), counted("p1", 1), LEFT, worker="b"),
+        ],
+        {},
+    ),
+    "version that a crash took back counts nothing, its push went into the one in its place": (
+        [
+            release(1, push("p1")),
+            release(2, push("p2"), tag="lost"),
+            release(2, push("p2")),
+            release(3, push("p3")),
+        ],
+        [log(*[e for n in (1, 2, 3) for e in (frozen(f"p{n}"), counted(f"p{n}", n))], LEFT)],
+        {},
+    ),
+    "lineage may go on from a version that was adopted from a worker": (
+        [release(1), release(2, push("p2"), tag="x"), release(3, after="x")],
+        [log(frozen("p2"), counted("p2", 2, "x"), LEFT)],
+        {},
+    ),
+    "push that was never counted is found unless it was the last": (
+        [release(1, push("p2"))],
+        [log(frozen("p1"), frozen("p2"), counted("p2", 1), frozen("p3"), LEFT)],
+        {"uncounted": ["p1"], "in_flight": ["p3"]},
+    ),
+    "killed worker may leave pushes uncounted": ([], [log(frozen("p1"), frozen("p2"))], {}),
+    "half counted push of a survivor is not counted": (
+        [release(1, push("p1", chunks="01")), release(2, push("p2"))],
+        [log(frozen("p1"), frozen("p2"), counted("p2", 2), LEFT)],
+        {"uncounted": ["p1"]},
+    ),
+    "dropped push is listed with its reason": (
+        [],
+        [log(frozen("p1"), dropped("p1"), LEFT)],
+        {"dropped": ["p1", "late"]},
+    ),
+    "push that its worker dropped and a version contains": (
+        [release(1, push("p1"))],
+        [log(frozen("p1"), dropped("p1"), LEFT)],
+        {"dropped": ["p1"], "differing": ["p1", "contains it"]},
+    ),
+    "push that nobody froze": ([release(1, push("p9"))], [log(LEFT)], {"strangers": ["p9"]}),
+    "other number of steps": (
+        [release(1, push("p1", steps=6))],
+        [log(frozen("p1", steps=5), counted("p1", 1), LEFT)],
+        {"differing": ["has 5 steps"]},
+    ),
+    "version that is missing in the log breaks its lineage": (
+        [release(2, push("p1"))],
+        [log(frozen("p1"), LEFT)],
+        {"broken": ["1#t1"], "in_flight": ["p1"]},
+    ),
+    "version written twice": (
+        [release(1, push("p1")), release(1, push("p2"))],
+        [log(frozen("p1"), frozen("p2"))],
+        {"broken": ["1#t1 is twice"]},
+    ),
+    "version written by two lives of the broker": (
+        [release(1, push("p1")), release(1, push("p1"), epoch="f")],
+        [log(frozen("p1"))],
+        {"broken": ["1#t1 is twice"]},
+    ),
+    "same version written again": (
+        [release(1, push("p1")), release(1, push("p1"))],
+        [log(frozen("p1"))],
+        {},
+    ),
+    "push in that of a relay is its worker's": (
+        [release(1, of_relay("r1", a="p1", b="q1")), release(2, push("p2"))],
+        [
+            log(frozen("p1"), counted("p1", 1), frozen("p2"), counted("p2", 2), LEFT),
+            log(frozen("q1"), counted("q1", 1), LEFT, worker="b"),
+        ],
+        {},
+    ),
+    "relay behind a relay is no worker": (
+        [release(1, of_relay("r1", workers=1, a="p1", deep="d1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {},
+    ),
+    "push that came through a relay and by itself is counted twice": (
+        [release(1, of_relay("r1", a="p1")), release(2, push("p1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {"doubled": ["p1 of a", "1#t1"]},
+    ),
+    "push that came through two relays is counted twice": (
+        [release(1, of_relay("r1", a="p1"), of_relay("s1", "south", a="p1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {"doubled": ["p1 of a"]},
+    ),
+    "push of a relay that counts twice": (
+        [release(n, of_relay("r1", a=f"p{n}")) for n in (1, 2)],
+        [log(*[e for n in (1, 2) for e in (frozen(f"p{n}"), counted(f"p{n}", n))], LEFT)],
+        {"doubled": ["r1 of north"]},
+    ),
+    "push behind a relay that nobody froze": (
+        [release(1, of_relay("r1", a="p9"))],
+        [log(LEFT)],
+        {"strangers": ["p9"]},
+    ),
+    "worker behind a relay that nobody knows": (
+        [release(1, of_relay("r1", a="p1", x="x1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {"strangers": ["x1"]},
+    ),
+    "push of a relay that counts in part": (
+        [release(1, of_relay("r1", b="q1") | {"chunks": "01"})],
+        [log(frozen("q1"), worker="b")],
+        {"broken": ["r1 of relay north", "in part"]},
+    ),
+    **{
+        f"chunk of one version in another: {chunks}": (
+            [release(1, push("p1", chunks="05")), release(2, push("p1", chunks=chunks))],
+            [log(frozen("p1"), counted("p1", 2), LEFT)],
+            found,
+        )
+        for chunks, found in (("02", {}), ("03", {"doubled": ["p1"]}), ("all", {"doubled": ["p1"]}))
+    },
+    **{
+        f"push that was seen counted and is in no final version: {kind}": (
+            [release(1, push("p1"), tag="lost"), release(1)],
+            [log(frozen("p1"), counted("p1", 1, "lost"), *last)],
+            {kind: ["p1"]},
+        )
+        for last, kind in (([LEFT], "lost"), ([], "forgotten"))
+    },
+}
+
+
+@pytest.mark.parametrize("case", AUDITS)
+def test_audit_finds_what_is_wrong_and_nothing_else(case: str) -> None:
+    releases, logs, found = AUDITS[case]
+    findings = audited(releases, *logs)
+    assert {kind for kind in KINDS if getattr(findings, kind)} == found.keys()
+    for kind, words in found.items():
+        (sentence,) = getattr(findings, kind)
+        assert all(word in sentence for word in words), sentence
+    assert len(findings.problems) == len(found.keys() & set(BROKEN))
+
+
+def test_relays_have_to_say_what_the_broker_says() -> None:
+    releases = [release(0), release(1, of_relay("r1", workers=1, a="p1", deep="d1"))]
+    logs = [log(frozen("p1"), counted("p1", 1), LEFT)]
+    north = [release(1, of_relay("d1", "deep", a="p1")), release(7, push("p7"))]
+    deep = [release(1, push("p1"))]
+    heads = [key(1)]
+    assert not audit(releases, heads, logs, {"north": north, "deep": deep}).problems
+    odd = [release(1, push("p1"), push("p2", "b"))]
+    (sentence,) = audit(releases, heads, logs, {"north": north, "deep": odd}).problems
+    assert "Relay deep says that version 1#t1 has push p2 of b" in sentence
+
+
+def test_lineage_is_walked_back_from_the_head_and_a_circle_ends() -> None:
+    releases = [release(0), release(1, tag="x"), release(1)]
+    assert lineage_of(releases, key(1)) == [release(0), release(1)]
+    first = {**release(1), "after": version(2)}
+    with pytest.raises(ValueError, match="comes after itself"):
+        lineage_of([first, release(2)], key(2))
+
+
+def test_each_fragment_has_a_lineage_of_its_own() -> None:
+    releases = [
+        release(0, tag="f"),
+        release(0, tag="g", fragment=1),
+        release(1, push("p1"), tag="f", after="f"),
+        release(1, push("p2"), tag="g", after="g", fragment=1),
+    ]
+    of_worker = log(
+        frozen("p1"), counted("p1", 1, "f"), frozen("p2", fragment=1), counted("p2", 1, "g"), LEFT
+    )
+    findings = audited(releases, of_worker, heads=(key(1, "f"), key(1, "g")))
+    assert findings.problems == [] and len(findings.lineage) == 4
+    assert len(audited(releases, of_worker, heads=(key(1, "f"),)).lost) == 1
+
+
+def test_line_that_a_kill_has_torn_is_left_out_at_the_end_only() -> None:
+    assert read_lines('{"a": 1}\n{"a": 2}\n{"a"') == [{"a": 1}, {"a": 2}]
+    assert read_lines('{"a": 1}\n{"a": 2}') == [{"a": 1}, {"a": 2}]
+    assert read_lines("") == []
+    with pytest.raises(ValueError, match="Expecting"):
+        read_lines('{"a": 1}\n{"a"\n{"a": 3}\n')
+
+
+def test_bitmap_is_read_as_the_wire_has_it() -> None:
+    assert chunks_of("00") == frozenset()
+    assert chunks_of("0180") == frozenset({0, 15})
+
+
+def test_audit_of_a_folder_ends_with_1_when_something_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(name: str, *records: dict[str, Any]) -> None:
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    assert main([str(tmp_path)]) == 2
+    write(BROKER_LOG, release(0), release(1, push("p1", "w.x")))
+    write("w.x.2.worker.jsonl", frozen("p1"), counted("p1", 1), LEFT)
+    (tmp_path / FINAL).write_text(json.dumps({"versions": [version(1)]}))
+    assert main([str(tmp_path)]) == 0
+    assert "2 versions contain 1 pushes" in capsys.readouterr().out
+    write("w.x.3.worker.jsonl", frozen("p2"), counted("p2", 1, "lost"), LEFT)
+    assert main([str(tmp_path)]) == 1
+    assert "BROKEN: w.x.3 saw push p2 counted" in capsys.readouterr().out
+
+
+def test_audit_shares_nothing_with_what_it_checks() -> None:
+    nodes = list(ast.walk(ast.parse(Path(audit_module.__file__).read_text())))
+    names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    whole = "__future__ collections dataclasses itertools json pathlib sys typing"
+    assert {name.split(".")[0] for name in names} <= set(whole.split())
+
+
+# The plan.
+
+
+def test_plan_is_the_same_for_the_same_seed_and_mode() -> None:
+    assert plan(3, "sync", WHOLE) == plan(3, "sync", WHOLE)
+    assert plan(3, "sync", WHOLE) != plan(4, "sync", WHOLE)
+    assert plan(3, "sync", WHOLE) != plan(3, "async", WHOLE)
+
+
+@pytest.mark.parametrize("scale", [WHOLE, SHORT])
+def test_plan_has_its_number_of_each_kind_kills_only_the_fragile_and_spares_the_broker_between(
+    scale: Scale,
+) -> None:
+    for seed in range(50):
+        faults = plan(seed, "relays", scale.of(RELAYS))
+        kinds = [fault.kind for fault in faults]
+        assert {kind: kinds.count(kind) for kind in Kind} == scale.counts
+        targets = {kind: {f.target for f in faults if f.kind is kind} for kind in Kind}
+        assert targets[Kind.KILL_WORKER] <= set(FRAGILE)
+        assert targets[Kind.STOP_WORKER] <= set(STURDY)
+        places = [i for i, kind in enumerate(kinds) if kind is Kind.KILL_BROKER]
+        assert all(b - a > 2 for a, b in itertools.pairwise(places)), kinds
+
+
+def test_nothing_is_done_to_relays_where_there_are_none() -> None:
+    kinds = {fault.kind for fault in plan(1, "sync", WHOLE.of(()))}
+    assert kinds == {kind for kind in Kind if not kind.is_of_relays} != set(Kind)
+    assert all(mode.relays in ((), RELAYS) for mode in MODES.values())
+
+
+def test_whole_drill_has_what_was_promised() -> None:
+    assert WHOLE.rounds >= 40
+    assert WHOLE.counts[Kind.KILL_BROKER] == 3 and WHOLE.counts[Kind.FILL_DISK] == 1
+    assert all(WHOLE.counts[kind] for kind in Kind)
+
+
+# The figures.
+
+
+def test_useful_work_is_the_steps_of_whole_contributions() -> None:
+    findings = audited(
+        [
+            release(1, push("p1", steps=6)),
+            release(2, push("p2", steps=6, chunks="01")),
+            release(3, push("p3", steps=6, chunks="01")),
+            release(4, push("p3", steps=6, chunks="02")),
+        ]
+    )
+    of_worker = log(*(frozen(f"p{n}", steps=6) for n in (1, 2, 3)), counted("p3", 4))
+    entered = contributions(findings.lineage)
+    assert work_of(20, of_worker, entered, 1) == {"trained": 20, "applied": 12, "share": 0.6}
+    assert work_of(20, of_worker, entered, 2) == {"trained": 40, "applied": 12, "share": 0.3}
+
+
+def life(
+    worker: str = "a",
+    joined: float | None = 0.0,
+    ended: float | None = None,
+    stops: tuple[tuple[float, float], ...] = (),
+) -> Life:
+    child: Any = None
+    return Life(a_job(worker), child, joined, ended, stops=list(stops))
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (life(), True),
+        (life(joined=None), False),
+        (life(joined=10.0), False),
+        (life(ended=11.0), False),
+        (life(ended=12.0), False),
+        (life(ended=12.1), True),
+        (life(stops=((9.0, 10.5),)), False),
+        (life(stops=((11.9, float("inf")),)), False),
+        (life(stops=((8.0, 9.0), (13.0, 14.0))), True),
+    ],
+)
+def test_alive_throughout_is_joined_before_there_after_and_never_stopped(
+    of: Life, expected: bool
+) -> None:
+    assert of.is_alive_throughout(10.0, 12.0) is expected
+
+
+def shares(found: dict[str, Any]) -> tuple[int, int]:
+    assert found["share"] == found["averaged"] / found["alive"]
+    return found["averaged"], found["alive"]
+
+
+def test_share_averaged_is_of_those_alive_throughout() -> None:
+    versions = [(1.0, {"a", "b"}), (2.0, {"a", "b"}), (3.0, {"a"}), (4.0, {"a", "c"})]
+    assert shares(averaged(versions, [life("a"), life("b"), life("c", joined=2.5)])) == (5, 7)
+    assert shares(averaged(versions, [life("b", ended=2.5)])) == (1, 1)
+
+
+def test_without_rounds_a_window_of_versions_takes_their_place() -> None:
+    versions = [(float(n), {"ab"[n % 2]}) for n in range(9)]
+    assert shares(averaged(versions, [life("a", joined=-1.0), life("b", joined=-1.0)], 4)) == (4, 4)
+    assert shares(averaged(versions, [life("c", joined=-1.0)], 4)) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("entry", "next_round", "survived"),
+    [
+        (Injected(a_fault(Kind.CUT, "w0"), 1.5), 0.5, True),
+        (Injected(a_fault(Kind.CUT, "w1"), 1.5), 0.5, True),
+        (Injected(a_fault(Kind.CUT, "w1"), 3.0), 1.0, False),
+        (Injected(a_fault(Kind.CUT, "w0"), 4.0), None, False),
+        (Injected(a_fault(Kind.CUT, "w0")), None, False),
+        (Injected(a_fault(Kind.KILL_BROKER, "broker"), 3.5), 0.5, True),
+        (Injected(a_fault(Kind.KILL_BROKER, "broker"), 4.0), None, False),
+        (Injected(a_fault(Kind.PASSER, "passer"), 3.5), 0.5, True),
+        *(
+            (Injected(a_fault(kind, target), 3.5, is_over), 0.5, is_over)
+            for kind, target in ((Kind.FILL_DISK, "broker"), (Kind.GUEST, "guest"))
+            for is_over in (True, False)
+        ),
+    ],
+)
+def test_fault_is_survived_when_the_run_goes_on_and_its_worker_takes_part_again(
+    entry: Injected, next_round: float | None, survived: bool
+) -> None:
+    """Versions are seen at 1, 2, 3 and 4 s; w1 is in the one at 3 s alone."""
+    seen = [(float(at), release(at, push(f"p{at}", f"w{int(at == 3)}"))) for at in (1, 2, 3, 4)]
+    assert verdict(entry, seen, 0.5) == {
+        "kind": entry.fault.kind.name.lower(),
+        "target": entry.fault.target,
+        "at_s": None if entry.at is None else entry.at - 0.5,
+        "next_round_s": next_round,
+        "survived": survived,
+    }
+
+
+def test_rows_are_by_kind_with_median_and_worst() -> None:
+    seen = [(float(at), release(at, push(f"p{at}", "w0"))) for at in (1, 2)]
+    kinds = ((Kind.CUT, 0.5), (Kind.CUT, 0.75), (Kind.CUT, 3.0), (Kind.KILL_WORKER, 1.75))
+    cut, kill = {"injected": 3, "survived": 2}, {"injected": 1, "survived": 1}
+    assert rows([verdict(Injected(a_fault(kind), at), seen, 0.0) for kind, at in kinds]) == [
+        {"kind": Kind.KILL_WORKER.words, **kill, "median": 0.25, "worst": 0.25},
+        {"kind": Kind.CUT.words, **cut, "median": 0.375, "worst": 0.5},
+    ]

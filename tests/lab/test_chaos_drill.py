@@ -1,0 +1,444 @@
+"""The chaos drill itself: its report, proxy, disk and workers, and a short one for real."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from diloco_lab.chaos import drill as drill_module
+from diloco_lab.chaos import inject as inject_module
+from diloco_lab.chaos import run_watch as watch_module
+from diloco_lab.chaos.__main__ import REMARKS
+from diloco_lab.chaos.audit import BROKER_LOG, Findings
+from diloco_lab.chaos.crew import MODES, Crew, DrillProxy
+from diloco_lab.chaos.disk import size_limit, tmpfs
+from diloco_lab.chaos.drill import empty
+from diloco_lab.chaos.faults import SHORT, Kind
+from diloco_lab.chaos.job import AUDIT, STEPS, Job, Life
+from diloco_lab.chaos.report import audited, new_report, problems, rows, work
+from diloco_lab.chaos.run_watch import Broken, RunWatch
+from diloco_lab.chaos.table import faults_table, figures_table
+from diloco_lab.chaos.worker import StepCount, bring_in, checksum
+from diloco_protocol import Ledger, VersionId
+from diloco_worker import GlobalParameters
+from kit.audit_records import LEFT, RUN, WITHIN_S, a_job, frozen, push, release, version
+
+
+def append(log: Path, *records: dict[str, Any]) -> None:
+    with log.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+# The report.
+
+
+def verdict(kind: Kind, target: str = "w0", **known: Any) -> dict[str, Any]:
+    found = {"kind": kind.name.lower(), "target": target, "at_s": 1.0, "next_round_s": 1.1}
+    return {**found, "survived": True, **known}
+
+
+KEPT = new_report("sync", 8, "tmpfs") | {
+    "faults": [
+        verdict(Kind.KILL_WORKER),
+        verdict(Kind.KILL_BROKER, "broker", at_s=5.0, next_round_s=4.0),
+    ],
+    "audit": audited(Findings(dropped=["d"], in_flight=["i"], forgotten=["f"])),
+    "ending": {
+        "versions": [version(9)],
+        "checksum": "c0ffee",
+        "checksums": {"a.1": "c0ffee"},
+        "loss": 2.0,
+        "exits": {"a.1": 0},
+        "broker_exit": 0,
+        "broker_seconds": 1.0,
+    },
+    "rounds": 40.0,
+    "contributions": 150,
+    "useful_work": {"all": work(100, 95), "not_killed": work(80, 80)},
+    "kills": [{"life": "w0.1", "trained": 20, "lost": 5.0}],
+    "averaged": {"alive": 100, "averaged": 97, "share": 0.97},
+    "calm": {"loss": 1.99, "contributions": 150, "seconds": 20.0},
+}
+
+
+def test_run_that_kept_every_promise_has_no_problem() -> None:
+    assert list(problems(KEPT, 40)) == []
+    assert [KEPT["audit"][name] for name in REMARKS] == [["d"], ["i"], ["f"]]
+    json.dumps(KEPT, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "words"),
+    [
+        ("useful_work", {"not_killed": work(80, 79)}, "trained 80 steps and 79"),
+        ("kills", [{"life": "w0.1", "trained": 20, "lost": 9.0}], "kill of w0.1 cost 9"),
+        ("averaged", {"averaged": 94, "share": 0.94}, "94 of 100 workers alive"),
+        ("rounds", 39.0, "39 rounds"),
+        ("calm", {"loss": 1.9}, "5.3% above the calm run's"),
+        ("audit", {"problems": ["a.1 saw p1."]}, "a.1 saw p1"),
+        ("faults", [verdict(Kind.CUT, survived=False)], "did not get over"),
+        ("faults", [verdict(Kind.CUT, at_s=None, survived=False)], "never carried out"),
+        ("faults", [verdict(Kind.KILL_BROKER, next_round_s=60.0)], "in 60.0 s"),
+        ("ending", {"checksums": {"a.1": "decade"}}, "a.1 pulled other parameters"),
+        ("ending", {"exits": {"a.1": -9}}, "a.1 ended with exit code -9"),
+        ("ending", {"broker_exit": None}, "The broker ended with exit code None"),
+    ],
+)
+def test_broken_promise_is_one_sentence_with_its_values(key: str, change: Any, words: str) -> None:
+    changed = KEPT[key] | change if isinstance(change, dict) else change
+    (sentence,) = problems(KEPT | {key: changed}, 40)
+    assert words in sentence
+
+
+def test_loss_may_be_higher_where_half_of_the_workers_are_away_at_once() -> None:
+    changed = KEPT | {"calm": KEPT["calm"] | {"loss": 1.9}}
+    assert len(list(problems(changed, 40))) == 1
+    assert not list(problems(changed | {"mode": "relays"}, 40))
+    changed["calm"] = KEPT["calm"] | {"loss": 1.85}
+    assert len(list(problems(changed | {"mode": "relays"}, 40))) == 1
+
+
+def test_drill_that_breaks_off_says_why_and_in_which_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks_off(_: RunWatch) -> None:
+        raise Broken("w0 did not join.")
+
+    monkeypatch.setattr(drill_module, "open_run", breaks_off)
+    nothing = (torch.empty(0), torch.empty(0))
+    asked = drill_module.Options(tmp_path, SHORT, 0, 0.0, durable=False, with_calm=True)
+    report = drill_module.drill("sync", nothing, asked, print)
+    assert report["problems"] == ["sync: w0 did not join."]
+
+
+def test_tables_show_every_mode_also_one_that_broke_off() -> None:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    reports = [KEPT | {"table": rows(KEPT["faults"])}, new_report("async", 8, "tmpfs")]
+    console.print(faults_table(reports))
+    console.print(figures_table(reports))
+    shown = console.export_text()
+    assert "80 / 80 = 1.0000" in shown and "1 of 1  4.0  4.0" in shown
+    assert "not audited" in shown and "async" in shown
+
+
+# The proxy.
+
+
+class Echo(socketserver.BaseRequestHandler):
+    """Sends back what it gets."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := self.request.recv(4096):
+                self.request.sendall(data)
+
+
+@pytest.fixture
+def echo() -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"tcp://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def connect(proxy: DrillProxy) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), WITHIN_S)
+
+
+def receive(end: socket.socket, count: int) -> bytes:
+    """This many bytes, or fewer if the connection ends."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while len(data) < count and (piece := end.recv(count - len(data))):
+            data += piece
+    return data
+
+
+def ends(end: socket.socket) -> bool:
+    """Whether the connection is over; waits for it."""
+    return receive(end, 1) == b""
+
+
+def says(end: socket.socket, data: bytes) -> bool:
+    """Whether what is said comes back."""
+    end.sendall(data)
+    return receive(end, len(data)) == data
+
+
+def test_proxy_forwards_until_it_is_told_to_cut_or_shut(echo: str) -> None:
+    with DrillProxy(echo) as proxy, connect(proxy) as one, connect(proxy) as two:
+        assert says(one, b"x" * 100_000) and says(two, b"x" * 100_000)
+        proxy.cut()
+        assert ends(one) and ends(two)
+        with connect(proxy) as before:
+            assert says(before, b"again")
+            proxy.shut()
+            assert ends(before)
+        with connect(proxy) as during:
+            assert ends(during)
+        proxy.open()
+        with connect(proxy) as after:
+            assert says(after, b"y")
+
+
+def test_proxy_cuts_behind_the_byte_it_was_told(echo: str) -> None:
+    with DrillProxy(echo) as proxy, connect(proxy) as end:
+        assert says(end, b"0123456789")
+        proxy.cut_within(15)
+        end.sendall(b"0123456789")
+        assert receive(end, 10) == b"01234", "ten bytes up and five down"
+        assert not proxy.is_armed
+
+
+def test_proxy_outlives_what_is_behind_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        target = probe.getsockname()[:2]
+    with DrillProxy(f"tcp://127.0.0.1:{target[1]}") as proxy, connect(proxy) as end:
+        assert ends(end)
+        with socket.create_server(target) as server, connect(proxy) as again:
+            server.settimeout(WITHIN_S)
+            behind, _ = server.accept()
+            behind.settimeout(WITHIN_S)
+            with behind:
+                again.sendall(b"z")
+                assert receive(behind, 1) == b"z"
+
+
+# The disk.
+
+
+def test_small_tmpfs_is_full_until_there_is_room(tmp_path: Path) -> None:
+    disk = tmpfs(tmp_path)
+    if disk is None:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+
+    def writes(name: str) -> bool:
+        command = [*disk.prefix, "sh", "-c", f"echo something > {tmp_path}/{name}"]
+        quiet = subprocess.DEVNULL
+        return subprocess.run(command, check=False, timeout=WITHIN_S, stderr=quiet).returncode == 0
+
+    try:
+        assert writes("before")
+        disk.fill(0)
+        assert not writes("while")
+        disk.make_room(0)
+        assert writes("after")
+    finally:
+        disk.close()
+    assert list(tmp_path.iterdir()) == [], "it was nobody else's disk, and it is gone"
+    holder = disk.prefix[-2].removeprefix("--target=")
+    assert not Path(f"/proc/{holder}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
+def test_limit_on_file_sizes_is_an_error_in_the_process_and_can_be_lifted(tmp_path: Path) -> None:
+    disk, large = size_limit(), bytes(2 << 20)
+    disk.fill(os.getpid())
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            (tmp_path / "file").write_bytes(large)
+    finally:
+        disk.make_room(os.getpid())
+    (tmp_path / "file").write_bytes(large)
+
+
+# The watch.
+
+
+def a_watch(folder: Path, *lives: Life) -> RunWatch:
+    """Of a run in sync mode whose broker is well."""
+    broker = SimpleNamespace(running=True)
+    crew: Any = SimpleNamespace(
+        folder=folder, mode=MODES["sync"], lives=lives, broker=broker, relays={}
+    )
+    return RunWatch(crew, time.monotonic() + WITHIN_S)
+
+
+def test_rounds_are_counted_from_the_log_without_the_first_version(tmp_path: Path) -> None:
+    watch = a_watch(tmp_path)
+    append(
+        tmp_path / BROKER_LOG, release(0), release(1, push("p1")), release(2, push("p2"), push("q"))
+    )
+    watch.look()
+    assert watch.rounds == 2 and watch.contributions == 3
+    append(tmp_path / BROKER_LOG, release(3))
+    watch.wait_rounds(0, "nothing")
+    watch.look()
+    assert watch.rounds == 3
+
+
+def test_run_that_stands_still_or_runs_out_of_time_is_broken_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "STANDSTILL_S", 0.05)
+    watch = a_watch(tmp_path)
+    with pytest.raises(Broken, match=r"No round closed for 0.05 s after w0 was killed."):
+        watch.wait_rounds(1, "w0 was killed")
+    watch.deadline = time.monotonic()
+    with pytest.raises(Broken, match="ran out of time"):
+        watch.wait_until(lambda: False, 60.0, "It never came.")
+
+
+def test_what_was_put_off_is_done_once_while_somebody_waits(tmp_path: Path) -> None:
+    watch = a_watch(tmp_path)
+    done: list[str] = []
+    watch.when(lambda: "first" in done, lambda: done.append("second"))
+    watch.later(0.0, lambda: done.append("first"))
+    assert not watch.is_quiet
+    watch.wait_until(lambda: watch.is_quiet, WITHIN_S, "Something is still put off.")
+    watch.look()
+    assert done == ["first", "second"]
+
+
+def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
+    child: Any = SimpleNamespace(running=False, failure=lambda: "w0.1 died with exit code 1")
+    one = Life(a_job(folder=str(tmp_path)), child)
+    watch = a_watch(tmp_path, one)
+    with pytest.raises(Broken, match="died with exit code"):
+        watch.look()
+    append(one.job.file(AUDIT), {"event": "joined"}, LEFT)
+    watch.look()
+    assert one.joined_at == one.ended_at is not None
+
+
+def test_worker_may_be_stopped_while_its_relay_is_away(tmp_path: Path) -> None:
+    child: Any = SimpleNamespace(running=True)
+    life = Life(a_job("w2", str(tmp_path)), child, joined_at=1.0)
+    ends = [inject_module._stands_still(life, at) for at in (10.0, 11.0)]
+    assert not life.is_alive_throughout(12.0, 13.0)
+    for goes_on in ends:  # in whichever order they come
+        goes_on()
+    assert [at for at, _ in life.stops] == [10.0, 11.0]
+    assert life.is_alive_throughout(time.monotonic() + 1.0, time.monotonic() + 2.0)
+
+
+# The worker.
+
+
+def test_each_step_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    child: Any = None
+    life = Life(a_job(folder=str(tmp_path)), child)
+    assert life.steps == 0
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.register_step_post_hook(StepCount(life.job.file(STEPS)))
+    for expected in (1, 2, 3):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        assert life.steps == expected
+
+
+class Hook:
+    """Stands for DiLoCoWorker: each force makes the next fragments' pushes, if the run lets it."""
+
+    def __init__(self, log: Path, fragments: int, step: int, works: bool = True) -> None:
+        self.config = SimpleNamespace(num_fragments=fragments)
+        self.local_step = step
+        self.forced = 0
+        self._log = log
+        self._works = works
+        log.touch()
+
+    def force_sync(self) -> bool:
+        self.forced += 1
+        if self._works:
+            for f in range(self.config.num_fragments):
+                append(self._log, frozen(f"f{f}", step=self.local_step, fragment=f))
+        return self._works
+
+
+@pytest.mark.parametrize(
+    ("fragments", "step", "sent", "forces"),
+    [(1, 12, [12], 0), (1, 13, [12], 1), (2, 12, [12, 9], 1), (2, 0, [], 0), (1, 4, [], 1)],
+)
+def test_worker_leaves_nothing_unsent(
+    tmp_path: Path, fragments: int, step: int, sent: list[int], forces: int
+) -> None:
+    log = tmp_path / "log"
+    hook: Any = Hook(log, fragments, step)
+    append(log, *(frozen(f"p{f}", step=at, fragment=f) for f, at in enumerate(sent)))
+    bring_in(hook, log)
+    assert hook.forced == forces
+    stubborn: Any = Hook(tmp_path / "other", 1, 5, works=False)
+    bring_in(stubborn, tmp_path / "other")
+    assert 1 < stubborn.forced < 10, "it does not force for ever"
+
+
+def test_checksum_tells_values_names_and_versions_apart() -> None:
+    def parameters(counter: int = 1, name: str = "a", value: float = 1.0) -> GlobalParameters:
+        at = VersionId(RUN, counter, 7)
+        return GlobalParameters(at, {name: torch.full((2, 2), value)}, Ledger(), {0: at})
+
+    same = {checksum(parameters()), checksum(parameters())}
+    assert len(same) == 1
+    others = [parameters(counter=2), parameters(name="b"), parameters(value=1.0 + 2**-23)]
+    assert len(same | {checksum(other) for other in others}) == 4
+
+
+def test_job_survives_its_file(tmp_path: Path) -> None:
+    job = a_job("guest", str(tmp_path), pulls=False)
+    assert Job.read(job.write()) == job
+    assert job.finish != a_job("w0", str(tmp_path)).finish, "newcomers leave by themselves"
+
+
+# The crew, and the drill.
+
+
+def test_crew_leaves_no_process_behind(tmp_path: Path) -> None:
+    with Crew(tmp_path, MODES["sync"], None, tmp_path, seed=0, pause=0.0) as crew:
+        crew.start_broker()
+        process = crew.broker.process
+    try:
+        assert process.poll() == -9
+    finally:
+        process.kill()
+
+
+def test_kill_may_cost_tau_steps_more_where_fragments_are_delayed() -> None:
+    sync, free, streaming = (MODES[name].allowed_loss for name in ("sync", "async", "streaming"))
+    assert sync == free < streaming
+
+
+def test_drill_removes_nothing_but_what_a_drill_has_left(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match="not of a drill"):
+        empty(tmp_path)
+    (tmp_path / BROKER_LOG).touch()
+    empty(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # half a minute on two idle cores
+@pytest.mark.parametrize("mode", ["streaming", "relays"])
+def test_short_drill_keeps_every_promise(tmp_path: Path, mode: str) -> None:
+    command = [sys.executable, "-m", "diloco_lab.chaos", "--short", "--modes", mode]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path), "--minutes", "4"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / f"{mode}.json").read_text())
+    assert report["problems"] == []
+    assert report["useful_work"]["not_killed"]["share"] == 1.0
+    assert {each["kind"] for each in report["faults"]} >= {"kill_worker", "kill_broker", "cut"}
+    assert len(report["ending"]["checksums"]) == 4

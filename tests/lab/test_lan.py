@@ -1,0 +1,389 @@
+"""`make lan`: what is computed from measurements, its file and page; tiny runs over such lines."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco_lab.bench import limited_network as network_of
+from diloco_lab.bench.limited_network import NoNetwork, limited_network, why_not
+from diloco_lab.bench.process_pool import ProcessPool
+from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.lan import founding, grid, page, utilisation
+from diloco_lab.lan.cli import SKIPPED, app
+from diloco_lab.lan.grid import Choice, Part
+from diloco_lab.lan.measuring import SET_UP, Place, measure
+from diloco_lab.lan.records import INT4Z, USUAL, BadFile, LanFile, Measurement, read
+from diloco_lab.lan.tables import tables
+from kit.paths import LAB
+
+COMMITTED = LAB / "lan.json"
+PAGE = LAB / "LAN.md"
+TINY = "0.4M"
+
+
+def a_round(**changes: object) -> Measurement:
+    """10M parameters, one worker, bf16 up and fp32 down at 1 Gb/s: 40 MB that take 0.32 s, and 0.4 s."""
+    usual = Measurement(
+        kind="round",
+        parameters=10**7,
+        workers=1,
+        wire_dtype="bf16",
+        reply_dtype="fp32",
+        broker_bits_per_s=1e9,
+        worker_bits_per_s=(1e9,),
+        round_trip_s=1e-4,
+        seconds=(0.4,),
+        line_seconds=0.32,
+        bytes_up=2e7,
+        bytes_down=4e7,
+        broker_cpu_s=0.1,
+        worker_cpu_s=0.2,
+        at="2026-01-01T00:00:00+00:00",
+    )
+    return replace(usual, **changes)  # type: ignore[arg-type]  # by name
+
+
+def a_file(*measurements: Measurement) -> LanFile:
+    return LanFile("python -m diloco_lab.lan", "2026-01-01T00:00:00", {"cores": 2}, measurements)
+
+
+def filled(text: str, found: LanFile) -> str:
+    return page.filled(text, found, tables(found.measurements))
+
+
+# What is computed
+
+
+@pytest.mark.parametrize(("model", "planned"), founding.PLANNED.items())
+def test_first_plan_counted_one_upload_in_bf16_and_nothing_else(model: str, planned: float) -> None:
+    upload = founding.UPLOAD_BITS * founding.MODELS[model] / 1e9
+    assert utilisation.utilisation(upload) == pytest.approx(planned, abs=0.005)
+
+
+def test_efficiency_is_the_longest_of_line_and_work_over_what_was_measured() -> None:
+    costs = utilisation.costs_of([a_round()], USUAL)
+    assert costs is not None
+    assert (costs.bits_up, costs.bits_down) == (16, 32)
+    assert costs.efficiency == pytest.approx(0.32 / 0.4)
+    # Twice the parameters and four workers: eight times the bytes on the broker's line.
+    assert costs.seconds(2e7, 4, 1e9) == pytest.approx(8 * 0.4)
+    # On a line a hundred times as fast four workers' work at the broker takes longer.
+    assert costs.least_seconds(1e7, 4, 1e11) == pytest.approx(0.4)
+    # One worker's own work is the longest where the broker has little.
+    assert costs.least_seconds(1e7, 1, 1e11) == pytest.approx(0.2)
+
+
+def test_work_of_the_broker_is_a_straight_line_over_workers() -> None:
+    more = [a_round(workers=n, broker_cpu_s=0.1 + 0.05 * n) for n in (1, 2, 4)]
+    costs = utilisation.costs_of(more, USUAL)
+    assert costs is not None
+    assert costs.broker_cpu * 1e7 == pytest.approx(0.1)
+    assert costs.broker_cpu_of_each * 1e7 == pytest.approx(0.05)
+    assert costs.of is more[0]  # where processes wait for a core the least
+
+
+def test_only_rounds_of_these_codecs_on_the_fast_line_count() -> None:
+    others = [
+        a_round(kind="mixed"),
+        a_round(wire_dtype="int8", reply_dtype="int8"),
+        a_round(broker_bits_per_s=1e8),
+    ]
+    assert utilisation.costs_of(others, USUAL) is None
+
+
+def test_streaming_leaves_copies_and_what_does_not_fit_between_two_syncs() -> None:
+    streamed = a_round(kind="streaming", seconds=(0.05,), fragments=4)
+    hidden = utilisation.hidden_of([streamed], USUAL)
+    assert hidden is not None and hidden.standstill * 1e8 == pytest.approx(0.5)
+    assert utilisation.standstill_beside(0.5, 300.0) == pytest.approx(0.5)
+    assert utilisation.standstill_beside(0.5, 620.0) == pytest.approx(120.5)
+
+
+@pytest.mark.parametrize(
+    ("sync", "copies"), [(5.0, None), (300.0, 2.0), (700.0, 2.0), (50.0, 40.0)]
+)
+def test_steps_that_reach_a_share_are_the_least_that_do(sync: float, copies: float | None) -> None:
+    steps = founding.Cell("1B", "bf16/fp32", 1, sync, False, copies).steps_for(0.97)
+
+    def share(sync_every: int) -> float:
+        left = sync
+        if copies is not None:
+            left = utilisation.standstill_beside(copies, sync, sync_every)
+        return utilisation.utilisation(left, sync_every)
+
+    assert share(steps) >= 0.97 > share(steps - 1)
+
+
+def test_table_of_the_plan_says_what_is_measured_and_what_is_computed() -> None:
+    of_150m = a_round(parameters=parameters_of("150M"), seconds=(6.0,))
+    streamed = a_round(kind="streaming", seconds=(0.05,), fragments=4)
+    found = {
+        (cell.model, cell.setting, cell.workers): cell
+        for cell in founding.cells([of_150m, streamed])
+    }
+    measured = found["150M", "bf16/fp32", 1]
+    assert measured.is_measured and measured.share == pytest.approx(500 / 506)
+    computed = found["150M", "bf16/fp32", 8]
+    assert not computed.is_measured and computed.standstill == pytest.approx(48)
+    assert found["1B", "bf16/fp32, streaming", 1].standstill == pytest.approx(5.0)
+    shown = {each.key: each for each in founding.founding_tables([of_150m, streamed])}
+    assert shown["plan"].rows[0][:4] == ("150M", "bf16/fp32", "99.5%", "98.8% m")
+    assert shown["plan"].rows[0][-1] == "91.2% c"
+    goals = " ".join(shown["plan"].notes)
+    assert "**1B, at least 99.5%**, so a standstill of at most 2.51 s. Reached: by none." in goals
+    assert "**7B, at least 97.0%**" in goals
+
+
+def test_each_setting_is_said_to_reach_the_goal_or_not() -> None:
+    # A second for up to two workers, of whose work the broker has half as much for each: 4 s for 8.
+    measurements = [a_round(parameters=10**9, seconds=(1.0,), bytes_down=1e6, bytes_up=1e6)]
+    shown = {each.key: each for each in founding.founding_tables(measurements)}
+    (one_billion, seven) = shown["plan"].notes
+    assert one_billion == (
+        "**1B, at least 99.5%**, so a standstill of at most 2.51 s. "
+        "Reached: bf16/fp32 (1, 2 and 4 workers). "
+        "Not reached: bf16/fp32 (8 workers: from H = 796 on)."
+    )
+    assert "Reached: bf16/fp32 (1, 2 and 4 workers)." in seven
+
+
+# What is measured
+
+
+def test_all_of_it_fits_into_twenty_minutes_by_what_is_guessed() -> None:
+    seconds = 0.0
+    for part in grid.everything():
+        seconds += 15  # to start, to join, for the first round
+        for line in part.lines:
+            sync = grid.guess(parameters_of(part.size), part.pair, part.workers, line)
+            if line in grid.too_long(part):
+                continue
+            if part.kind == "round":
+                seconds += sync * grid.repeats(sync)
+            elif part.kind == "streaming":
+                seconds += sync * (2 + 2 * grid.STREAMING_TIMES)
+            else:
+                seconds += grid.MIXED_SYNCS * (grid.MIXED_STEPS * grid.MIXED_STEP_S + 5)
+    assert seconds < 20 * 60
+
+
+def test_what_would_take_a_minute_a_sync_is_left_out() -> None:
+    part = Part("round", "125M", USUAL, 2, (1e9, 1e8, 5e7))
+    left_out = grid.too_long(part)
+    assert list(left_out) == [1e8, 5e7]
+    assert all(seconds > grid.MOST_S for seconds in left_out.values())
+
+
+def test_short_syncs_are_measured_more_often() -> None:
+    assert [grid.repeats(seconds) for seconds in (0.1, 7.0, 50.0)] == [grid.MOST_REPEATS, 2, 1]
+
+
+def test_choice_keeps_what_is_asked_for() -> None:
+    choice = Choice(kinds=["round"], sizes=["10M"], pairs=[INT4Z], lines=["50M"])
+    (part,) = grid.chosen(grid.everything(), choice)
+    assert (part.kind, part.size, part.pair, part.lines) == ("round", "10M", INT4Z, (5e7,))
+    assert grid.chosen(grid.everything(), Choice()) == grid.everything()
+    assert grid.chosen(grid.everything(), Choice(sizes=["150M"], lines=["50M"])) == []
+
+
+# The file and the page
+
+
+def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    found = a_file(a_round(), a_round(kind="mixed", mode="quorum", quorum=2, slow_seconds=(3.0,)))
+    path = tmp_path / "lan.json"
+    path.write_text(found.text())
+    assert read(path) == found
+
+
+def test_newer_measurements_take_the_place_of_older_ones_of_the_same() -> None:
+    older = [a_round(seconds=(9.0,)), a_round(workers=2), a_round(parameters=1000)]
+    whole = a_file(a_round(seconds=(1.0,))).with_older(older)
+    assert [(each.parameters, each.workers, each.seconds) for each in whole.measurements] == [
+        (1000, 1, (0.4,)),
+        (10**7, 1, (1.0,)),
+        (10**7, 2, (0.4,)),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"measurements": [{"kind": "round"}]}', "no JSON"])
+def test_what_is_no_file_of_measurements_gets_a_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lan.json"
+    path.write_text(text)
+    with pytest.raises(BadFile, match="holds no measurements of this program"):
+        read(path)
+
+
+def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
+    text = PAGE.read_text()
+    assert filled(text, read(COMMITTED)) == text
+    keys = {match["key"] for match in page.BLOCK.finditer(text)}
+    assert keys == {page.WHERE, *page.KEYS}
+
+
+def test_other_measurements_change_the_page_between_its_marks_only() -> None:
+    before = "Words.\n<!-- table: sync -->\n| 1M | 7 s |\n<!-- end -->\nMore.\n"
+    after = filled(before, a_file(a_round(workers=2, seconds=(0.5,))))
+    assert "| 10M | bf16/fp32 | 0.50 s, 64% |" in after
+    assert after.startswith("Words.\n<!-- table: sync -->\n") and after.endswith("-->\nMore.\n")
+    assert "1M | 7 s" not in after
+
+
+def test_every_table_of_the_page_was_measured() -> None:
+    assert {each.key for each in tables(read(COMMITTED).measurements)} == set(page.KEYS)
+
+
+def test_table_of_nothing_says_so() -> None:
+    before = "<!-- table: mixed -->\n<!-- end -->"
+    assert "Nothing was measured for this." in filled(before, a_file(a_round()))
+
+
+def test_table_that_there_is_not_is_named() -> None:
+    with pytest.raises(BadFile, match=r"a table 'nonsense', and there is sync"):
+        filled("<!-- table: nonsense -->\n<!-- end -->", a_file(a_round(workers=2)))
+
+
+# The command
+
+
+def test_command_without_root_says_why_it_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("diloco_lab.bench.limited_network.why_not", lambda: "it takes root")
+    done = CliRunner().invoke(app, ["--quick", "--out", str(tmp_path)])
+    assert done.exit_code == SKIPPED
+    assert done.stderr == "python -m diloco_lab.lan: skipped: it takes root\n"
+    as_make_has_it = ["--quick", "--out", str(tmp_path), "--skip-is-success"]
+    assert CliRunner().invoke(app, as_make_has_it).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--lines", "2G"], "--lines '2G' is unknown here; choose from 1G, 100M, 50M"),
+        (["--codecs", "bf16"], "--codecs 'bf16' is unknown here; choose from bf16/fp32, bf16/bf16"),
+        (["--parameters", "7B"], "--parameters '7B' is unknown here"),
+        (["--kinds", "mixed", "--parameters", "150M"], "nothing is measured with all of these"),
+        (["--into", "/nowhere/lan.json"], "--into /nowhere/lan.json cannot be written"),
+        (["--page"], "--page takes the file of measurements: --into tools/lab/lan.json"),
+    ],
+)
+def test_options_that_cannot_be_get_a_sentence(options: list[str], sentence: str) -> None:
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+
+
+def test_page_is_written_without_measuring(tmp_path: Path) -> None:
+    file, written = tmp_path / "lan.json", tmp_path / "LAN.md"
+    file.write_text(a_file(a_round(workers=2)).text())
+    written.write_text("<!-- table: sync -->\n<!-- end -->\n")
+    assert CliRunner().invoke(app, ["--page", "--into", str(file)]).exit_code == 0
+    assert "0.40 s, 80%" in written.read_text()
+    written.unlink()
+    done = CliRunner().invoke(app, ["--page", "--into", str(file)])
+    assert (done.exit_code, "LAN.md cannot be read" in done.stderr) == (2, True)
+
+
+# Real runs, tiny
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """Lines for three workers, or the test is skipped with the reason why there are none."""
+    try:
+        with limited_network(SET_UP, [SET_UP] * 3) as network, ProcessPool(tmp_path, 1) as pool:
+            yield Place(network, pool)
+    except NoNetwork as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.timeout(200)
+def test_sync_moves_the_bytes_of_its_codecs_over_the_lines(place: Place) -> None:
+    parameters = parameters_of(TINY)
+    usual, few = (
+        next(measure(place, Part("round", TINY, pair, 2, (1e8,)))) for pair in (USUAL, INT4Z)
+    )
+    # Two bytes and four, and what acknowledgements and heartbeats add on a busy machine.
+    assert 2 < usual.bytes_up / parameters < 3.5
+    assert 4 < usual.bytes_down / parameters < 6
+    assert few.bytes_up < 0.7 * usual.bytes_up and few.bytes_down < 0.5 * usual.bytes_down
+    # All replies pass the broker's line, which is the busiest; none is faster than its line but for
+    # the burst that a token bucket lets through at once.
+    assert usual.line_seconds == pytest.approx(2 * 8 * usual.bytes_down / 1e8, rel=0.3)
+    assert all(seconds > 0.9 * usual.line_seconds for seconds in usual.seconds)
+    assert usual.worker_bits_per_s == (1e8, 1e8)
+    assert usual.broker_cpu_s and usual.worker_cpu_s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_streaming_stands_still_for_less_than_a_sync_of_as_many_bytes(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "STREAMING_TIMES", 10.0)
+    (found,) = measure(place, Part("streaming", TINY, USUAL, 2, (5e7,)))
+    parameters = parameters_of(TINY)
+    assert 2 < found.bytes_up / parameters < 3.5
+    assert 4 < found.bytes_down / parameters < 6
+    assert (found.fragments, found.sync_every) == (grid.FRAGMENTS, grid.STREAMING_STEPS)
+    assert len(found.seconds) == 2 and found.sync_seconds
+    assert found.hidden == pytest.approx(1 - found.median_s / found.sync_seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["sync", "quorum", "async"])
+def test_slow_worker_comes_to_its_end_beside_fast_ones(
+    place: Place, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(grid, "MIXED_STEP_S", 0.01)
+    (found,) = measure(place, Part("mixed", TINY, USUAL, 3, (1e9,), mode))
+    assert found.worker_bits_per_s == (1e9, 1e9, grid.SLOW)
+    assert (found.mode, len(found.seconds)) == (mode, grid.MIXED_SYNCS)
+    assert len(found.slow_seconds) == grid.MIXED_SYNCS
+    assert (found.quorum, found.grace_s) == (
+        (2, grid.GRACE_S) if mode == "quorum" else (None, None)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_when_it_is_stopped_in_the_middle(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "diloco_lab.lan", "--quick", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as running:
+        assert running.stderr is not None
+        assert b"1/5" in running.stderr.readline()  # its networks and first processes are there
+        mine = f"{network_of.PREFIX}-{running.pid}-*"
+        assert list(network_of.NAMES.glob(mine))
+        running.send_signal(number)
+        said = running.communicate(timeout=60)[1]
+    assert running.returncode == (130 if number == signal.SIGINT else 143), said
+    assert not list(network_of.NAMES.glob(mine))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_json_of_the_command_is_its_file(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "diloco_lab.lan", "--quick", "--json"]
+    command += ["--kinds", "round", "--codecs", "int4z/int4z", "--lines", "1G"]
+    said = subprocess.check_output([*command, "--out", str(tmp_path)], timeout=200)
+    assert json.loads(said) == json.loads((tmp_path / "lan.json").read_text())
+    (found,) = read(tmp_path / "lan.json").measurements
+    assert (found.pair, found.broker_bits_per_s, found.workers) == (INT4Z, 1e9, 2)

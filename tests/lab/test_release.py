@@ -1,0 +1,150 @@
+"""Releases: known vulnerabilities fail, a missing network does not; files come out equal twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+from diloco_lab.release import packages, vulnerabilities
+from diloco_protocol.errors import UsageError
+from kit.paths import PACKAGES, ROOT
+
+FINDING = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2.1"], "description": ""}
+SOUND = {"name": "sound", "version": "1.0", "vulns": []}
+BAD = {"name": "bad", "version": "2.0", "vulns": [FINDING]}
+UNKNOWN = {"name": "unknown", "skip_reason": "not found"}
+
+
+def stub(folder: Path, code: int, dependencies: list[object] | None, stderr: str = "") -> list[str]:
+    """A command in the place of pip-audit; it keeps what it was asked."""
+    said = "" if dependencies is None else json.dumps({"dependencies": dependencies, "fixes": []})
+    script = folder / "stub.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "listed = pathlib.Path(sys.argv[sys.argv.index('--requirement') + 1])\n"
+        f"pathlib.Path({str(folder / 'asked.txt')!r}).write_text(listed.read_text())\n"
+        f"print({said!r})\nprint({stderr!r}, file=sys.stderr)\nsys.exit({code})\n"
+    )
+    return [sys.executable, str(script)]
+
+
+@pytest.mark.parametrize(
+    ("code", "dependencies", "stderr", "is_bad", "says"),
+    [
+        (1, [SOUND, BAD, UNKNOWN], "Found 1", True, "bad 2.0 has PYSEC-1, CVE-1 (mended in 2.1)"),
+        (0, [SOUND, UNKNOWN], "", False, "nothing is known against 1 packages. Not to be found"),
+        # No network, or one that answers something else.
+        (
+            1,
+            None,
+            "Traceback\nConnectionError: no route",
+            False,
+            "skipped, since its data cannot be",
+        ),
+        (1, None, "ERROR: Tip: your network may be blocking this service.", False, "skipped"),
+        (1, None, "Traceback\nrequests.exceptions.ReadTimeout: HTTPS", False, "skipped"),
+        (1, None, "Traceback\nHTTPError: 503 Server Error", False, "skipped"),
+        (0, [UNKNOWN, UNKNOWN], "No known vulnerabilities found", False, "skipped"),
+        (0, [], "", False, "skipped"),
+        # pip-audit itself is not what it was taken for.
+        (2, None, "unrecognized arguments: --no-deps", True, "make setup"),
+        (
+            1,
+            None,
+            "WARNING:pip_audit:a tip at http://x\nTraceback\n  connect()\nKeyError: 'fixed_in'",
+            True,
+            "pip-audit failed: KeyError",
+        ),
+        (1, None, "python: No module named pip_audit", True, "make setup"),
+    ],
+)
+def test_findings_fail_and_data_that_cannot_be_reached_does_not(
+    tmp_path: Path, code: int, dependencies: list[object], stderr: str, is_bad: bool, says: str
+) -> None:
+    verdict = vulnerabilities.look(stub(tmp_path, code, dependencies, stderr))
+    assert verdict.is_bad is is_bad
+    assert says in verdict.text
+
+
+def test_pip_audit_that_hangs_is_given_up_and_one_that_is_not_there_fails() -> None:
+    hangs = [sys.executable, "-c", "import time; time.sleep(100)"]
+    assert "no answer for 0.5 s" in vulnerabilities.look(hangs, within_s=0.5).text
+    assert vulnerabilities.look(["/no/such/pip-audit"]).is_bad
+
+
+def test_it_is_told_names_and_versions_and_nothing_else(tmp_path: Path) -> None:
+    vulnerabilities.look(stub(tmp_path, 0, [SOUND]))
+    asked = (tmp_path / "asked.txt").read_text().splitlines()
+    assert any(line.startswith("pyzmq==") for line in asked)
+    assert all(name and version for name, _, version in (line.partition("==") for line in asked))
+    assert not [line for line in asked if "diloco" in line or "/" in line or "+" in line]
+
+
+def test_build_for_one_machine_is_looked_up_as_its_release(tmp_path: Path) -> None:
+    info = tmp_path / "torch-2.4.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0+cpu\n")
+    remains = tmp_path / "gone-1.0.dist-info"
+    remains.mkdir()
+    found = [Distribution.at(each) for each in (info, remains)]
+    assert vulnerabilities.pinned(found) == ["torch==2.4.0"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="releases are made of a commit")
+def test_wheel_and_source_archive_come_out_equal_twice(tmp_path: Path) -> None:
+    digests = packages.make(ROOT, tmp_path)
+    assert sorted(Path(name).suffix for name in digests) == [".gz", ".whl"]
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "diloco_broker/core/machine.py" in zipfile.ZipFile(wheel).namelist()
+
+
+def test_wheel_has_every_module_that_users_need_and_nothing_of_the_lab(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    packages_in_it = {name.partition("/")[0] for name in names}
+    assert packages_in_it == {"diloco_protocol", "diloco_broker", "diloco_worker", "diloco_tools"}
+    sources = {
+        str(source.relative_to(folder.parent))
+        for name, folder in PACKAGES.items()
+        for source in folder.rglob("*.py")
+        if name in packages_in_it
+    }
+    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_files_that_differ_are_named_and_not_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "_run", a_build_that_differs)
+    with pytest.raises(UsageError, match=r"Made twice, these differ: it\.whl\."):
+        packages.make(tmp_path, tmp_path / "dist")
+    assert not (tmp_path / "dist").exists()
+
+
+def a_build_that_differs(command: list[str], folder: Path, _: object = None) -> bytes:
+    if "build" in command:
+        made = folder.parent / "made"
+        made.mkdir()
+        (made / "it.tar.gz").write_text("equal")
+        (made / "it.whl").write_text(str(folder))  # where it was made
+    return b"1"
+
+
+def test_build_that_fails_is_a_sentence(tmp_path: Path) -> None:
+    git = shutil.which("git")
+    assert git
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "nothing to build"]):
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run([git, *who, *command], cwd=tmp_path, check=True)
+    with pytest.raises(UsageError, match="-m build --no-isolation` failed"):
+        packages.make(tmp_path, tmp_path / "dist")

@@ -1,1 +1,0 @@
-"""`diloco-bench`: the limits of this machine, and what the product makes of them, as ratios."""

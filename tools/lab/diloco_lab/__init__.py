@@ -1,0 +1,1 @@
+"""The lab: measures, breaks and releases the product. It is run from a checkout, not in the wheel."""

@@ -1,0 +1,1 @@
+"""Measure the limits of this machine and what the product makes of them, as ratios."""

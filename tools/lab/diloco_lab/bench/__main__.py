@@ -1,0 +1,6 @@
+"""Run the benchmark: `python -m diloco_lab.bench`."""
+
+from diloco_lab.bench.cli import app
+from diloco_lab.bench.options import COMMAND
+
+app(prog_name=COMMAND)

@@ -1,0 +1,300 @@
+"""The processes of a benchmark: roles, which are kept for the next part, and brokers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import Pipe
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from diloco_lab.bench import machine
+from diloco_lab.bench.roles.wire import CALL_BYTES
+from diloco_protocol.clients import Keys, find_keys
+from diloco_protocol.feed import Snapshot
+from diloco_protocol.roles import Role
+from diloco_tools.feed.listener import FeedSubscriber, Listener
+from diloco_tools.processes import Child, Children, wait_for_line
+
+ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all
+END_WITHIN_S = 3.0
+START_WITHIN_S = 60.0
+SAID_WITHIN_S = 60.0
+LOOK_EVERY_S = 0.02
+STATE_BYTES = 12  # per parameter at the broker: parameters, momentum, accumulator, each in fp32
+
+
+# From the address of a broker, for as long as the context lasts, to one that leads there.
+Link = Callable[[str], AbstractContextManager[str]]
+
+
+class RoleProcess(Child):
+    """A child that plays a role of `bench.roles` and does what it is asked; see `roles.serve`."""
+
+    def __init__(self, role: str, name: str, folder: Path, inside: Sequence[str] = ()) -> None:
+        """`inside`: a command that runs another one somewhere, in its own place (exec)."""
+        command = [*inside, sys.executable, "-m", "diloco_lab.bench.roles.serve", role]
+        self._channel, theirs = Pipe()
+        with theirs:
+            super().__init__(name, command, folder, stdin=theirs.fileno())
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Ask for an action; `hear` has to follow."""
+        try:
+            self._channel.send_bytes(json.dumps({"do": do, **arguments}).encode())
+        except BrokenPipeError:
+            raise self.failure() from None
+
+    def hear(self, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
+        """The next answer; raises ChildFailed where there is none in time, or the process has died."""
+        if not self._channel.poll(within_s):
+            raise self.failure(f"did not answer within {within_s:g} s")
+        try:
+            answer: dict[str, Any] = json.loads(self._channel.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.wait(END_WITHIN_S)
+            raise self.failure() from None
+        return answer
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.tell(do, **arguments)
+        return self.hear()
+
+    def end(self) -> None:
+        super().end()
+        self._channel.close()
+
+
+def ask_all(processes: Sequence[RoleProcess], do: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Ask several for the same at once; answers in the order of the processes."""
+    for process in processes:
+        process.tell(do, **arguments)
+    return [process.hear() for process in processes]
+
+
+class RawSample(NamedTuple):
+    """One measurement of raw TCP: speed in GB/s, CPU seconds per GB of either end."""
+
+    speed: float
+    send_cpu: float
+    receive_cpu: float
+
+
+class Ends(NamedTuple):
+    """Two processes with a plain TCP connection from one to the other.
+
+    This is the limit that all is compared with on the wire: 1 MiB `sendall` on one side, `recv_into` on
+    the other, with buffers that are made once. Nothing is done with the bytes. A program in Python that
+    has to hand them over cannot be faster.
+    """
+
+    sender: RoleProcess
+    receiver: RoleProcess
+
+    def connect(self, through: int | None = None) -> None:
+        """Connect them, where `through` is given by way of that port, which leads to the receiver's."""
+        port = self.receiver.ask("port")["port"] if through is None else through
+        self.receiver.tell("accept")
+        self.sender.ask("connect", port=port)
+        self.receiver.hear()
+
+    def move(self, size: float) -> RawSample:
+        """Move `size` bytes, in pieces of 1 MiB."""
+        count = max(1, int(size / CALL_BYTES))
+        self.receiver.tell("take", count=count)
+        self.sender.tell("give", count=count)
+        given, taken = self.sender.hear(), self.receiver.hear()
+        gigabytes = count * CALL_BYTES / 1e9
+        return RawSample(
+            gigabytes / (taken["ended"] - given["began"]),
+            given["cpu"] / gigabytes,
+            taken["cpu"] / gigabytes,
+        )
+
+
+class BrokerProcess:
+    """A `diloco-broker serve` and what its feed says, until `close`; may raise ChildFailed."""
+
+    def __init__(self, child: Child, keys: Keys | None = None) -> None:
+        self.child = child
+        self.address = wait_for_line(child, "control", START_WITHIN_S)
+        feed = wait_for_line(child, "feed", START_WITHIN_S)
+        self._idle = machine.resident(child.pid)  # before it had a model
+        self._snapshots: list[Snapshot] = []  # since the last `forget_turns`
+        take = self._snapshots.append
+        self._listener = Listener(FeedSubscriber(feed, keys=keys), take, lambda _: None)
+        self._listener.start()
+        self.close = self._listener.close
+
+    @property
+    def cpu_seconds(self) -> float:
+        return machine.cpu_seconds(self.child.pid)
+
+    def beyond_state(self, parameters: int) -> float:
+        """MB at the peak that are neither its state nor what it had before it had a model."""
+        return (machine.peak(self.child.pid) - self._idle - STATE_BYTES * parameters) / 1e6
+
+    def forget_turns(self) -> None:
+        """Let what the loop did up to now not count."""
+        self.wait_for(lambda _: True)
+        self._snapshots.clear()
+
+    def longest_turn_ms(self) -> float:
+        """Of all turns since `forget_turns`, in thread CPU."""
+        self.wait_for(lambda _: True)  # the turns since the last snapshot are in the next
+        return max(each.loop.longest_turn_ms or 0.0 for each in self._snapshots)
+
+    def wait_for(self, what: Callable[[Snapshot], bool]) -> Snapshot:
+        """The first snapshot from now on that is so; raises ChildFailed where none is in time."""
+        deadline, seen = time.monotonic() + SAID_WITHIN_S, len(self._snapshots)
+        while time.monotonic() < deadline and self.child.running:
+            for snapshot in self._snapshots[seen:]:
+                if what(snapshot):
+                    return snapshot
+                seen += 1
+            time.sleep(LOOK_EVERY_S)
+        raise self.child.failure()
+
+
+def key_file(options: Mapping[str, object], name: str) -> str | None:
+    """That of a worker of a broker with these options; None where it asks for none."""
+    return f"{options['keys']}/clients/worker-{name}.key" if "keys" in options else None
+
+
+class ProcessPool(Children):
+    """Those of one benchmark, with its logs and checkpoints in a folder that exists."""
+
+    def __init__(self, folder: Path, bytes_raw: int) -> None:
+        super().__init__(folder)
+        self.skipped: list[str] = []  # sentences on what could not be measured
+        self.raw_samples: list[RawSample] = []  # all of them
+        self.bytes_raw = bytes_raw  # that a measurement of raw TCP moves, or of the transport alone
+        self._roles: dict[str, RoleProcess] = {}
+        self._raw: Ends | None = None
+
+    def role(self, role: str, name: str = "", inside: Sequence[str] = ()) -> RoleProcess:
+        """The process of this name, started in its role if it is new; see `RoleProcess`."""
+        name = name or role
+        if name not in self._roles:
+            self._roles[name] = self.add(RoleProcess(role, name, self.folder, inside))
+        return self._roles[name]
+
+    def roles(self, role: str, count: int = 1) -> list[RoleProcess]:
+        return [self.role(role, f"{role}-{i}") for i in range(count)]
+
+    def make_keys(self, trainers: Sequence[RoleProcess]) -> Path:
+        """A new folder of keys for these, and a monitor's."""
+        folder = self.folder / "keys"
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "diloco_broker", "keygen", str(folder)]
+        keygen = self.start("keygen", [*command, *(each.name for each in trainers)])
+        if keygen.wait(START_WITHIN_S) != 0:
+            raise keygen.failure()
+        return folder
+
+    def dismiss(self, *starts: str) -> None:
+        """End the roles whose names start so, and with them their memory."""
+        for name in [each for each in self._roles if each.startswith(starts)]:
+            self._roles.pop(name).end()
+
+    def start_afresh(self) -> None:
+        """End all roles: one of them has failed, and the others may wait for it."""
+        self.dismiss("")
+        self._raw = None
+
+    def has_memory(self, gigabytes: float, row: str) -> bool:
+        """Whether so much is free; else the row is told to be left out."""
+        free = machine.available_bytes() / 1e9
+        if free < gigabytes:
+            needs = f"it needs {gigabytes:.1f} GB of memory and {free:.1f} GB are free"
+            self.skipped.append(f"{row}: left out, {needs}")
+        return free >= gigabytes
+
+    @property
+    def raw_ends(self) -> Ends:
+        if self._raw is None:
+            self._raw = Ends(self.role("raw", "raw-sender"), self.role("raw", "raw-receiver"))
+            self._raw.connect()
+            self._raw.move(self.bytes_raw)  # the first one lets the kernel's buffers grow
+        return self._raw
+
+    def raw(self) -> RawSample:
+        """Measure raw TCP between two processes."""
+        self.raw_samples.append(self.raw_ends.move(self.bytes_raw))
+        return self.raw_samples[-1]
+
+    @contextlib.contextmanager
+    def broker(self, inside: Sequence[str] = (), **options: object) -> Iterator[BrokerProcess]:
+        """A broker with these options, where True is a flag, for as long as the context lasts.
+
+        Workers come over TCP, which stands for a network here, unless `ipc` is said. `inside` is a
+        command that runs another one somewhere, in its own place (exec).
+        """
+        # Where it runs inside, its network may be another than ours; its files are the same.
+        folder = TemporaryDirectory(prefix="diloco-") if inside else nullcontext("")
+        with folder as short:  # the path of a socket has at most 107 characters
+            feed = f"ipc://{short}/feed" if inside else "tcp://127.0.0.1:*"
+            options = {"bind": "tcp://127.0.0.1:*", "feed": feed} | options
+            with self._serve(inside, options) as broker:
+                yield broker
+
+    @contextlib.contextmanager
+    def _serve(self, inside: Sequence[str], options: dict[str, object]) -> Iterator[BrokerProcess]:
+        if not options.pop("ipc", False):
+            options["no_ipc"] = True
+        command = [*inside, sys.executable, "-m", "diloco_broker", "serve"]
+        for name, value in options.items():
+            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+        if "save_dir" not in options:
+            command.append("--no-save")
+        keys = find_keys(str(options["keys"]), Role.MONITOR) if "keys" in options else None
+        child = self.start(f"broker-{len(self.all) + 1}", command)
+        try:
+            with contextlib.closing(BrokerProcess(child, keys)) as broker:
+                yield broker
+        finally:
+            child.end()
+
+    @contextlib.contextmanager
+    def training(
+        self,
+        trainers: Sequence[RoleProcess],
+        size: str,
+        link: Link = nullcontext,
+        **options: Any,
+    ) -> Iterator[BrokerProcess]:
+        """A run of these roles, with a boundary behind each step and a model of this size.
+
+        `options` are those of `broker`; `sync_every` may be another. With the option `keys`, a folder
+        of `make_keys`, each has the key of its name. `link` leads to the broker by another address.
+        """
+        options = {"workers": len(trainers), "sync_every": 1} | options
+        with (
+            self.broker(**options) as broker,
+            link(broker.address) as address,
+        ):
+            ask_all(trainers, "build", size=size)
+            for trainer in trainers:  # all of them before any answers: they wait for each other
+                trainer.tell("join", address=address, keys=key_file(options, trainer.name))
+            for trainer in trainers:
+                trainer.hear()
+            yield broker
+            ask_all(trainers, "leave")
+
+    @contextlib.contextmanager
+    def fake_training(
+        self, workers: int, parameters: int
+    ) -> Iterator[tuple[BrokerProcess, list[RoleProcess]]]:
+        """A run of so many fake workers, who know its version, with a model of this size."""
+        fakes = self.roles("fake-worker", workers)
+        with self.broker(workers=workers, stall_timeout=0) as broker:
+            ask_all(fakes, "join", address=broker.address, parameters=parameters)
+            ask_all(fakes, "learn_version")
+            yield broker, fakes
+            ask_all(fakes, "leave")

@@ -1,0 +1,59 @@
+"""The attacks: one row, one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco_lab.chaos.attacks import floods, keyed, words
+from diloco_lab.chaos.attacks.keyed import MONITOR, OPERATOR, THIEF
+from diloco_lab.chaos.attacks.peers import Scene
+from diloco_protocol.roles import Peer as Owner
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One row.
+
+    Attributes:
+        act: what the attacker does, in a process of its own.
+        with_key: whose key it has at a broker with keys; None: it has none there either.
+        by: what the table says of whose key it uses; empty: that of `with_key`.
+        without_keys: whether a stranger does it to a broker without keys, too.
+        waits: in the whole drill it lasts until those who read nothing should have been ended.
+        on_empty: it is for a broker that has no model yet; nobody trains there.
+    """
+
+    name: str
+    act: Callable[[Scene], None]
+    with_key: Owner | None = THIEF
+    by: str = ""
+    without_keys: bool = True
+    waits: bool = False
+    on_empty: bool = False
+
+
+ATTACKS = (
+    Attack("3 million empty frames", floods.empty_frames),
+    Attack("endless empty frames", floods.endless_empties),
+    Attack("endless frames of a MiB", floods.endless_mebibytes),
+    Attack("60 joins with headers of 7 MB", floods.large_joins),
+    Attack("pieces of 8 MB descriptions", floods.large_description),
+    Attack("30 observers that never read", floods.observers, waits=True),
+    Attack("manifests asked for, never read", floods.manifests, waits=True),
+    Attack("one-byte messages", floods.noise),
+    Attack("host name with line ends, escapes", words.host_names),
+    Attack("set to ruinous values", words.settings, with_key=OPERATOR),
+    Attack("set, with a worker's key", words.lawful_settings, without_keys=False),
+    Attack("random and mutated messages", words.nonsense),
+    Attack("no key: floods and questions", keyed.no_key, with_key=None, without_keys=False),
+    Attack("a wrong key", keyed.wrong_key, by="a made-up key", without_keys=False),
+    Attack("another worker's name, session", keyed.anothers_name, without_keys=False),
+    Attack("a revoked key", keyed.revoked, without_keys=False),
+    Attack(
+        "a monitor's key that steers", keyed.steering_monitor, with_key=MONITOR, without_keys=False
+    ),
+    Attack("messages, bytes replayed", keyed.replay, by="old messages", without_keys=False),
+    Attack("claim of 4e8 elements, then gone", floods.claim, on_empty=True),
+)
+BY_NAME = {each.name: each for each in ATTACKS}

@@ -1,0 +1,356 @@
+"""Was every pseudo-gradient counted exactly once? Found out from the logs of both sides.
+
+    python -m diloco_lab.chaos.audit FOLDER
+
+This module shares nothing with what it checks: it imports no broker, worker or protocol, only reads JSON
+lines. The broker's log says of each version what it was made from (`after`) and which pushes went into
+it; each life of a worker has a log of the pushes that it froze, saw counted, or dropped.
+
+The *lineage* of a final version is walked back through `after` to the version that came after nothing.
+A broker that crashed may have written down versions that nobody received, and made others in their
+place: they are on no lineage, and what they counted was not counted.
+
+The push of a relay counts whole, and with it each push that it names: those are the workers'. The
+broker's log says so by itself. Where relays have logs of their own (NAME.relay.jsonl), they
+have to say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+BROKER_LOG = "broker.audit.jsonl"
+WORKER_LOGS = "*.worker.jsonl"  # NAME.LIFE.worker.jsonl
+RELAY_LOGS = "*.relay.jsonl"  # NAME.relay.jsonl
+FINAL = "final.json"  # {"versions": [[run, counter, tag], ...]}, one for each fragment
+
+Record = Mapping[str, Any]  # a line of a log, as it was written
+Version = tuple[str, int, str]
+Push = tuple[str, str]  # worker, push id
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A push, or a part of one, in a version. `chunks` is None when all of it went in.
+
+    `steps` is None where it came in a relay's push, which does not tell.
+    """
+
+    worker: str
+    push_id: str
+    steps: int | None
+    chunks: frozenset[int] | None
+    version: Version
+
+
+@dataclass
+class WorkerLog:
+    """What one process of a worker has written down, by push."""
+
+    worker: str
+    number: int
+    frozen: dict[str, Record] = field(default_factory=dict)
+    counted: dict[str, Version] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)  # why
+    has_left: bool = False  # it ended politely
+
+    @property
+    def name(self) -> str:
+        return f"{self.worker}.{self.number}"
+
+
+@dataclass
+class Findings:
+    """What an audit has found, in sentences."""
+
+    # Broken promises.
+    broken: list[str] = field(default_factory=list)  # no way to follow a lineage or a log
+    doubled: list[str] = field(default_factory=list)  # a chunk of a push is twice in a lineage
+    lost: list[str] = field(default_factory=list)  # a survivor saw it counted, no lineage has it
+    uncounted: list[str] = field(default_factory=list)  # frozen by a survivor, which then went on
+    strangers: list[str] = field(default_factory=list)  # in a lineage, and no worker froze it
+    differing: list[str] = field(default_factory=list)  # other steps, or dropped by its worker
+    # In no final version, for a reason.
+    dropped: list[str] = field(default_factory=list)  # by survivors, who said why
+    in_flight: list[str] = field(default_factory=list)  # under way when its survivor left
+    forgotten: list[str] = field(default_factory=list)  # of the killed, in a version that was lost
+    # The releases of all lineages, in order of their rounds.
+    lineage: list[Record] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each broken promise."""
+        counts = [*self.doubled, *self.lost, *self.uncounted]
+        return [*self.broken, *counts, *self.strangers, *self.differing]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What happened to pushes that are in no final version for a reason."""
+        return [*self.dropped, *self.in_flight, *self.forgotten]
+
+
+def read_lines(text: str) -> list[dict[str, Any]]:
+    """The records of a log; a last line that a kill has torn is left out."""
+    *whole, last = text.split("\n")
+    found = [json.loads(line) for line in whole if line.strip()]
+    try:
+        return [*found, json.loads(last)]
+    except ValueError:
+        return found
+
+
+def version_of(plain: Sequence[Any]) -> Version:
+    """A version as a record has it."""
+    run, counter, tag = plain
+    return (str(run), int(counter), str(tag))
+
+
+def told(version: Version) -> str:
+    """A version for people."""
+    return f"{version[1]}#{version[2]}"
+
+
+def chunks_of(bitmap: str) -> frozenset[int] | None:
+    """The chunks in a bitmap given in hexadecimal digits: chunk i is bit i mod 8 of byte i div 8."""
+    if bitmap == "all":
+        return None
+    data = bytes.fromhex(bitmap)
+    return frozenset(i for i in range(8 * len(data)) if data[i // 8] >> i % 8 & 1)
+
+
+def log_of(worker: str, number: int, records: Iterable[Record]) -> WorkerLog:
+    """What these records of one process of a worker say."""
+    log = WorkerLog(worker, number)
+    for record in records:
+        match record["event"]:
+            case "frozen":
+                log.frozen[record["push_id"]] = record
+            case "counted":
+                log.counted[record["push_id"]] = version_of(record["version"])
+            case "dropped":
+                log.dropped[record["push_id"]] = record["why"]
+            case "left":
+                log.has_left = True
+    return log
+
+
+def lineage_of(releases: Iterable[Record], head: Version) -> list[Record]:
+    """The releases that led to this version, the oldest first.
+
+    Raises:
+        ValueError: the log lacks one of them, or goes in a circle.
+    """
+    by_version = {version_of(each["version"]): each for each in releases}
+    found: list[Record] = []
+    at: Version | None = head
+    while at is not None:
+        release = by_version.pop(at, None)
+        if release is None:
+            seen = any(version_of(r["version"]) == at for r in found)
+            why = "comes after itself" if seen else "is not in the broker's log"
+            raise ValueError(f"Version {told(at)}, which led to {told(head)}, {why}.")
+        found.append(release)
+        at = None if release["after"] is None else version_of(release["after"])
+    return found[::-1]
+
+
+def contributions(lineage: Iterable[Record]) -> dict[Push, list[Contribution]]:
+    """What went into these versions, by push: those of relays, and each that is in one of them."""
+    entered: dict[Push, list[Contribution]] = {}
+    for release in lineage:
+        version = version_of(release["version"])
+        for push in release["pushes"]:
+            chunks = chunks_of(push["chunks"])
+            parts = [(push["worker"], push["push_id"], push["steps"])]
+            parts += [(*each, None) for each in push.get("contents", {}).items()]
+            for worker, push_id, steps in parts:
+                part = Contribution(worker, push_id, steps, chunks, version)
+                entered.setdefault((worker, push_id), []).append(part)
+    return entered
+
+
+def of_relays(lineage: Iterable[Record], workers: Collection[str]) -> tuple[set[Push], list[str]]:
+    """The pushes of relays in these versions, and what is wrong with them, in sentences.
+
+    `workers` are those that have logs. A relay's push says of how many workers it is: of the others that
+    it names each has to be a relay behind it.
+    """
+    found: set[Push] = set()
+    broken = []
+    for release in lineage:
+        for push in release["pushes"]:
+            contents = push.get("contents")
+            if contents is None:
+                continue
+            found.add((push["worker"], push["push_id"]))
+            relays = {each for each in contents.items() if each[0] not in workers}
+            if len(relays) == len(contents) - push["workers"]:
+                found |= relays
+            if push["chunks"] != "all":
+                version = told(version_of(release["version"]))
+                broken.append(
+                    f"Push {push['push_id']} of relay {push['worker']} is in version {version} in part."
+                )
+    return found, broken
+
+
+def disagreements(
+    lineage: Iterable[Record], relays: Mapping[str, Sequence[Record]]
+) -> Iterator[str]:
+    """What relays say of versions of these lineages, and those do not; a sentence for each push."""
+    by_version = {version_of(each["version"]): each for each in lineage}
+    for relay, records in relays.items():
+        for record in records:
+            version = version_of(record["version"])
+            if version not in by_version:
+                continue
+            named = contributions([by_version[version]]).keys()
+            for worker, push_id in contributions([record]).keys() - named:
+                yield (
+                    f"Relay {relay} says that version {told(version)} has push {push_id} of {worker}; "
+                    "the broker's log does not."
+                )
+
+
+def audit(
+    releases: Sequence[Record],
+    heads: Iterable[Version],
+    logs: Sequence[WorkerLog],
+    relays: Mapping[str, Sequence[Record]] | None = None,
+) -> Findings:
+    """Compare the lineages of these final versions, one of each fragment, with the workers' logs.
+
+    `relays`: by name, the records of those that have a log.
+    """
+    findings = Findings()
+    first: dict[Version, Record] = {}
+    findings.broken += [
+        f"Version {told(version)} is twice in the broker's log."
+        for version, release in ((version_of(each["version"]), each) for each in releases)
+        if first.setdefault(version, release) != release
+    ]
+    for head in heads:
+        try:
+            findings.lineage += lineage_of(releases, head)
+        except ValueError as error:
+            findings.broken.append(str(error))
+    findings.lineage.sort(key=lambda release: (release["round"], release["fragment"]))
+    entered = contributions(findings.lineage)
+    passed_on, broken = of_relays(findings.lineage, {log.worker for log in logs})
+    findings.broken += [*broken, *disagreements(findings.lineage, relays or {})]
+    known = {(log.worker, push_id): f for log in logs for push_id, f in log.frozen.items()}
+    for push, parts in entered.items():
+        _check_versions(parts, known.get(push), findings, is_of_relay=push in passed_on)
+    for log in logs:
+        _check_log(log, entered, findings)
+    return findings
+
+
+def _check_versions(
+    parts: Sequence[Contribution],
+    frozen: Record | None,
+    findings: Findings,
+    *,
+    is_of_relay: bool,
+) -> None:
+    """One push as it is in the final versions, against what its worker froze."""
+    first = parts[0]
+    with_chunks = [part for part in parts if part.chunks is None or part.chunks]
+    for earlier, part in combinations(with_chunks, 2):
+        which = "chunks"
+        if part.chunks is not None and earlier.chunks is not None:
+            if not part.chunks & earlier.chunks:
+                continue
+            which = f"chunks {sorted(part.chunks & earlier.chunks)}"
+        findings.doubled.append(
+            f"Push {first.push_id} of {first.worker} has {which} in version "
+            f"{told(earlier.version)} and again in {told(part.version)}."
+        )
+    if is_of_relay:
+        return  # nobody trains there
+    if frozen is None:
+        findings.strangers.append(
+            f"{first.worker} never froze push {first.push_id}, which is in version "
+            f"{told(first.version)}."
+        )
+    elif any(part.steps not in (None, frozen["steps"]) for part in parts):
+        findings.differing.append(
+            f"Push {first.push_id} of {first.worker} has {frozen['steps']} steps, in "
+            f"version {told(first.version)} it has {first.steps}."
+        )
+
+
+def _check_log(
+    log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], findings: Findings
+) -> None:
+    """One process of a worker against what went into the final versions."""
+    for push_id, version in log.counted.items():
+        if (log.worker, push_id) not in entered:
+            sentence = (
+                f"{log.name} saw push {push_id} counted in version {told(version)}, and no final "
+                "version contains it."
+            )
+            (findings.lost if log.has_left else findings.forgotten).append(sentence)
+    if not log.has_left:
+        return
+    last = {frozen["fragment"]: push_id for push_id, frozen in log.frozen.items()}
+    for push_id, frozen in log.frozen.items():
+        what = f"push {push_id} of {frozen['steps']} steps"
+        parts = entered.get((log.worker, push_id), ())
+        if push_id in log.dropped:
+            findings.dropped.append(f"{log.name} dropped {what}: {log.dropped[push_id]}")
+            findings.differing += [
+                f"{log.name} dropped {what}, and version {told(part.version)} contains it."
+                for part in parts
+            ]
+        elif push_id in log.counted or any(part.chunks is None for part in parts):
+            continue
+        elif last[frozen["fragment"]] == push_id:
+            findings.in_flight.append(f"{log.name} left with {what} in flight.")
+        else:
+            findings.uncounted.append(f"{log.name} froze {what}, which was never counted.")
+
+
+Relays = dict[str, list[dict[str, Any]]]
+
+
+def read_folder(
+    folder: Path,
+) -> tuple[list[dict[str, Any]], list[Version], list[WorkerLog], Relays]:
+    """The logs of a drill: the broker's releases, the final versions, the workers' and relays' logs."""
+    releases = read_lines((folder / BROKER_LOG).read_text())
+    final = json.loads((folder / FINAL).read_text())["versions"]
+    logs = []
+    for path in sorted(folder.glob(WORKER_LOGS)):
+        worker, number, *_ = path.name.rsplit(".", 3)
+        logs.append(log_of(worker, int(number), read_lines(path.read_text())))
+    relays = {
+        path.name.rsplit(".", 2)[0]: read_lines(path.read_text())
+        for path in folder.glob(RELAY_LOGS)
+    }
+    return releases, [version_of(each) for each in final], logs, relays
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Audit a folder and say what was found. Returns the exit code: 1 for a broken promise."""
+    if len(arguments) != 1 or not (Path(arguments[0]) / BROKER_LOG).exists():
+        print(f"usage: python -m diloco_lab.chaos.audit FOLDER, which holds {BROKER_LOG}")
+        return 2
+    findings = audit(*read_folder(Path(arguments[0])))
+    pushes = contributions(findings.lineage)
+    print(f"{len(findings.lineage)} versions contain {len(pushes)} pushes.")
+    for sentence in findings.remarks:
+        print(f"note: {sentence}")
+    for sentence in findings.problems:
+        print(f"BROKEN: {sentence}")
+    return 1 if findings.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

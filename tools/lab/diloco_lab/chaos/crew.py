@@ -1,0 +1,239 @@
+"""The processes of one run of the drill: broker, relays and workers, and the proxies between them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_lab.chaos.audit import BROKER_LOG, RELAY_LOGS
+from diloco_lab.chaos.disk import Disk
+from diloco_lab.chaos.faults import (
+    DISCONNECT_GRACE_S,
+    HEARTBEAT_TIMEOUT_S,
+    NEWCOMERS,
+    RELAYS,
+    WORKERS,
+)
+from diloco_lab.chaos.job import Job, Life
+from diloco_tools.processes import Child, Children
+from diloco_tools.tcp_proxy import HOST, Gate, TcpProxy
+
+SYNC_EVERY = 6  # H
+RECOVER_WAIT_S = 3.0  # longer than any live worker takes to come back
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a run is synchronised."""
+
+    options: tuple[str, ...]
+    pause_s: float  # behind each inner step of the run with faults: room for processes to start
+    versions_a_round: int  # that make what we call a round: once every worker and every fragment
+    fragments: int = 1  # P
+    delay: int = 0  # tau
+    relays: tuple[str, ...] = ()  # between the broker and the workers
+
+    @property
+    def allowed_loss(self) -> int:
+        """Inner steps that one kill may cost: H, and those made while a fragment was under way."""
+        return SYNC_EVERY + self.delay
+
+
+# Rounds that wait for nobody come faster than faults can be survived, so their steps take longer.
+MODES = {
+    "sync": Mode(("--mode", "sync"), 0.035, 1),
+    "async": Mode(("--mode", "async"), 0.06, len(WORKERS)),
+    "streaming": Mode(
+        (
+            *("--mode", "sync", "--num-fragments", "2", "--fragment-sync-delay", "2"),
+            *("--fragment-merge", "rebase"),  # keeps the steps made while a fragment is under way
+            *("--wire-dtype", "int4z", "--reply-dtype", "int4z"),  # copies follow by differences
+        ),
+        0.06,
+        versions_a_round=2,
+        fragments=2,
+        delay=2,
+    ),
+    "relays": Mode(("--mode", "sync", "--relays"), 0.05, 1, relays=RELAYS),
+}
+
+
+class DrillProxy(TcpProxy):
+    """Breaks all of its connections when it is told to, or behind a byte that is still to come."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._left: int | None = None  # bytes that still pass before a cut; None: no cut is to come
+
+    def cut_within(self, count: int) -> None:
+        """Break every connection once `count` more bytes have passed, both ways together."""
+        with self._lock:
+            self._left = count
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether such a cut is still to come."""
+        with self._lock:
+            return bool(self._left)
+
+    def cut(self) -> None:
+        with self._lock:
+            self._left = None
+            super().cut()
+
+    def gate(self, connection: int, up: bool) -> Gate:
+        return self._passing
+
+    def forward(self, source: socket.socket, sink: socket.socket, gate: Gate, *, up: bool) -> None:
+        with contextlib.suppress(OSError):
+            super().forward(source, sink, gate, up=up)
+        with self._lock:
+            if self._left == 0:
+                self.cut()
+
+    def _passing(self, data: bytes) -> tuple[bytes, bool]:
+        """What of this still passes, and whether the cut comes behind it."""
+        if self._left is None:
+            return data, False
+        passing = data[: self._left]
+        self._left -= len(passing)
+        return passing, self._left == 0
+
+
+class Crew(Children):
+    """Starts, kills, stops and cuts off. Everything has ended once its context is left.
+
+    Everything is written to `folder`, which is empty, `disk` is where the checkpoints go, if that is not
+    simply `folder / "disk"`, and `texts` has NAME.bin for each worker. Each inner step is followed by a
+    `pause` in seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mode: Mode,
+        disk: Disk | None,
+        texts: Path,
+        *,
+        seed: int,
+        pause: float,
+        durable: bool = False,
+    ) -> None:
+        super().__init__(folder)
+        self.mode = mode
+        self.disk = disk
+        self.lives: list[Life] = []  # of all workers, in the order of their start
+        self.broker: Child  # the process at hand
+        self.address = f"tcp://{HOST}:{free_port()}"  # the broker's own
+        # Of each worker and relay by name: in front of whom it is connected to.
+        self.proxies: dict[str, DrillProxy] = {}
+        self.relays: dict[str, Child] = {}  # the processes at hand
+        self.addresses = {name: f"tcp://{HOST}:{free_port()}" for name in mode.relays}
+        self._texts = texts
+        self._seed = seed
+        self._pause = pause
+        self._durable = durable
+        self._brokers = 0
+
+    def __exit__(self, *error: object) -> None:
+        # What still runs hangs, or the drill was broken off: no time for politeness.
+        for child in self.all:
+            child.kill()
+        for proxy in self.proxies.values():
+            proxy.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    def start_broker(self) -> None:
+        """Start the broker, for the first time or again. Returns at once."""
+        self._brokers += 1
+        command = [
+            *(self.disk.prefix if self.disk is not None else ()),
+            *(sys.executable, "-m", "diloco_broker", "serve"),
+            *("--workers", str(len(self.mode.relays or WORKERS))),
+            *("--sync-every", str(SYNC_EVERY)),
+            *("--outer-lr", "0.8", "--outer-momentum", "0.5"),
+            *("--bind", self.address),
+            *("--feed", f"tcp://{HOST}:*"),
+            *("--save-dir", str(self.folder / "disk")),
+            *("--save-every", "1", "--keep", "3"),
+            *("--audit", str(self.folder / BROKER_LOG)),
+            *("--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)),
+            *("--disconnect-grace", str(DISCONNECT_GRACE_S)),
+            *("--recover-wait", str(RECOVER_WAIT_S)),
+            *self.mode.options,
+            *(("--durable",) if self._durable else ()),
+        ]
+        self.broker = self.start(f"broker.{self._brokers}", command)
+
+    def start_relay(self, relay: str) -> None:
+        """Start a relay, for the first time or again. Returns at once."""
+        number = 1 + sum(each.name.startswith(f"{relay}.") for each in self.all)
+        command = [
+            *(sys.executable, "-m", "diloco_broker", "relay"),
+            *("--parent", self.proxy_of(relay, self.address).address, "--name", relay),
+            *("--workers", str(sum(self.relay_of(worker) == relay for worker in WORKERS))),
+            *("--bind", self.addresses[relay], "--feed", f"tcp://{HOST}:*"),
+            *("--audit", str(self.folder / f"{relay}{RELAY_LOGS.removeprefix('*')}")),
+            *("--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)),
+            *("--disconnect-grace", str(DISCONNECT_GRACE_S)),
+        ]
+        self.relays[relay] = self.start(f"{relay}.{number}", command)
+
+    def relay_of(self, worker: str) -> str | None:
+        """The relay that a worker is behind; None where there are none."""
+        place = (*WORKERS, *NEWCOMERS).index(worker)
+        relays = self.mode.relays
+        return relays[place % len(relays)] if relays else None
+
+    def behind(self, relay: str) -> list[Life]:
+        """The latest lives of the workers behind a relay."""
+        names = {life.job.worker for life in self.lives}
+        return [self.life(name) for name in sorted(names) if self.relay_of(name) == relay]
+
+    def proxy_of(self, name: str, target: str) -> DrillProxy:
+        """The proxy of a worker or relay, which stays; `target` is what is behind it."""
+        if name not in self.proxies:
+            self.proxies[name] = DrillProxy(target)
+        return self.proxies[name]
+
+    def start_worker(self, worker: str, *, pulls: bool = True) -> Life:
+        """Start a worker, for the first time or again."""
+        number = 1 + sum(life.job.worker == worker for life in self.lives)
+        relay = self.relay_of(worker)
+        target = self.address if relay is None else self.addresses[relay]
+        job = Job(
+            worker,
+            number,
+            server=self.proxy_of(worker, target).address,
+            broker=self.address,
+            folder=str(self.folder),
+            shard=str(self._texts / f"{worker}.bin"),
+            # Other batches in each life of each worker.
+            seed=int.from_bytes(f"{self._seed}{worker}{number}".encode(), "big") % (1 << 62),
+            pause=self._pause,
+            pulls=pulls,
+        )
+        command = [sys.executable, "-m", "diloco_lab.chaos.worker", str(job.write())]
+        life = Life(job, self.start(job.name, command))
+        self.lives.append(life)
+        return life
+
+    def life(self, worker: str) -> Life:
+        """The latest life of a worker."""
+        return next(life for life in reversed(self.lives) if life.job.worker == worker)
+
+    def kill_worker(self, worker: str) -> None:
+        life = self.life(worker)
+        life.child.kill()
+        life.ended_at, life.was_killed = time.monotonic(), True
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with contextlib.closing(socket.create_server((HOST, 0))) as probe:
+        return int(probe.getsockname()[1])

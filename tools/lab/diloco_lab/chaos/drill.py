@@ -1,0 +1,256 @@
+"""One mode of the drill: the run with its faults and its end, the calm run, the audit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from diloco_lab.chaos import audit as audits
+from diloco_lab.chaos import report as reports
+from diloco_lab.chaos.audit import Record
+from diloco_lab.chaos.crew import MODES, Crew
+from diloco_lab.chaos.disk import small_disk
+from diloco_lab.chaos.faults import NEWCOMERS, WORKERS, Injected, Scale, plan
+from diloco_lab.chaos.inject import inject_all
+from diloco_lab.chaos.job import RESULT
+from diloco_lab.chaos.report import Report
+from diloco_lab.chaos.run_watch import Broken, RunWatch
+from diloco_lab.chaos.worker import CONTEXT, checksum, named
+from diloco_protocol.errors import DilocoError
+from diloco_tools.demo.data import load_text
+from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
+from diloco_tools.processes import ChildFailed
+from diloco_worker import DiLoCoClient, GlobalParameters
+
+START_WITHIN_S = 60.0
+LEAVE_WITHIN_S = 40.0
+PULL_WITHIN_S = 20.0
+EXIT_WITHIN_S = 30.0
+BROKER_EXIT_WITHIN_S = 10.0
+LAST_ROUNDS = 4  # after everything; a crash may have taken one back
+Windows = tuple[Tensor, Tensor]  # of held-out text, and what comes next, for the loss
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for, for all modes."""
+
+    out: Path  # a folder for each mode, and one for the text
+    scale: Scale
+    seed: int
+    deadline: float  # on the monotonic clock
+    durable: bool
+    with_calm: bool  # compare with a run without faults
+
+    @property
+    def texts(self) -> Path:
+        return self.out / "text"
+
+
+def prepare_text(folder: Path) -> Windows:
+    """Cut the demo's text for everybody who will take part, newcomers included: NAME.bin for each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = (*WORKERS, *NEWCOMERS)
+    text = load_text(None, len(names), CONTEXT)
+    for name, shard in zip(names, text.shards, strict=True):
+        (folder / f"{name}.bin").write_bytes(bytes(shard.numpy()))
+    return text.validation
+
+
+def drill(mode: str, held_out: Windows, asked: Options, say: Callable[[str], None]) -> Report:
+    """Run one mode in its folder, emptied first; whatever is broken is in the report."""
+    folder, how, seed = asked.out / mode, MODES[mode], asked.seed
+    empty(folder)
+    began, injected, broken = time.monotonic(), list[Injected](), list[str]()
+    disk = small_disk(folder / "disk")
+    report = reports.new_report(mode, how.allowed_loss, disk.how)
+    crew = Crew(folder, how, disk, asked.texts, seed=seed, pause=how.pause_s, durable=asked.durable)
+    with crew:
+        watch = RunWatch(crew, asked.deadline)
+        try:
+            open_run(watch)
+            inject_all(watch, plan(seed, mode, asked.scale.of(how.relays)), injected)
+            close_in(watch, asked.scale.rounds)
+            until = time.monotonic()
+            report["ending"] = bring_to_an_end(watch, held_out)
+        except (Broken, ChildFailed) as error:
+            broken.append(str(error))
+    report["seconds"] = round(time.monotonic() - began, 1)
+    seen = watch.seen
+    if report["ending"] is not None:
+        seen = judge(report, watch, until)
+        if asked.with_calm:
+            say(f"{mode}: the same without faults, for comparison")
+            empty(folder / "calm")
+            with Crew(folder / "calm", how, None, asked.texts, seed=seed + 1, pause=0.0) as crew:
+                broken += calm(report, RunWatch(crew, asked.deadline), held_out)
+    report["faults"] = [reports.verdict(each, seen, began) for each in injected]
+    report["table"] = reports.rows(report["faults"])
+    broken += reports.problems(report, asked.scale.rounds)
+    report["problems"] = [f"{mode}: {sentence}" for sentence in broken]
+    return report
+
+
+def empty(folder: Path) -> None:
+    """Make this folder, or remove what an earlier drill has left in it.
+
+    Raises:
+        OSError: there is something else in it.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / audits.BROKER_LOG).exists():
+            raise FileExistsError(f"{folder} holds something that is not of a drill")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def open_run(watch: RunWatch) -> None:
+    """Start everybody at once (who is early waits for the broker), and wait for the first round."""
+    watch.crew.start_broker()
+    for relay in watch.crew.mode.relays:
+        watch.crew.start_relay(relay)
+    for worker in WORKERS:
+        watch.crew.start_worker(worker)
+    sentence = f"No round closed within {START_WITHIN_S:g} s."
+    watch.wait_until(lambda: watch.rounds >= 1, START_WITHIN_S, sentence)
+
+
+def close_in(watch: RunWatch, rounds: int) -> None:
+    """Go on until there have been enough rounds, everybody is back, and some more."""
+    while watch.rounds < rounds:
+        watch.wait_rounds(1, "the last fault")
+    for worker in WORKERS:
+        watch.await_joined(worker)
+    watch.wait_rounds(LAST_ROUNDS, "the last fault")
+
+
+def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
+    """Have everybody leave by itself and pull the same version, and stop the broker.
+
+    Returns:
+        `versions`, the final one of each fragment; `checksum` of its parameters as the drill pulled it,
+        `checksums` as each surviving worker did, by name of its life; their `loss`, nats per byte of
+        held-out text; `held`, by life a checksum of each version that training stood on; `exits` of the
+        workers that were not killed; `broker_exit` after SIGTERM, None if it had to be killed, and the
+        `broker_seconds` that it took.
+
+    Raises:
+        Broken: somebody hangs.
+    """
+    crew = watch.crew
+    staying = [life for life in crew.lives if not life.was_killed]
+    for life in staying:
+        life.job.finish.touch()
+    watch.wait_until(
+        lambda: all(life.ended_at is not None for life in staying),
+        LEAVE_WITHIN_S,
+        f"Not everybody left within {LEAVE_WITHIN_S:g} s of being asked to.",
+    )
+    try:
+        with DiLoCoClient(crew.address, timeout=PULL_WITHIN_S) as observer:
+            final = observer.pull()
+    except DilocoError as error:
+        raise Broken(f"The final version cannot be pulled: {error}") from None
+    for life in staying:
+        life.job.pull.touch()
+    until = time.monotonic() + EXIT_WITHIN_S
+    exits = {life.job.name: life.child.wait(until - time.monotonic()) for life in staying}
+    hung = [name for name, code in exits.items() if code is None]
+    if hung:
+        raise Broken(f"{', '.join(hung)} did not end within {EXIT_WITHIN_S:g} s of leaving.")
+    pulled = [life.job for life in staying if life.job.pulls and life.job.file(RESULT).exists()]
+    for name, relay in crew.relays.items():
+        relay.process.terminate()
+        exits[name] = relay.wait(BROKER_EXIT_WITHIN_S)
+    began = time.monotonic()
+    crew.broker.process.terminate()
+    broker_exit = crew.broker.wait(BROKER_EXIT_WITHIN_S)
+    return {
+        "versions": named(final),
+        "checksum": checksum(final),
+        "checksums": {
+            job.name: json.loads(job.file(RESULT).read_text())["checksum"] for job in pulled
+        },
+        "held": {
+            job.name: json.loads(job.file(RESULT).read_text()).get("held", {}) for job in pulled
+        },
+        "loss": loss_of(final, held_out),
+        "exits": exits,
+        "broker_exit": broker_exit,
+        "broker_seconds": time.monotonic() - began,
+    }
+
+
+def loss_of(final: GlobalParameters, held_out: Windows) -> float:
+    """Mean loss of these parameters, nats per byte."""
+    model = build_model(0, GPTConfig(context=CONTEXT))
+    model.load_state_dict(final.tensors)
+    return validation_loss(model, *held_out)
+
+
+def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Record]]:
+    """Audit a run that came to its end, and fill in the report; from `until` on everybody left.
+
+    Returns:
+        What the watch has seen, without versions that were lost.
+    """
+    crew, fragments = watch.crew, watch.crew.mode.fragments
+    final = {"versions": report["ending"]["versions"]}
+    (crew.folder / audits.FINAL).write_text(json.dumps(final))
+    releases, heads, logs, relays = audits.read_folder(crew.folder)
+    findings = audits.audit(releases, heads, logs, relays)
+    report["audit"] = reports.audited(findings)
+    seen = [each for each in watch.seen if each[1] in findings.lineage]
+    report["rounds"] = len(seen) / crew.mode.versions_a_round
+    entered = audits.contributions(findings.lineage)
+    brought, _ = audits.of_relays(findings.lineage, {log.worker for log in logs})
+    report["contributions"] = len(entered.keys() - brought)
+    by_name = {log.name: log for log in logs}
+    trained, applied = Counter[str](), Counter[str]()
+    for life in crew.lives:
+        name, steps = life.job.name, life.steps
+        work = reports.work_of(steps, by_name[name], entered, fragments)
+        if life.was_killed:
+            lost = (work["trained"] - work["applied"]) / fragments
+            report["kills"].append({"life": name, "trained": steps, "lost": lost})
+        for whose in ("all",) if life.was_killed else ("all", "not_killed"):
+            trained[whose] += work["trained"]
+            applied[whose] += work["applied"]
+    for whose in report["useful_work"]:
+        report["useful_work"][whose] = reports.work(trained[whose], applied[whose])
+    report["averaged"] = reports.averaged(
+        [(at, reports.workers_in(release)) for at, release in seen if at < until],
+        crew.lives,
+        window=2 * len(WORKERS) if report["mode"] == "async" else 1,
+    )
+    return seen
+
+
+def calm(report: Report, watch: RunWatch, held_out: Windows) -> list[str]:
+    """The same mode without faults, until as many contributions are in; its loss goes in the report.
+
+    Returns:
+        What was broken, in a sentence.
+    """
+    began = time.monotonic()
+    try:
+        open_run(watch)
+        while watch.contributions < report["contributions"]:
+            watch.wait_rounds(1 / watch.crew.mode.versions_a_round, "the start of the calm run")
+        ending = bring_to_an_end(watch, held_out)
+    except (Broken, ChildFailed) as error:
+        return [f"The calm run: {error}"]
+    report["calm"] = {
+        "loss": ending["loss"],
+        "contributions": watch.contributions,
+        "seconds": time.monotonic() - began,
+    }
+    return []

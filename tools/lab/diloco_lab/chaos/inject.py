@@ -1,0 +1,177 @@
+"""Carrying out one fault after the other."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from diloco_lab.chaos.faults import WORKERS, Fault, Injected, Kind
+from diloco_lab.chaos.job import Life
+from diloco_lab.chaos.report import workers_in
+from diloco_lab.chaos.run_watch import RunWatch
+from diloco_protocol.errors import DilocoError
+from diloco_worker import DiLoCoClient
+
+RESTART_AFTER_S = 0.3  # what a supervisor takes to start a process again
+STAY_ROUNDS = 4  # that a newcomer takes part in
+FULL_ROUNDS = 2  # that close while the disk is full
+REPORT_WITHIN_S = 15.0
+STATUS_WITHIN_S = 5.0
+STATUS_EVERY_S = 0.3
+
+
+def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected]) -> None:
+    """Carry out a plan. `injected` grows as it goes, so that it is there when something breaks."""
+    last = "the start"
+    for fault in faults:
+        watch.wait_rounds(fault.gap, last)
+        watch.pause(fault.delay)
+        injected.append(Injected(fault))
+        carry_out = break_a_site if fault.kind.is_of_relays else inject
+        carry_out(watch, injected[-1])
+        last = f"{fault.target}: {fault.kind.words}"
+    watch.wait_until(lambda: watch.is_quiet, REPORT_WITHIN_S * 2, f"{last} did not end.")
+
+
+def inject(watch: RunWatch, entry: Injected) -> None:
+    """Carry out one fault; what belongs to it later is put off."""
+    fault, crew, worker = entry.fault, watch.crew, entry.fault.target
+    if worker in WORKERS:
+        life, proxy = watch.await_joined(worker), crew.proxies[worker]
+    match fault.kind:
+        case Kind.KILL_WORKER:
+            crew.kill_worker(worker)
+            watch.later(RESTART_AFTER_S, lambda: crew.start_worker(worker))
+        case Kind.STOP_WORKER:
+            life.child.process.send_signal(signal.SIGSTOP)
+            goes_on = _stands_still(life, time.monotonic())
+            watch.later(fault.seconds, lambda: _go_on(life, goes_on))
+        case Kind.CUT:
+            proxy.cut()
+        case Kind.CUT_WITHIN:
+            proxy.cut_within(fault.within)
+            sentence = f"{worker} sent nothing."
+            watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
+        case Kind.PARTITION:
+            proxy.shut()
+            watch.later(fault.seconds, proxy.open)
+        case Kind.KILL_BROKER:
+            crew.broker.kill()
+            watch.later(RESTART_AFTER_S, crew.start_broker)
+        case Kind.STOP_BROKER:
+            broker = crew.broker.process
+            broker.send_signal(signal.SIGSTOP)
+            watch.later(fault.seconds, lambda: broker.send_signal(signal.SIGCONT))
+        case Kind.FILL_DISK:
+            _fill_disk(watch, entry)
+        case Kind.GUEST | Kind.PASSER:
+            _newcomer(watch, entry)
+            return  # it takes effect when the newcomer goes
+    if entry.at is None:
+        entry.at = time.monotonic()
+
+
+def break_a_site(watch: RunWatch, entry: Injected) -> None:
+    """What befalls a relay befalls all behind it, until a version has their work again."""
+    fault, crew, relay = entry.fault, watch.crew, entry.fault.target
+    proxy = crew.proxies[relay]
+    if fault.kind is Kind.CUT_WAN:
+        proxy.cut_within(fault.within)
+        sentence = f"{relay} sent nothing."
+        watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
+    entry.at = at = time.monotonic()
+    for life in crew.behind(relay):
+        _is_away(watch, life, at)
+    match fault.kind:
+        case Kind.KILL_RELAY:
+            crew.relays[relay].kill()
+            watch.later(RESTART_AFTER_S, lambda: crew.start_relay(relay))
+        case Kind.PARTITION_WAN:
+            proxy.shut()
+            watch.later(fault.seconds, proxy.open)
+
+
+def _is_away(watch: RunWatch, life: Life, at: float) -> None:
+    """It counts as stopped until a version has it again, or it is gone."""
+    goes_on = _stands_still(life, at)
+
+    def is_back() -> bool:
+        newest = watch.seen[-1] if watch.seen else None
+        has_it = newest is not None and newest[0] > at and life.job.worker in workers_in(newest[1])
+        return has_it or life.ended_at is not None
+
+    watch.when(is_back, goes_on)
+
+
+def _stands_still(life: Life, at: float) -> Callable[[], None]:
+    """It counts as stopped from then on, until what is returned is called."""
+    life.stops.append((at, float("inf")))
+
+    def goes_on() -> None:
+        life.stops.remove((at, float("inf")))
+        life.stops.append((at, time.monotonic()))
+
+    return goes_on
+
+
+def _go_on(life: Life, goes_on: Callable[[], None]) -> None:
+    life.child.process.send_signal(signal.SIGCONT)
+    goes_on()
+
+
+def _newcomer(watch: RunWatch, entry: Injected) -> None:
+    """Start a worker that takes part for some rounds, and then leaves or is killed."""
+    crew, worker = watch.crew, entry.fault.target
+    life = crew.start_worker(worker, pulls=False)
+
+    def has_left() -> None:
+        entry.is_over = True
+
+    def go() -> None:
+        if entry.fault.kind is Kind.PASSER:
+            crew.kill_worker(worker)
+        else:
+            life.job.finish.touch()
+            watch.when(lambda: life.ended_at is not None, has_left)
+        entry.at = time.monotonic()
+
+    def stay() -> None:
+        until = watch.rounds + STAY_ROUNDS
+        watch.when(lambda: watch.rounds >= until, go)
+
+    watch.when(lambda: life.joined_at is not None, stay)
+
+
+def _fill_disk(watch: RunWatch, entry: Injected) -> None:
+    """No checkpoint fits for some rounds. The broker has to say so, train on, and save again after."""
+    crew, disk = watch.crew, watch.crew.disk
+    assert disk is not None
+    broker = crew.broker.pid
+
+    def wait(condition: Callable[[], bool], sentence: str) -> None:
+        watch.wait_until(condition, REPORT_WITHIN_S, sentence, STATUS_EVERY_S)
+
+    disk.fill(broker)
+    entry.at = time.monotonic()
+    try:
+        wait(
+            lambda: bool(_error(watch)),
+            "The checkpoint disk is full and the broker does not say so.",
+        )
+        watch.wait_rounds(FULL_ROUNDS, "the checkpoint disk was full")
+    finally:
+        disk.make_room(broker)
+    sentence = "There is room for checkpoints again and the broker writes none."
+    wait(lambda: _error(watch) == "", sentence)
+    entry.is_over = True
+
+
+def _error(watch: RunWatch) -> str | None:
+    """What is wrong with the checkpoints, as the broker's status says; None when it does not answer."""
+    try:
+        with DiLoCoClient(watch.crew.address, timeout=STATUS_WITHIN_S) as client:
+            checkpoint = client.status()["checkpoint"]
+    except DilocoError:
+        return None
+    return str(checkpoint["error"] or "")

@@ -1,0 +1,221 @@
+"""What one mode of the drill has shown, and which promises it has broken. Pure.
+
+A report is the document that is written to MODE.json. Each broken promise is one sentence that names
+the values.
+
+**Useful work** is inner steps inside applied contributions over inner steps trained. The unit is one
+inner step on one fragment, so with P fragments a step counts P times: once for each fragment whose
+pseudo-gradient has to carry it. A pseudo-gradient carries the steps since the last one of its fragment;
+it is applied when all of it is in the lineage of the final version. What is in there by halves counts
+as nothing. That holds in every mode; asynchronous runs of the drill have P = 1. Steps of killed lives
+are known from a file that each step writes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from diloco_lab.chaos.audit import Contribution, Findings, Push, Record, WorkerLog
+from diloco_lab.chaos.faults import RELAYS, WORKERS, Injected, Kind
+from diloco_lab.chaos.job import Life
+
+LEAST_SHARE_AVERAGED = 0.95
+MOST_LOSS = 1.03  # of the calm run's
+# With relays half of the workers are away at once, until a process has started again: for some rounds
+# the mean is of two, and noisier.
+MOST_LOSS_WITH_RELAYS = 1.06
+RECOVERY_S = 20.0  # from a kill to the next round, starting a process on a busy machine included
+SEEN_BY_ITSELF = (Kind.FILL_DISK, Kind.GUEST)  # their end takes more than a new version
+Report = dict[str, Any]
+
+
+def new_report(mode: str, allowed: int, disk: str) -> Report:
+    """Of a run that has not come to anything yet; one kill may cost `allowed` inner steps."""
+    return {
+        "mode": mode,
+        "disk": disk,
+        "rounds": 0.0,  # in the lineage of the final version, like the contributions
+        "contributions": 0,
+        "seconds": 0.0,
+        "useful_work": {"all": work(0, 0), "not_killed": work(0, 0)},
+        "kills": [],  # for each: the life, inner steps trained in it, and those in no version
+        "allowed_steps_a_kill": allowed,
+        "averaged": {"alive": 0, "averaged": 0, "share": 1.0},
+        "faults": [],  # see `verdict`
+        "table": [],  # see `rows`
+        "audit": None,  # see `audited`
+        "ending": None,  # see `drill.bring_to_an_end`
+        "calm": None,  # the run without faults: loss, contributions, seconds
+        "problems": [],
+    }
+
+
+def work(trained: int, applied: int) -> dict[str, Any]:
+    """Steps times fragments: trained, and inside applied contributions."""
+    return {"trained": trained, "applied": applied, "share": applied / trained if trained else 1.0}
+
+
+def work_of(
+    steps: int, log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], fragments: int
+) -> dict[str, Any]:
+    """What became of the inner steps of one life; `entered` is what the final versions contain."""
+    applied = 0
+    for push_id, frozen in log.frozen.items():
+        parts = entered.get((log.worker, push_id), ())
+        if any(p.chunks is None for p in parts) or (parts and push_id in log.counted):
+            applied += frozen["steps"]
+    return work(steps * fragments, applied)
+
+
+def averaged(
+    versions: Sequence[tuple[float, Collection[str]]], lives: Sequence[Life], window: int = 1
+) -> dict[str, Any]:
+    """Of the workers alive throughout a round, how many its version contains; over all rounds.
+
+    Args:
+        versions: when each was seen, and which workers are in it, in order.
+        window: versions that make a round: 1, where there are rounds. In asynchronous mode each version
+            is one worker's, so it is twice the number of workers: who is in none of them was left out.
+    """
+    alive = hits = 0
+    for end in range(window, len(versions), window):
+        start_at, end_at = versions[end - window][0], versions[end][0]
+        inside = {name for _, names in versions[end - window + 1 : end + 1] for name in names}
+        there = {e.job.worker for e in lives if e.is_alive_throughout(start_at, end_at)}
+        alive += len(there)
+        hits += len(there & inside)
+    return {"alive": alive, "averaged": hits, "share": hits / alive if alive else 1.0}
+
+
+def workers_in(release: Record) -> set[str]:
+    """Whose work is in a version; relays that brought it are named as well."""
+    return {n for push in release["pushes"] for n in (push["worker"], *push.get("contents", ()))}
+
+
+def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float) -> dict[str, Any]:
+    """What came after a fault: seconds to the next version, and whether the run got over it.
+
+    It did when it went on, and the target took part again, or left as it was meant to. `seen` are all
+    versions with the time at which each was seen; the run `began` on the same clock.
+    """
+    at = float("inf") if entry.at is None else entry.at
+    later = [each for each in seen if each[0] > at]
+    back = later
+    if entry.fault.target in (*WORKERS, *RELAYS):  # it has to take part again
+        back = [each for each in later if entry.fault.target in workers_in(each[1])]
+    return {
+        "kind": entry.fault.kind.name.lower(),
+        "target": entry.fault.target,
+        "at_s": None if entry.at is None else at - began,
+        "next_round_s": later[0][0] - at if later else None,
+        "survived": bool(back) and (entry.is_over or entry.fault.kind not in SEEN_BY_ITSELF),
+    }
+
+
+def rows(verdicts: Sequence[Record]) -> list[dict[str, Any]]:
+    """All faults of each kind, in the order of `Kind`: how many, and seconds to the next round."""
+    made = []
+    for kind in Kind:
+        these = [each for each in verdicts if each["kind"] == kind.name.lower()]
+        times = [each["next_round_s"] for each in these if each["next_round_s"] is not None]
+        if these:
+            made.append(
+                {
+                    "kind": kind.words,
+                    "injected": len(these),
+                    "survived": sum(each["survived"] for each in these),
+                    "median": statistics.median(times) if times else None,
+                    "worst": max(times, default=None),
+                }
+            )
+    return made
+
+
+def kills(report: Report) -> list[dict[str, Any]]:
+    """The faults in which a process died."""
+    return [each for each in report["faults"] if Kind[each["kind"].upper()].is_kill]
+
+
+def audited(findings: Findings) -> dict[str, Any]:
+    """What the audit has found."""
+    names = ("doubled", "lost", "dropped", "in_flight", "forgotten")
+    lists = {name: getattr(findings, name) for name in names}
+    return {"versions": len(findings.lineage), "problems": findings.problems, **lists}
+
+
+def problems(report: Report, least_rounds: int) -> Iterator[str]:
+    """A sentence for each broken promise; the run had to have `least_rounds`."""
+    for each in report["faults"]:
+        if not each["survived"]:
+            at = each["at_s"]
+            when = "never carried out" if at is None else f"{at:.0f} s after the start"
+            what = f"{Kind[each['kind'].upper()].words} ({each['target']}, {when})"
+            yield f"The run did not get over a fault: {what}."
+    for each in kills(report):
+        if (each["next_round_s"] or 0.0) > RECOVERY_S:
+            yield (
+                f"After {each['target']} was killed the next round closed in "
+                f"{each['next_round_s']:.1f} s; at most {RECOVERY_S:g} s are allowed."
+            )
+    if report["audit"] is not None:
+        yield from report["audit"]["problems"]
+    if report["ending"] is not None:
+        yield from _of_the_end(report["ending"])
+        yield from _of_figures(report, least_rounds)
+
+
+def _of_the_end(ending: Record) -> Iterator[str]:
+    first: dict[str, tuple[str, str]] = {}
+    for name, held in ending.get("held", {}).items():
+        for version, told in held.items():
+            who, seen = first.setdefault(version, (name, told))
+            if told != seen:
+                yield f"{name} and {who} hold other values of version {version}."
+    checksum = ending["checksum"]
+    for name, told in ending["checksums"].items():
+        if told != checksum:
+            yield (
+                f"{name} pulled other parameters than the drill ({told[:12]} instead of "
+                f"{checksum[:12]})."
+            )
+    for name, code in ending["exits"].items():
+        if code != 0:
+            yield f"{name} ended with exit code {code} instead of 0."
+    if ending["broker_exit"] != 0:
+        yield (
+            f"The broker ended with exit code {ending['broker_exit']} after SIGTERM, in "
+            f"{ending['broker_seconds']:.1f} s; 0 was promised."
+        )
+
+
+def _of_figures(report: Report, least_rounds: int) -> Iterator[str]:
+    done, allowed = report["useful_work"]["not_killed"], report["allowed_steps_a_kill"]
+    if done["applied"] != done["trained"]:
+        yield (
+            f"Workers that were not killed trained {done['trained']} steps and {done['applied']} are "
+            "in the final version; all of them should be."
+        )
+    for cost in report["kills"]:
+        if cost["lost"] > allowed:
+            yield (
+                f"The kill of {cost['life']} cost {cost['lost']:g} inner steps; at most {allowed} "
+                "are allowed."
+            )
+    if report["rounds"] < least_rounds:
+        yield f"The run had {report['rounds']:g} rounds; {least_rounds} were to be."
+    average = report["averaged"]
+    if average["share"] < LEAST_SHARE_AVERAGED:
+        yield (
+            f"{average['averaged']} of {average['alive']} workers alive throughout a round "
+            f"were averaged in it; at least {LEAST_SHARE_AVERAGED:.0%} should be."
+        )
+    if report["calm"] is not None:
+        loss, calm = report["ending"]["loss"], report["calm"]["loss"]
+        most = MOST_LOSS_WITH_RELAYS if report["mode"] == "relays" else MOST_LOSS
+        if loss / calm > most:
+            yield (
+                f"The final loss is {loss:.4f}, {loss / calm - 1:.1%} above the calm run's "
+                f"{calm:.4f}; at most {most - 1:.0%} are allowed."
+            )

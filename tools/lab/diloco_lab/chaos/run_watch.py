@@ -1,0 +1,127 @@
+"""What is going on in a run, as it is seen from outside: new versions, who has joined, what is due.
+
+Nothing is awaited blindly: each wait has a bound and a sentence for the case that it was in vain, and
+while it lasts what has been put off (`when`) is done at its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from diloco_lab.chaos.audit import BROKER_LOG, Record
+from diloco_lab.chaos.crew import Crew
+from diloco_lab.chaos.job import AUDIT, Life
+from diloco_tools.processes import JsonLines
+
+TURN_S = 0.03  # between two looks
+STANDSTILL_S = 25.0  # without a new version: the run hangs
+
+
+class Broken(Exception):
+    """A promise is broken and the drill cannot go on; the message is a sentence that names it."""
+
+
+class RunWatch:
+    """See the head of this module. Times are of the monotonic clock."""
+
+    def __init__(self, crew: Crew, deadline: float) -> None:
+        self.crew = crew
+        self.deadline = deadline  # the run has to be over by then
+        # The versions so far, those that came after others, and when each was seen.
+        self.seen: list[tuple[float, Record]] = []
+        self._log = JsonLines(crew.folder / BROKER_LOG)
+        self._logs: dict[str, JsonLines] = {}
+        self._put_off: list[tuple[Callable[[], bool], Callable[[], object]]] = []
+
+    @property
+    def rounds(self) -> float:
+        """Rounds so far, as they are counted in this mode (see `Mode`)."""
+        return len(self.seen) / self.crew.mode.versions_a_round
+
+    @property
+    def contributions(self) -> int:
+        """Pushes that the versions so far contain; of lost versions, too."""
+        return sum(push.get("workers", 1) for _, e in self.seen for push in e["pushes"])
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self._put_off
+
+    def when(self, condition: Callable[[], bool], action: Callable[[], object]) -> None:
+        """Do something as soon as a condition holds."""
+        self._put_off.append((condition, action))
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        due = time.monotonic() + seconds
+        self.when(lambda: time.monotonic() >= due, action)
+
+    def look(self) -> None:
+        """Take in what is new, and do what is due."""
+        now = time.monotonic()
+        self.seen += [(now, each) for each in self._log.new() if each["after"] is not None]
+        for life in self.crew.lives:
+            if life.ended_at is None:
+                self._look_at(life, now)
+        for pair in list(self._put_off):
+            condition, action = pair
+            if condition():
+                self._put_off.remove(pair)
+                action()
+
+    def _look_at(self, life: Life, now: float) -> None:
+        log = self._logs.setdefault(life.job.name, JsonLines(life.job.file(AUDIT)))
+        for record in log.new():
+            if record["event"] == "joined" and life.joined_at is None:
+                life.joined_at = now
+            elif record["event"] == "left":
+                life.ended_at = now
+        if life.ended_at is None and not life.child.running:
+            raise Broken(str(life.child.failure()))
+
+    def wait_until(
+        self, condition: Callable[[], bool], seconds: float, sentence: str, every: float = TURN_S
+    ) -> None:
+        """Wait until a condition holds; raises Broken with the sentence after `seconds`.
+
+        The condition is looked at each `every` seconds, the run itself all the time.
+        """
+        until = time.monotonic() + seconds
+        self.look()
+        while not condition():
+            now = time.monotonic()
+            if now > self.deadline:
+                raise Broken(f"The drill ran out of time (--minutes gives it more): {sentence}")
+            if now > until:
+                raise Broken(sentence)
+            for each in (self.crew.broker, *self.crew.relays.values()):
+                if not each.running and self.is_quiet:
+                    raise Broken(str(each.failure()))
+            self.pause(every)
+
+    def wait_rounds(self, rounds: float, after: str) -> None:
+        """Wait until this many more rounds have closed; raises Broken when the run stands still."""
+        target = len(self.seen) + rounds * self.crew.mode.versions_a_round
+        sentence = f"No round closed for {STANDSTILL_S:g} s after {after}."
+        while (have := len(self.seen)) < target:
+            self.wait_until(self._more_than(have), STANDSTILL_S, sentence)
+
+    def _more_than(self, have: int) -> Callable[[], bool]:
+        return lambda: len(self.seen) > have
+
+    def pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(TURN_S)
+            self.look()
+
+    def await_joined(self, worker: str) -> Life:
+        """Wait until the latest life of a worker takes part."""
+
+        def takes_part() -> bool:
+            life = self.crew.life(worker)
+            return life.joined_at is not None and life.ended_at is None
+
+        sentence = f"{worker} did not join within {STANDSTILL_S:g} s."
+        self.wait_until(takes_part, STANDSTILL_S, sentence)
+        return self.crew.life(worker)

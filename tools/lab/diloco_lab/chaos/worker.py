@@ -1,0 +1,139 @@
+"""A worker of the drill: trains the demo's model until it is told to finish, or is killed.
+
+    python -m diloco_lab.chaos.worker JOB.json
+
+It writes down each inner step at once (`steps`), so that what was trained in a life that ended in the
+middle is known; and it leaves the run only when nothing that it has trained is unsent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from diloco_lab.chaos.audit import log_of, read_lines
+from diloco_lab.chaos.job import AUDIT, RESULT, STEPS, Job
+from diloco_tools.demo.data import training_batches
+from diloco_tools.demo.model import GPTConfig, Recipe, build_model, build_optimizer, inner_step
+from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
+
+CONTEXT = 32  # bytes that the model sees at once: half of the demo's, so that rounds are short
+BATCH = 4
+LEARNING_RATE = 2e-3
+WARMUP = 10  # steps of each life: AdamW has no state in the beginning
+LOOK_EVERY_S = 0.05
+PULL_WITHIN_S = 60.0  # that a worker which has left waits for the others
+PATIENCE_S = 30.0  # without a sign of life of the broker
+FORCES = 3  # attempts to get the last steps in
+
+
+class StepCount:
+    """Writes down each optimizer step before anything else hears of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.steps = 0
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        self.steps += 1
+        os.pwrite(self._file, self.steps.to_bytes(8, "little"), 0)
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Take part in the run until `job.finish` exists; returns the figures of this life."""
+    torch.set_num_threads(1)  # several of these share one machine
+    text = torch.frombuffer(bytearray(Path(job.shard).read_bytes()), dtype=torch.uint8)
+    model = build_model(0, GPTConfig(context=CONTEXT))
+    optimizer = build_optimizer(model, Recipe(0, BATCH, CONTEXT, LEARNING_RATE, "constant"))
+    count = StepCount(job.file(STEPS))
+    optimizer.register_step_post_hook(count)  # before the hook's, so it is called before
+    with DiLoCoWorker(
+        model,
+        optimizer,
+        server=job.server,
+        worker_id=job.worker,
+        audit=str(job.file(AUDIT)),
+        timeout=PATIENCE_S,
+    ) as diloco:
+        for tokens, targets in training_batches(text, BATCH, CONTEXT, job.seed):
+            if job.finish.exists():
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * min(1.0, (count.steps + 1) / WARMUP)
+            loss = inner_step(model, optimizer, tokens, targets)
+            diloco.report(loss=loss, tokens=tokens.numel())
+            time.sleep(job.pause)
+        bring_in(diloco, job.file(AUDIT))
+        held = copies(diloco)
+    return {"steps": count.steps, "metrics": dict(diloco.sync_metrics), "held": held}
+
+
+def copies(diloco: DiLoCoWorker) -> dict[str, str]:
+    """By the name of each version that this worker holds, SHA-256 over every bit of its values."""
+    found = {}
+    resume = diloco.state_dict()["resume"]
+    for number, each in enumerate(resume["fragments"] if resume else ()):
+        digest = hashlib.sha256()
+        for segment, vector in sorted(each["base"].items()):
+            digest.update(segment.encode() + b"\0")
+            digest.update(vector.view(torch.uint8).numpy().data)
+        found[f"{number} {' '.join(map(str, each['version']))}"] = digest.hexdigest()
+    return found
+
+
+def bring_in(diloco: DiLoCoWorker, audit: Path) -> None:
+    """Send what has been trained since the last pseudo-gradient of each fragment."""
+    config = diloco.config
+    assert config is not None
+    for _ in range(FORCES):
+        log = log_of("", 0, read_lines(audit.read_text()))
+        sent = {each["fragment"]: each["step"] for each in log.frozen.values()}
+        if all(sent.get(f, 0) == diloco.local_step for f in range(config.num_fragments)):
+            return
+        diloco.force_sync()
+
+
+def named(parameters: GlobalParameters) -> list[list[Any]]:
+    """The version of each fragment as the audit logs write it."""
+    ordered = (parameters.versions[fragment] for fragment in sorted(parameters.versions))
+    return [version.plain() for version in ordered]
+
+
+def checksum(parameters: GlobalParameters) -> str:
+    """SHA-256 over the names of the versions, and names and every bit of the values."""
+    digest = hashlib.sha256(json.dumps(named(parameters)).encode())
+    for name, tensor in sorted(parameters.tensors.items()):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def main(job: Job) -> None:
+    """Train, leave, wait until everybody has left, pull, and write the result."""
+    result = train(job)
+    if job.pulls:
+        deadline = time.monotonic() + PULL_WITHIN_S
+        while not job.pull.exists():
+            if time.monotonic() > deadline:
+                sys.exit(f"nobody asked for the final pull within {PULL_WITHIN_S:g} s")
+            time.sleep(LOOK_EVERY_S)
+        with DiLoCoClient(job.broker, timeout=PATIENCE_S) as client:
+            final = client.pull()
+        result |= {"versions": named(final), "checksum": checksum(final)}
+    unfinished = job.file("result.tmp")
+    unfinished.write_text(json.dumps(result, default=str))
+    unfinished.rename(job.file(RESULT))  # there whole, or not at all
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+    main(Job.read(Path(sys.argv[1])))

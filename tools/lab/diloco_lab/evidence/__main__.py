@@ -1,0 +1,5 @@
+"""Run the evidence: `python -m diloco_lab.evidence`."""
+
+from diloco_lab.evidence.cli import COMMAND, app
+
+app(prog_name=COMMAND)

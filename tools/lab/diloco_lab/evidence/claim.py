@@ -1,0 +1,205 @@
+"""A claim: a relation that is expected, what was measured over paired seeds, and what that shows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from diloco_lab.evidence.driver.trial import Trial
+
+Result = Mapping[str, Any]
+Measured = Mapping[str, Sequence[Result]]  # by arm, in the order of the seeds
+Verdict = Literal["PASS", "NOT SHOWN", "reported"]
+
+# Of a run that has diverged: worse than any other, by however much.
+DIVERGED = math.inf
+# Fewer say nothing about their spread.
+FEWEST_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What a figure is expected to be: within bounds, of which either may be missing."""
+
+    least: float = -math.inf
+    most: float = math.inf
+
+    def __str__(self) -> str:
+        if self.least == -math.inf:
+            return "" if self.most == math.inf else f"at most {self.most:+g}%"
+        if self.most == math.inf:
+            return f"at least {self.least:+g}%"
+        return f"{self.least:+g}% to {self.most:+g}%"
+
+    @property
+    def is_open(self) -> bool:
+        """Nothing is expected: the figure is reported as it is."""
+        return self.least == -math.inf and self.most == math.inf
+
+
+REPORTED = Relation()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the evidence.
+
+    Attributes:
+        text: what is claimed, a sentence.
+        relation: the bounds of the figure, in percent.
+        measure: the figure of each seed, in percent, from the results of the part's arms.
+        published: what the paper has, and where; "" where it is a claim of ours.
+        never: what an infinite figure means.
+    """
+
+    text: str
+    relation: Relation
+    measure: Callable[[Measured], list[float]]
+    published: str = ""
+    never: str = "diverged"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ in their seed alone, and from those of other arms in what is compared.
+
+    Attributes:
+        name: in tables and pictures.
+        trial: its first seed.
+        choices: settings of which the best for this arm is taken, each as changes of the trial; it is
+            found on a seed of its own. Without any the trial is what it is.
+        tuned_as: the arm of the same part whose best setting this one gets instead.
+        speed: steps a second of the slowest worker, which rounds wait for; with it the curve is in
+            virtual seconds.
+    """
+
+    name: str
+    trial: Trial
+    choices: tuple[Mapping[str, Any], ...] = ()
+    tuned_as: str = ""
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question: its arms and what is claimed of them.
+
+    Attributes:
+        name: on the command line.
+        about: what is compared and how, in a few sentences for the page.
+        axis: what the horizontal axis of its picture is.
+    """
+
+    name: str
+    title: str
+    about: str
+    arms: tuple[Arm, ...]
+    claims: tuple[Claim, ...]
+    axis: Literal["steps", "seconds"] = "steps"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a claim."""
+
+    claim: Claim
+    values: list[float]  # of each seed, in percent
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean; infinite of a single value, and where one is not finite."""
+        if len(self.values) < 2 or not all(map(math.isfinite, self.values)):
+            return math.inf
+        return statistics.stdev(self.values) / math.sqrt(len(self.values))
+
+    @property
+    def verdict(self) -> Verdict:
+        """PASS where the mean keeps to the relation also one standard error nearer to its bounds.
+
+        Where some seeds diverged, each of the others must keep to it; they themselves are above all.
+        """
+        relation = self.claim.relation
+        if relation.is_open:
+            return "reported"
+        if len(self.values) < FEWEST_SEEDS or any(map(math.isnan, self.values)):
+            return "NOT SHOWN"
+        if all(map(math.isfinite, self.values)):
+            low, high = self.mean - self.error, self.mean + self.error
+        else:
+            low, high = min(self.values), max(self.values)
+        return "PASS" if relation.least <= low and high <= relation.most else "NOT SHOWN"
+
+    @property
+    def told(self) -> str:
+        """The mean and what it is between; so many that have diverged."""
+        if any(map(math.isnan, self.values)):
+            return "no figure: what it is held against has diverged"
+        each = ", ".join(f"{value:+.1f}" for value in self.values if value != DIVERGED)
+        diverged = sum(value == DIVERGED for value in self.values)
+        if diverged:
+            others = f" (others: {each})" if each else ""
+            return f"{self.claim.never} in {diverged} of {len(self.values)}{others}"
+        spread = f" ± {self.error:.1f}" if len(self.values) > 1 else ""
+        return f"{self.mean:+.1f}%{spread} ({each})"
+
+
+# Figures that claims are about.
+
+
+def perplexity(result: Result) -> float:
+    """exp of the held-out loss, per byte; infinite where the run has diverged."""
+    loss = result["loss"]
+    # So far above where it began (5.3) that nothing was learnt.
+    return DIVERGED if loss is None or loss > 10 else math.exp(loss)
+
+
+def apart(arm: str, base: str) -> Callable[[Measured], list[float]]:
+    """By how many percent the perplexity of one arm is above that of another, seed by seed.
+
+    Not a number where the other has diverged: there is nothing to hold it against.
+    """
+
+    def measure(found: Measured) -> list[float]:
+        values = []
+        for one, other in zip(found[arm], found[base], strict=True):
+            against = perplexity(other)
+            is_there = math.isfinite(against)
+            values.append(100 * (perplexity(one) / against - 1) if is_there else math.nan)
+        return values
+
+    return measure
+
+
+def until(result: Result, loss: float | None) -> float:
+    """Virtual seconds until the curve first is at this loss or below; infinite if never."""
+    if loss is None:
+        return math.nan  # there is nothing to be reached
+    curve = result["curve"]
+    return next((at for _, at, seen in curve if seen is not None and seen <= loss), DIVERGED)
+
+
+# Of the final loss of rounds: who is this near has reached what they have. Seeds differ by as much.
+NEAR = 1.01
+
+
+def sooner(arm: str, base: str, speed: float) -> Callable[[Measured], list[float]]:
+    """By how many percent later than rounds one arm is within 1% of their final loss.
+
+    Below 0: sooner. Infinite where it never is. `speed` is that of the slowest worker of the rounds.
+    """
+
+    def measure(found: Measured) -> list[float]:
+        values = []
+        for one, other in zip(found[arm], found[base], strict=True):
+            target = None if other["loss"] is None else NEAR * other["loss"]
+            values.append(100 * (until(one, target) / (until(other, target) / speed) - 1))
+        return values
+
+    return measure

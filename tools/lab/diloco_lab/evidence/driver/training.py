@@ -1,0 +1,298 @@
+"""One DiLoCo run in one process: a real broker, and real workers that take turns to compute.
+
+Broker and workers are those that everybody uses, over TCP on this machine; what is made up is only who
+computes when. So a run gives the same bits as one of separate processes, and many runs fit on a machine.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_lab.evidence.driver.trial import MODELS, Trial
+from diloco_lab.evidence.driver.turns import PATIENCE_S, AnyOrder, Baton, Broken
+from diloco_tools.demo import model as gpt
+from diloco_tools.demo.data import Text, batch_seed, training_batches
+from diloco_worker import DiLoCoClient, DiLoCoWorker
+
+# What a pseudo-gradient that does harm is multiplied by.
+REVERSED, ENORMOUS = -3.0, 1000.0
+# Tokens that a worker reports for each of its steps: what is lost weighs a billionth of the rest.
+KEPT, LOST = 1_000_000_000, 1
+LOOK_S = 0.5  # between two looks whether a worker has failed
+
+
+@dataclass
+class Outcome:
+    """What a run has come to.
+
+    Attributes:
+        curve: (inner steps of each worker, on the mean; seconds, virtual or real; held-out loss of the
+            global parameters in nats per byte, None where it is not finite).
+        pushes: that were counted.
+        lost: contributions that were dropped on purpose (`Trial.drop`).
+        staleness: mean number of versions between a push's base and the version it went into.
+    """
+
+    curve: list[tuple[int, float, float | None]] = field(default_factory=list)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    pushes: int = 0
+    lost: int = 0
+    rejected: int = 0
+    staleness: float = 0.0
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+class DiLoCoRun:
+    """A broker and its workers, from the first step to the last."""
+
+    def __init__(self, trial: Trial, text: Text) -> None:
+        self.trial, self.text = trial, text
+        self.turns = AnyOrder()
+        self.baton: Baton | None = None
+        if trial.is_async:
+            speeds = trial.speeds or (1.0,) * trial.workers
+            steps = [trial.steps_between(number) for number in range(trial.workers)]
+            self.baton = Baton(speeds, steps, trial.steps * trial.workers)
+        self.outcome = Outcome()
+        self.together = threading.Barrier(trial.workers)
+        self.is_over = threading.Event()
+        self.stale: list[int] = []
+        self._failures: list[BaseException] = []
+        self._counting = threading.Lock()
+
+    def go(self) -> Outcome:
+        """Raises what a worker or the broker has failed with."""
+        trial = self.trial
+        judge = gpt.build_model(trial.seed, MODELS[trial.model])
+        first = gpt.validation_loss(judge, *self.text.validation)
+        self.outcome.curve.append((0, 0.0, first))
+        config = BrokerConfig(
+            workers=trial.workers,
+            sync_every=trial.sync_every,
+            bind="tcp://127.0.0.1:*",
+            feed="tcp://127.0.0.1:*",
+            **trial.options,
+        )
+        with Broker(config) as broker, ExitStack() as stack:
+            self.address = broker.address
+            workers = [Worker(self, number) for number in range(trial.workers)]
+            # A round waits for a worker that has failed in it, and who waits there hears nothing else.
+            threads = [
+                threading.Thread(target=self._work, args=(each,), daemon=True) for each in workers
+            ]
+            for thread in threads:
+                thread.start()
+            stack.callback(self._end_all)
+            for thread in threads:
+                while thread.is_alive() and not self._failures:
+                    thread.join(LOOK_S)
+            if trial.drop:
+                self.outcome.lost = sum(len(lost_in(each, trial)) for each in range(trial.rounds))
+            if self._failures:
+                raise self._failures[0]
+            with DiLoCoClient(broker.address, timeout=PATIENCE_S) as reader:
+                newest = reader.pull()
+        outcome = self.outcome
+        outcome.parameters = {name: value.clone() for name, value in newest.tensors.items()}
+        judge.load_state_dict(newest.tensors)
+        ended = outcome.curve[-1][2] is None  # it has diverged
+        loss = None if ended else finite(gpt.validation_loss(judge, *self.text.validation))
+        if outcome.curve[-1][0] == trial.steps:
+            outcome.curve.pop()  # what has come since is in this one
+        outcome.curve.append((trial.steps, self.now, loss))
+        outcome.staleness = sum(self.stale) / len(self.stale) if self.stale else 0.0
+        return outcome
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning; rounds are as slow as the slowest worker."""
+        if self.baton is not None:
+            return self.baton.now
+        slowest = min(self.trial.speeds, default=1.0)
+        return self.trial.steps / slowest
+
+    def _work(self, worker: Worker) -> None:
+        try:
+            worker.work()
+        except (Broken, threading.BrokenBarrierError):
+            pass  # another one has failed
+        except BaseException as error:  # noqa: BLE001  raised again by `go`
+            self._failures.append(error)
+            self.together.abort()
+            self.is_over.set()
+            if self.baton is not None:
+                self.baton.end(broken=True)
+
+    def _end_all(self) -> None:
+        """Where `go` is left before its time, by a failure or Ctrl-C."""
+        self.is_over.set()
+        self.together.abort()
+        if self.baton is not None:
+            self.baton.end(broken=True)
+
+    def sees(self, steps: int, seconds: float, loss: float) -> None:
+        """A point of the curve. A run whose loss is not finite has ended."""
+        self.outcome.curve.append((steps, seconds, finite(loss)))
+        if not math.isfinite(loss):
+            self.is_over.set()
+            if self.baton is not None:
+                self.baton.end()
+
+    def adds(self, diloco: DiLoCoWorker) -> None:
+        """The counters of a worker that has left."""
+        metrics = diloco.sync_metrics
+        with self._counting:
+            self.outcome.bytes_up += metrics["bytes_up"]
+            self.outcome.bytes_down += metrics["bytes_down"]
+            self.outcome.pushes += metrics["rounds"]
+            self.outcome.rejected += metrics["rejected"]
+
+
+def lost_in(number: int, trial: Trial) -> set[int]:
+    """The workers whose contribution to this round is lost; never all of them.
+
+    They have computed for nothing, and go on with what the others have made, as after a restart.
+    """
+    dice = random.Random(f"lost {trial.seed} {number}")
+    lost = {worker for worker in range(trial.workers) if dice.random() < trial.drop}
+    return lost - {dice.randrange(trial.workers)} if len(lost) == trial.workers else lost
+
+
+class Worker:
+    """One worker of a run, in a thread of its own."""
+
+    def __init__(self, run: DiLoCoRun, number: int) -> None:
+        trial = run.trial
+        self.run, self.number, self.trial = run, number, trial
+        self.model = gpt.build_model(trial.seed, MODELS[trial.model])
+        self.optimizer = gpt.build_optimizer(self.model, trial.recipe)
+        self.batches = training_batches(
+            run.text.shards[number],
+            trial.batch,
+            trial.recipe.context,
+            batch_seed(trial.seed, number),
+        )
+        self.step = 0
+        self.computes = False
+        self.harms = trial.harm if number == trial.workers - 1 else ""
+        self.start: list[Tensor] = []  # where a harmful worker's round began
+        # Before that of the DiLoCoWorker, which may wait there for the others.
+        self.optimizer.register_step_post_hook(self._stepped)
+        self.diloco = DiLoCoWorker(
+            self.model,
+            self.optimizer,
+            run.address,
+            worker_id=f"worker-{number}",
+            sync_every=trial.steps_between(number) if trial.dylu else None,
+            timeout=PATIENCE_S,
+            handle_signals=False,
+        )
+
+    def work(self) -> None:
+        self.diloco.start()
+        try:
+            self.run.together.wait(PATIENCE_S)
+            if self.run.baton is not None:
+                self._in_virtual_time(self.run.baton)
+            else:
+                self._in_rounds()
+        except BaseException:
+            self.diloco.close(failed=True)
+            raise
+        self.diloco.close()
+        self.run.adds(self.diloco)
+
+    # The orders of things.
+
+    def _in_rounds(self) -> None:
+        for step in range(self.trial.steps):
+            if self.run.is_over.is_set():
+                return
+            self._trains(step)
+            self._looks()
+
+    def _in_virtual_time(self, baton: Baton) -> None:
+        """The learning rate follows the steps of all, which are spread evenly over each H steps."""
+        trial, began = self.trial, 0.0
+        steps = trial.steps_between(self.number)
+        while baton.wait_for(self.number):
+            ends = min(1.0, baton.share + steps / (trial.steps * trial.workers))
+            for step in range(steps):
+                self._trains(int(trial.steps * (began + (ends - began) * step / steps)))
+            began = ends
+            self.run.stale.append(self.diloco.sync_metrics["staleness"])
+            # The points of the curve: after each `every` rounds' worth of steps.
+            every = trial.every * trial.sync_every * trial.workers
+            made = baton.made + steps
+            if every and made // every > baton.made // every:
+                self._evaluates(round(trial.steps * ends), baton.now)
+            baton.pass_on()
+
+    # A step, and what is seen of it.
+
+    def _trains(self, place: int) -> None:
+        """One inner step, at this place of the learning rate's schedule, and its exchange."""
+        trial = self.trial
+        rate = trial.lr * gpt.learning_rate_factor(trial.recipe, place)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        # What its next push weighs; see `lost_in`.
+        is_lost = trial.drop and self.number in lost_in(self.step // trial.sync_every, trial)
+        self.diloco.report(tokens=LOST if is_lost else KEPT)
+        self.run.turns.take()
+        self.computes = True
+        try:
+            if self.harms and self.step % trial.sync_every == 0:
+                self.start = [each.detach().clone() for each in self.model.parameters()]
+            loss = gpt.inner_step(self.model, self.optimizer, *next(self.batches))
+        finally:
+            if self.computes:
+                self._gives()
+        self.diloco.report(loss=loss)
+
+    def _stepped(self, *_: Any) -> None:
+        self.step += 1
+        if self.harms and self.step % self.trial.sync_every == 0:
+            self._harm()
+        self._gives()
+
+    def _gives(self) -> None:
+        self.computes = False
+        self.run.turns.give()
+
+    @torch.no_grad()
+    def _harm(self) -> None:
+        for parameter, start in zip(self.model.parameters(), self.start, strict=True):
+            moved = parameter - start
+            factor = REVERSED if self.harms == "reversed" else ENORMOUS
+            parameter.copy_(start + factor * moved)
+
+    def _looks(self) -> None:
+        """The first worker evaluates what it has received, every so many rounds."""
+        every = self.trial.every * self.trial.sync_every
+        if self.number == 0 and every and self.step % every == 0:
+            seconds = self.step / min(self.trial.speeds, default=1.0)
+            self._evaluates(self.step, seconds)
+
+    def _evaluates(self, steps: int, seconds: float) -> None:
+        self.run.turns.take()
+        try:
+            with self.diloco.global_parameters():
+                loss = gpt.validation_loss(self.model, *self.run.text.validation)
+        finally:
+            self.run.turns.give()
+        self.run.sees(steps, seconds, loss)
+
+
+def finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None

@@ -1,0 +1,24 @@
+"""The parts of the evidence, in the order of the page."""
+
+from diloco_lab.evidence.claim import Part
+from diloco_lab.evidence.parts.asynchronous import ASYNCHRONOUS, DYLU
+from diloco_lab.evidence.parts.communication import CODECS, FRAGMENTS, TRAFFIC
+from diloco_lab.evidence.parts.failures import LOSSES, POISON
+from diloco_lab.evidence.parts.rounds import DATA_PARALLEL, SCHEDULES, SYNC_EVERY, WORKERS
+
+PARTS: dict[str, Part] = {
+    part.name: part
+    for part in (
+        WORKERS,
+        DATA_PARALLEL,
+        SYNC_EVERY,
+        SCHEDULES,
+        ASYNCHRONOUS,
+        DYLU,
+        LOSSES,
+        FRAGMENTS,
+        CODECS,
+        POISON,
+        TRAFFIC,
+    )
+}

@@ -1,0 +1,154 @@
+"""What is measured, how often, and what would take too long to be. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.lan.records import INT4Z, INT8, KINDS, MODES, PAIRS, SHORT_REPLIES, USUAL
+
+LINES = {"1G": 1e9, "100M": 1e8, "50M": 5e7}  # bits a second, by the name on the command line
+# Bits of a parameter on the wire, to guess how long a sync will take.
+BITS = {"bf16": 16.8, "fp32": 33.5, "int8": 8.5, "int4z": 2.4}
+EFFICIENCY = 0.93  # of a line, for the guess
+CPU_S = 12e-9  # seconds for each parameter and worker, for the guess
+MOST_S = 60.0  # a sync that is guessed to take longer is left out, and computed
+# Of one configuration, so that many fit in: as often as this allows, within the bounds.
+AIM_S, MOST_REPEATS = 14.0, 3
+WORKERS = 2
+# Of the founding table, as many workers as have room. Smaller models with more workers stand beside
+# them, to see how far what is computed holds.
+FOUNDING_SIZE, FOUNDING_WORKERS = "150M", (1, 2, 4)
+FOUNDING_PAIRS = (USUAL, SHORT_REPLIES, INT4Z)
+FRAGMENTS = 4
+# So many steps of a simulated training between two syncs of a fragment, and how many times the seconds
+# of a sync they last: with H = 500 and steps of 1 s it is 8 times for 1B, bf16/fp32, 2 workers, 1 Gb/s.
+STREAMING_STEPS, STREAMING_TIMES = 48, 3.0
+# One worker on a slow line beside two on fast ones.
+SLOW, FAST_WORKERS = 5e7, 2
+MIXED_STEPS, MIXED_STEP_S, MIXED_SYNCS = 20, 0.2, 4
+GRACE_S = 0.5
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Measurements that share a run: one start of broker and workers."""
+
+    kind: str
+    size: str
+    pair: Pair
+    workers: int
+    lines: tuple[float, ...]  # of all members; mixed: of the fast ones
+    mode: str = "sync"
+
+    @property
+    def name(self) -> str:
+        rates = ", ".join(rate_of(each) for each in self.lines)
+        people = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        how = f", {self.mode}" if self.kind == "mixed" else ""
+        return f"{self.kind}{how}: {self.size}, {'/'.join(self.pair)}, {people}, {rates}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is asked for on the command line; empty stands for all."""
+
+    kinds: Sequence[str] = ()
+    sizes: Sequence[str] = ()
+    pairs: Sequence[Pair] = ()
+    lines: Sequence[str] = ()
+    workers: Sequence[int] = ()
+
+    def takes(self, part: Part) -> bool:
+        return (
+            part.kind in (self.kinds or KINDS)
+            and part.size in (self.sizes or [part.size])
+            and part.pair in (self.pairs or PAIRS)
+            and part.workers in (self.workers or [part.workers])
+        )
+
+    @property
+    def rates(self) -> list[float]:
+        return [rate for name, rate in LINES.items() if name in (self.lines or LINES)]
+
+
+def guess(parameters: int, pair: Pair, workers: int, bits_per_s: float) -> float:
+    """About how many seconds a sync takes: all bytes over the broker's line, or the CPU."""
+    bits = max(BITS[each] for each in pair) * parameters * workers
+    return max(bits / bits_per_s / EFFICIENCY, CPU_S * parameters * workers)
+
+
+def repeats(seconds: float, most: int = MOST_REPEATS) -> int:
+    """How often to measure what takes so long."""
+    return max(1, min(most, int(AIM_S / seconds)))
+
+
+def everything() -> list[Part]:
+    """The whole of `make lan`, small models first."""
+    all_lines = tuple(LINES.values())
+    parts = [
+        Part("round", size, pair, WORKERS, all_lines)
+        for size in ("10M", "50M", "125M")
+        for pair in (USUAL, INT8, INT4Z)
+    ]
+    parts += [
+        Part("round", FOUNDING_SIZE, pair, workers, (LINES["1G"],))
+        for pair in FOUNDING_PAIRS
+        for workers in FOUNDING_WORKERS
+    ]
+    parts += [Part("round", "50M", pair, 8, (LINES["1G"],)) for pair in (USUAL, INT4Z)]
+    parts += [
+        Part("streaming", "50M", USUAL, WORKERS, (LINES["1G"],)),
+        Part("streaming", "50M", SHORT_REPLIES, WORKERS, (LINES["1G"],)),
+        Part("streaming", "50M", INT4Z, WORKERS, (LINES["1G"], LINES["100M"])),
+        Part("streaming", "125M", INT4Z, WORKERS, (LINES["1G"],)),
+    ]
+    mixed = [("10M", pair) for pair in (USUAL, INT8)]
+    return parts + [
+        Part("mixed", size, pair, FAST_WORKERS + 1, (LINES["1G"],), mode)
+        for size, pair in mixed
+        for mode in MODES
+    ]
+
+
+def quick() -> list[Part]:
+    """One of each kind: a minute or two."""
+    line = LINES["1G"]
+    return [
+        *(
+            Part("round", "10M", pair, WORKERS, (line, LINES["100M"]))
+            for pair in (USUAL, INT8, INT4Z)
+        ),
+        Part("streaming", "10M", USUAL, WORKERS, (line,)),
+        Part("mixed", "10M", INT4Z, FAST_WORKERS + 1, (line,), "quorum"),
+    ]
+
+
+def chosen(parts: Iterable[Part], choice: Choice) -> list[Part]:
+    """Those that are asked for, each with the lines that are; none of them without a line."""
+    found = []
+    for part in parts:
+        lines = tuple(each for each in part.lines if each in choice.rates)
+        if lines and choice.takes(part):
+            found.append(Part(part.kind, part.size, part.pair, part.workers, lines, part.mode))
+    return found
+
+
+def too_long(part: Part) -> dict[float, float]:
+    """Of the lines of a part those on which one sync takes too long, with the seconds guessed."""
+    times = {
+        line: guess(parameters_of(part.size), part.pair, part.workers, line) for line in part.lines
+    }
+    return {line: seconds for line, seconds in times.items() if seconds > MOST_S}
+
+
+def rate_of(bits_per_s: float) -> str:
+    """In words.
+
+    >>> rate_of(1e9), rate_of(5e7)
+    ('1 Gb/s', '50 Mb/s')
+    """
+    return f"{bits_per_s / 1e9:g} Gb/s" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:g} Mb/s"

@@ -1,0 +1,283 @@
+"""Runs of a broker and real workers over lines of a limited rate, measured.
+
+Nothing is trained: workers hold parameters, which change by normal values before a sync, and call the
+hook. A step of training, where there is one, is a pause of a given length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from diloco_lab.bench.limited_network import LimitedNetwork, broker_options
+from diloco_lab.bench.parts.rounds import BROKER_HOLDS, FP32, WORKER_HOLDS, Round, one_round
+from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool, RoleProcess, ask_all
+from diloco_lab.bench.report.arithmetic import percentile
+from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.lan import grid
+from diloco_lab.lan.grid import Part
+from diloco_lab.lan.records import Measurement
+
+SET_UP = 2e10  # bits a second while workers join: the first copy of the model is not measured
+INTERVAL_S = 0.01  # between heartbeats
+ENOUGH_HEARTBEATS = 100  # for a p99
+ROUND_TRIPS = 9  # of which the median counts
+PATIENCE_S = 120.0  # beyond what something should take
+
+
+class Place(NamedTuple):
+    """The network of one command, and the processes in it. Worker i is member i."""
+
+    network: LimitedNetwork
+    pool: ProcessPool
+
+    def trainers(self, count: int) -> list[RoleProcess]:
+        return [self._role("trainer", member) for member in range(1, count + 1)]
+
+    def heart(self) -> RoleProcess:
+        """Sends heartbeats from where the first worker is, so over the same line."""
+        return self._role("fake-worker", 1)
+
+    def set_lines(self, broker: float, workers: Sequence[float] = ()) -> None:
+        """Rates of the broker and the first workers; others have the broker's."""
+        rest = self.network.members - 1 - len(workers)
+        self.network.set_rates(broker, [*workers, *[broker] * rest])
+
+    def round_trip(self, address: str, member: int = 1) -> float:
+        found = self._role("line-probe", member).ask(
+            "round_trips", address=address, count=ROUND_TRIPS
+        )
+        return float(median(found["seconds"]))
+
+    def _role(self, role: str, member: int) -> RoleProcess:
+        return self.pool.role(role, f"{role}-{member}", self.network.inside(member))
+
+
+class Traffic(NamedTuple):
+    """What lines have carried in one sync: bytes of a worker, and the seconds that all take at least."""
+
+    line_seconds: float
+    up: float
+    down: float
+
+
+class Meter:
+    """Reads the lines of the broker and some workers, from when it is made."""
+
+    def __init__(self, network: LimitedNetwork, workers: int) -> None:
+        self._network, self._members = network, range(workers + 1)
+        self._before = [network.carried(each) for each in self._members]
+
+    def traffic(self, syncs: float) -> Traffic:
+        moved = []
+        for member, before in zip(self._members, self._before, strict=True):
+            now = self._network.carried(member)
+            moved.append(((now.up - before.up) / syncs, (now.down - before.down) / syncs))
+        seconds = [
+            8 * max(ways) / rate
+            for ways, rate in zip(moved, self._network.rates, strict=False)  # of all members
+        ]
+        ups, downs = zip(*moved[1:], strict=True)
+        return Traffic(max(seconds), fmean(ups), fmean(downs))
+
+
+def measure(place: Place, part: Part) -> Iterator[Measurement]:
+    """All of a part; may raise ChildFailed."""
+    how = {"round": rounds, "streaming": streaming, "mixed": mixed}
+    parameters = parameters_of(part.size)
+    place.set_lines(SET_UP)
+    copies = part.workers * WORKER_HOLDS + BROKER_HOLDS
+    if place.pool.has_memory(copies * FP32 * parameters / 1e9, part.name):
+        yield from how[part.kind](place, part)
+
+
+def rounds(place: Place, part: Part) -> Iterator[Measurement]:
+    """Syncs in which training waits, one after the other, on each line; heartbeats beside them."""
+    parameters, trainers = parameters_of(part.size), place.trainers(part.workers)
+    skipped = grid.too_long(part)
+    with _run(place, part, trainers) as broker:
+        one_round(trainers, broker, normal=True)  # memory is taken for the first time
+        for line in part.lines:
+            if line in skipped:
+                continue
+            place.set_lines(line)
+            round_trip, load = place.round_trip(broker.address), os.getloadavg()[0]
+            times = grid.repeats(grid.guess(parameters, part.pair, part.workers, line))
+            found: list[Round] = []
+            beats: list[float] = []
+            meter = Meter(place.network, part.workers)
+            for _ in range(times):
+                with_beats = _with_heartbeats(place.heart(), trainers, broker)
+                found.append(with_beats[0])
+                beats += with_beats[1]
+            traffic = meter.traffic(times)
+            enough = len(beats) >= ENOUGH_HEARTBEATS
+            yield Measurement(
+                **_about(part, line, place.network, round_trip, load),
+                **_bytes(traffic),
+                seconds=tuple(each.seconds for each in found),
+                broker_cpu_s=median(each.cpu for each in found),
+                worker_cpu_s=median(fmean(each.workers_cpu) for each in found),
+                heartbeat_p99_s=percentile(beats, 0.99) if enough else None,
+                heartbeats=len(beats) if enough else None,
+            )
+    place.set_lines(SET_UP)
+
+
+def streaming(place: Place, part: Part) -> Iterator[Measurement]:
+    """Fragments that are merged when their reply is here, while training goes on.
+
+    A sync of the whole model on the same line is measured first, with nothing hidden: what training
+    stands still for with fragments is held against it.
+    """
+    trainers, steps = place.trainers(part.workers), grid.STREAMING_STEPS
+    for line in part.lines:
+        place.set_lines(SET_UP)
+        with _run(place, part, trainers) as broker:
+            one_round(trainers, broker, normal=True)
+            place.set_lines(line)
+            whole = [one_round(trainers, broker, normal=True).seconds for _ in range(2)]
+            place.set_lines(SET_UP)
+        step_s = grid.STREAMING_TIMES * median(whole) / steps
+        fragments = {"num_fragments": grid.FRAGMENTS, "sync_every": steps}
+        with _run(place, part, trainers, **fragments) as broker:
+            every = steps // grid.FRAGMENTS
+            _simulate(trainers, steps, step_s, every)  # each fragment for the first time
+            place.set_lines(line)
+            round_trip, load = place.round_trip(broker.address), os.getloadavg()[0]
+            meter, windows = Meter(place.network, part.workers), 2
+            found = _simulate(trainers, windows * steps, step_s, every)
+            traffic = meter.traffic(windows)
+            delays = [each["delay"] for each in found]
+            waited = tuple(
+                fmean(sum(each["waited"][i * steps : (i + 1) * steps]) for each in found)
+                for i in range(windows)
+            )
+            yield Measurement(
+                **_about(part, line, place.network, round_trip, load),
+                **_bytes(traffic),
+                seconds=waited,
+                fragments=grid.FRAGMENTS,
+                delay_steps=round(median(delays)),
+                sync_every=steps,
+                step_s=step_s,
+                hidden=1 - median(waited) / median(whole),
+                sync_seconds=median(whole),
+                copy_s=median(each["copy"] for each in found),
+            )
+            place.set_lines(SET_UP)
+
+
+def mixed(place: Place, part: Part) -> Iterator[Measurement]:
+    """One worker on a slow line beside fast ones: how long each stands still in a sync."""
+    trainers, steps = place.trainers(part.workers), grid.MIXED_STEPS
+    *fast, slow = trainers
+    (line,) = part.lines
+    options: dict[str, Any] = {"mode": "async"} if part.mode == "async" else {}
+    if part.mode == "quorum":
+        options = {"quorum": len(fast), "grace": grid.GRACE_S}
+    with place.pool.broker(
+        **broker_options(place.network),
+        **_dtypes(part),
+        workers=part.workers,
+        sync_every=steps,
+        **options,
+    ) as broker:
+        _join(trainers, part.size, broker.address)
+        _simulate(trainers, steps, 0.0, steps)  # memory is taken for the first time
+        place.set_lines(line, [*[line] * len(fast), grid.SLOW])
+        round_trip, load = place.round_trip(broker.address), os.getloadavg()[0]
+        meter = Meter(place.network, part.workers)
+        arguments = {"step_s": grid.MIXED_STEP_S, "drift_every": steps}
+        for each in trainers:
+            each.tell("simulate", steps=grid.MIXED_SYNCS * steps, **arguments)
+        of_fast = [each.hear(PATIENCE_S) for each in fast]
+        traffic = meter.traffic(grid.MIXED_SYNCS)
+        # Whoever has left is waited for no more, so the slow one comes to its end.
+        ask_all(fast, "leave")
+        of_slow = slow.hear(PATIENCE_S)
+        place.set_lines(SET_UP)
+        slow.ask("leave")
+    ends = range(steps - 1, grid.MIXED_SYNCS * steps, steps)
+    yield Measurement(
+        **_about(part, line, place.network, round_trip, load)
+        | {"worker_bits_per_s": (*[line] * len(fast), grid.SLOW)},
+        **_bytes(traffic),
+        seconds=tuple(fmean(each["waited"][end] for each in of_fast) for end in ends),
+        sync_every=steps,
+        step_s=grid.MIXED_STEP_S,
+        mode=part.mode,
+        quorum=options.get("quorum"),
+        grace_s=options.get("grace"),
+        slow_seconds=tuple(of_slow["waited"][end] for end in ends),
+    )
+
+
+def _with_heartbeats(
+    heart: RoleProcess, trainers: Sequence[RoleProcess], broker: BrokerProcess
+) -> tuple[Round, list[float]]:
+    """A sync, and how long the heartbeats beside it took to be answered.
+
+    The heart joins while a round is open that does not expect it, and leaves before the next.
+    """
+    heart.ask("join", address=broker.address, parameters=None)
+    heart.tell("beat", interval_s=INTERVAL_S)
+    found = one_round(trainers, broker, normal=True)
+    heart.tell("rest")
+    beats = heart.hear()
+    heart.ask("leave")
+    return found, beats["seconds"]
+
+
+def _run(
+    place: Place, part: Part, trainers: Sequence[RoleProcess], **options: object
+) -> AbstractContextManager[BrokerProcess]:
+    """A synchronous run of these, with a boundary behind each step unless `sync_every` is said."""
+    everything: dict[str, Any] = broker_options(place.network) | _dtypes(part) | options
+    return place.pool.training(trainers, part.size, **everything)
+
+
+def _join(trainers: Sequence[RoleProcess], size: str, address: str) -> None:
+    ask_all(trainers, "build", size=size)
+    ask_all(trainers, "join", address=address)
+
+
+def _simulate(
+    trainers: Sequence[RoleProcess], steps: int, step_s: float, drift_every: int
+) -> list[dict[str, Any]]:
+    for each in trainers:
+        each.tell("simulate", steps=steps, step_s=step_s, drift_every=drift_every)
+    return [each.hear(steps * step_s + PATIENCE_S) for each in trainers]
+
+
+def _dtypes(part: Part) -> dict[str, Any]:
+    return dict(zip(("wire_dtype", "reply_dtype"), part.pair, strict=True))
+
+
+def _about(
+    part: Part, line: float, network: LimitedNetwork, round_trip: float, load: float
+) -> dict[str, Any]:
+    return {
+        "kind": part.kind,
+        "parameters": parameters_of(part.size),
+        "workers": part.workers,
+        **_dtypes(part),
+        "broker_bits_per_s": line,
+        "worker_bits_per_s": (line,) * part.workers,
+        "round_trip_s": round_trip,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": load,
+        "at": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _bytes(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "line_seconds": traffic.line_seconds,
+        "bytes_up": traffic.up,
+        "bytes_down": traffic.down,
+    }

@@ -1,0 +1,183 @@
+"""What happens to a run over two sites when a relay, a site's line or the hub is lost, and comes back.
+
+The hub may have a standby, which relays know too.
+
+Workers train all the time: steps are pauses of a given length, with parameters that change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from diloco_lab.bench.process_pool import BrokerProcess, ask_all
+from diloco_lab.sites.measuring import START_WITHIN_S, WAN, WORKERS, Place
+from diloco_lab.sites.network import HUB, LAN, STANDBY
+from diloco_lab.sites.records import Loss
+from diloco_protocol.feed import Snapshot
+from diloco_tools.processes import wait_for_line
+
+PAIR = ("int4z", "int4z")
+STEP_S, EVERY = 0.05, 20  # so rounds of one second and the exchange
+AWAY_S = 12.0
+# A line that is cut says nothing: who is silent for so long is not waited for.
+HEARTBEAT_TIMEOUT_S = 5.0
+PORT = 8512
+
+
+class Tree:
+    """A hub, its relays, and workers that train until it ends. Each part keeps its address."""
+
+    def __init__(self, place: Place, size: str, folder: Path, *, with_standby: bool) -> None:
+        self.place, self.folder, self.with_standby = place, folder, with_standby
+        self.sites = place.network.sites
+        self.everybody = WORKERS * len(self.sites)
+        self.address = place.at(HUB, PORT)
+        self.hub = self.start_hub()
+        self.parent = self.address
+        if with_standby:
+            self.standby = self._start_standby()
+            self.parent = f"{self.address},{place.at(STANDBY, PORT)}"
+        self.relays = [place.relay(self.parent, site, PAIR[0], PORT) for site in self.sites]
+        for each in self.relays:
+            wait_for_line(each, "control", START_WITHIN_S)
+        self.trainers = place.trainers()
+        ask_all(self.trainers, "build", size=size)
+        for number, trainer in enumerate(self.trainers):
+            trainer.tell("join", address=place.at(f"relay-{number // WORKERS}", PORT))
+        for trainer in self.trainers:
+            trainer.hear()
+        for trainer in self.trainers:
+            trainer.tell("go_on", step_s=STEP_S, drift_every=EVERY)
+
+    def start_hub(self) -> BrokerProcess:
+        words = ["serve", *(["--standby"] if self.with_standby else [])]
+        return self._start(HUB, words, self.address)
+
+    def _start_standby(self) -> BrokerProcess:
+        words = ["standby", "--of", self.address]
+        return self._start(STANDBY, words, self.place.at(STANDBY, PORT))
+
+    def _start(self, member: str, words: list[str], address: str) -> BrokerProcess:
+        options = ["--bind", address, "--insecure", "--no-ipc", "--relays", "--durable"]
+        options += ["--feed", f"ipc://{self.folder}/{member}", "--sync-every", str(EVERY)]
+        options += ["--save-dir", str(self.folder / f"run-{member}")]
+        options += ["--workers", str(len(self.sites))]
+        options += ["--wire-dtype", PAIR[0], "--reply-dtype", PAIR[1]]
+        options += ["--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)]
+        inside = self.place.network.inside(member)
+        command = [*inside, sys.executable, "-m", "diloco_broker", *words, *options]
+        name = f"{member}-{len(self.place.pool.all)}"
+        return BrokerProcess(self.place.pool.start(name, command))
+
+    def end(self) -> None:
+        """Workers that wait for each other would not leave: they are killed, as all of it is."""
+        self.hub.close()
+        self.place.pool.dismiss("worker-")
+        for each in self.relays:
+            each.end()
+        self.hub.child.end()
+        if self.with_standby:
+            self.standby.close()
+            self.standby.child.end()
+
+    @property
+    def rounds(self) -> int:
+        return self.hub.wait_for(lambda _: True).totals.rounds
+
+    def next_round_of(self, workers: int, since: float) -> float:
+        """Seconds from then to the end of the next round in which so many were averaged."""
+        made = self.rounds
+        self.hub.wait_for(lambda s: s.totals.rounds > made and _averaged(s) == workers)
+        return time.monotonic() - since
+
+
+def _averaged(snapshot: Snapshot) -> int:
+    return snapshot.counts.averaged
+
+
+@contextlib.contextmanager
+def a_tree(place: Place, size: str, *, with_standby: bool = False) -> Iterator[Tree]:
+    place.network.set_wan(LAN)
+    with TemporaryDirectory(prefix="diloco-") as folder:
+        tree = Tree(place, size, Path(folder), with_standby=with_standby)
+        try:
+            place.network.set_wan(WAN)
+            tree.next_round_of(tree.everybody, time.monotonic())
+            yield tree
+        finally:
+            tree.end()
+
+
+def losses(place: Place, size: str, say: Callable[[str], None]) -> Iterator[Loss]:
+    """One after the other, each with the run whole again before the next."""
+    with a_tree(place, size) as tree:
+        for lose in (_relay, _line, _hub):
+            found = lose(tree)
+            say(f"{found.what}: {found.others_s} s, {found.all_s} s")
+            yield found
+    with a_tree(place, size, with_standby=True) as tree:
+        found = _hub_with_a_standby(tree)
+        say(f"{found.what}: {found.all_s} s")
+        yield found
+
+
+def _relay(tree: Tree) -> Loss:
+    def comes_back() -> None:
+        tree.relays[0] = tree.place.relay(tree.parent, 0, PAIR[0], PORT)
+
+    return _of_a_site(tree, "relay killed (-9)", tree.relays[0].kill, comes_back)
+
+
+def _line(tree: Tree) -> Loss:
+    network = tree.place.network
+    what = "line of a site cut"
+    return _of_a_site(tree, what, lambda: network.cut(0), lambda: network.mend(0))
+
+
+def _of_a_site(
+    tree: Tree, what: str, lose: Callable[[], None], comes_back: Callable[[], None]
+) -> Loss:
+    """A site is away for some seconds; the others go on."""
+    before, lost_at = tree.rounds, time.monotonic()
+    lose()
+    others = tree.next_round_of(tree.everybody - WORKERS, lost_at)
+    time.sleep(max(0.0, lost_at + AWAY_S - time.monotonic()))
+    made, back_at = tree.rounds - before, time.monotonic()
+    comes_back()
+    whole = tree.next_round_of(tree.everybody, back_at)
+    return Loss(what, back_at - lost_at, others, whole, made, _now())
+
+
+def _hub(tree: Tree) -> Loss:
+    """The hub is killed and started again at once, with its checkpoints."""
+    tree.hub.close()
+    tree.hub.child.kill()
+    back_at = time.monotonic()
+    tree.hub = tree.start_hub()
+    whole = tree.next_round_of(tree.everybody, back_at)
+    return Loss("hub killed (-9), started again at once", None, None, whole, 0, _now())
+
+
+def _hub_with_a_standby(tree: Tree) -> Loss:
+    """The hub is killed for good: until the standby has made a round of all workers."""
+    before, killed_at = tree.rounds, time.monotonic()
+    tree.hub.close()
+    tree.hub.child.kill()
+    made = tree.standby.wait_for(
+        lambda s: s.totals.rounds > 0 and _averaged(s) == tree.everybody
+    ).round
+    whole = time.monotonic() - killed_at
+    number = -1 if made is None else made.number
+    if number < before:
+        raise tree.standby.child.failure(f"went back to round {number} from {before}")
+    return Loss("hub killed (-9), its standby takes over", None, None, whole, 0, _now())
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

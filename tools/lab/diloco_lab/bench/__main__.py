@@ -3,4 +3,5 @@
 from diloco_lab.bench.cli import app
 from diloco_lab.bench.options import COMMAND
 
-app(prog_name=COMMAND)
+if __name__ == "__main__":
+    app(prog_name=COMMAND)

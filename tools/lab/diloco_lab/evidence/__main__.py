@@ -2,4 +2,5 @@
 
 from diloco_lab.evidence.cli import COMMAND, app
 
-app(prog_name=COMMAND)
+if __name__ == "__main__":
+    app(prog_name=COMMAND)

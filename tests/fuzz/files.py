@@ -34,7 +34,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
 from diloco_protocol.fragments import OwnSplit
 from diloco_protocol.roles import Peer, Role
-from diloco_tools.feed.history_lines import line_of
+from diloco_tools.monitor.feed.history_lines import line_of
 from fuzz.draws import Draws
 from kit.checkpoints import a_checkpoint
 

@@ -13,8 +13,8 @@ from textual.pilot import Pilot
 
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import Snapshot, parse_snapshot
-from diloco_tools.feed.model import FeedModel
-from diloco_tools.feed.series import RunSeries
+from diloco_tools.monitor.feed.model import FeedModel
+from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.top import palette
 from diloco_tools.top.application import Top
 from diloco_tools.top.drawing.full_screen import Picture, picture

@@ -12,8 +12,8 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from diloco_protocol.feed import parse_snapshot
-from diloco_tools.feed.model import FeedModel
-from diloco_tools.feed.series import RunSeries
+from diloco_tools.monitor.feed.model import FeedModel
+from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.top.cli import app
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.scene import Scene

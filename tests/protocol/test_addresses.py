@@ -18,7 +18,7 @@ from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.errors import Refused, UsageError
 from diloco_protocol.feed import FeedRefusedError
 from diloco_protocol.roles import Peer, Role
-from diloco_tools.feed.listener import FeedSubscriber
+from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.web.source import FeedSource
 from diloco_tools.top.cli import app as top_app
 from diloco_worker import DiLoCoClient, DiLoCoWorker

@@ -19,7 +19,7 @@ import pytest
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.clients.operator import ask_once
 from diloco_protocol.feed import Snapshot, parse_snapshot
-from diloco_tools.feed.series import RunSeries
+from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.monitor.web import app
 from diloco_tools.monitor.web import serving as streams
 from diloco_tools.monitor.web.orders import read_order, steering_address

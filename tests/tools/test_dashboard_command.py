@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from diloco_protocol.feed import FeedError
-from diloco_tools.feed.listener import FeedSubscriber
+from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.web.cli import app
 from diloco_tools.monitor.web.source import ReplaySource
 from kit.dashboard_server import Publisher, serving

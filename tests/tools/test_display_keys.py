@@ -17,8 +17,8 @@ from diloco_protocol.clients import Keys, ask_once
 from diloco_protocol.feed import FeedError, FeedRefusedError
 from diloco_protocol.roles import Role
 from diloco_tools.exporter.cli import app as exporter_app
-from diloco_tools.feed import listener
-from diloco_tools.feed.listener import FeedSubscriber, FeedWatcher
+from diloco_tools.monitor.feed import listener
+from diloco_tools.monitor.feed.listener import FeedSubscriber, FeedWatcher
 from diloco_tools.monitor.web.cli import app as dashboard_app
 from diloco_tools.monitor.web.security import Policy
 from diloco_tools.terminal import keys_of

@@ -10,8 +10,8 @@ from diloco_protocol.errors import Code
 from diloco_protocol.feed import Snapshot
 from diloco_tools.exporter.catalogue import LABELS, TABLES
 from diloco_tools.exporter.metrics import HELD_S, LONGEST_VALUE, Places, RunCollector, label_value
-from diloco_tools.feed.listener import Reading
-from diloco_tools.feed.model import FeedModel
+from diloco_tools.monitor.feed.listener import Reading
+from diloco_tools.monitor.feed.model import FeedModel
 from kit.exporter_scrapes import HOSTILE, Samples, collector, exported, samples, scraped, status
 from kit.feed_snapshots import worker
 from kit.paths import ROOT

@@ -23,8 +23,8 @@ from diloco_tools.exporter.cli import app
 from diloco_tools.exporter.health import why_unhealthy
 from diloco_tools.exporter.metrics import RunCollector, label_value
 from diloco_tools.exporter.server import MetricsServer
-from diloco_tools.feed import model
-from diloco_tools.feed.listener import FeedWatcher, Reading
+from diloco_tools.monitor.feed import model
+from diloco_tools.monitor.feed.listener import FeedWatcher, Reading
 from kit.exporter_scrapes import (
     HOSTILE,
     exported,

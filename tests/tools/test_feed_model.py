@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_protocol.feed import FEED_VERSION, TOPIC, Snapshot, parse_snapshot
-from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_tools.monitor.feed.model import FeedModel, Freshness
 
 
 def frame(**keys: Any) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat
-from diloco_tools.feed.model import FeedModel, inner_step_now
+from diloco_tools.monitor.feed.model import FeedModel, inner_step_now
 from kit.core_harness import Stage, a_run
 from kit.feed_snapshots import Publisher, frame, status, worker
 from kit.scripted_broker import ScriptedBroker

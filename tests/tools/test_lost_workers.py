@@ -14,7 +14,7 @@ from diloco_broker.cli.status_text import as_text
 from diloco_broker.core.rules.sites.listing import listed
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat, Leave, decode, encode
-from diloco_protocol.verdict import Verdict, verdict_on
+from diloco_protocol.monitor.verdict import Verdict, verdict_on
 from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame

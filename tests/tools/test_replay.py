@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from diloco_protocol import feed
 from diloco_protocol.feed import Event, FeedError, LastRound, Loop, Snapshot, Totals, Worker
 from diloco_protocol.records import field_names
-from diloco_tools.feed import history_lines, replay
-from diloco_tools.feed.model import FeedModel
-from diloco_tools.feed.replay import Moment, read_history
-from diloco_tools.feed.series import Rate, RunSeries
+from diloco_tools.monitor.feed import history_lines, replay
+from diloco_tools.monitor.feed.model import FeedModel
+from diloco_tools.monitor.feed.replay import Moment, read_history
+from diloco_tools.monitor.feed.series import Rate, RunSeries
 from kit.past_runs import closed, event, line, start, write
 
 # Every key that the lines of a history have.

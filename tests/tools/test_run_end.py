@@ -11,8 +11,8 @@ import pytest
 from diloco_broker.cli.status_text import as_text
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Leave
-from diloco_protocol.verdict import Verdict
-from diloco_tools.feed.model import FeedModel
+from diloco_protocol.monitor.verdict import Verdict
+from diloco_tools.monitor.feed.model import FeedModel
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.core_harness import Puppet, Stage, a_run, a_stage
 from kit.exporter_scrapes import exported

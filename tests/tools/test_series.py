@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_protocol.feed import LastRound, Loop, Snapshot, Totals, Worker
-from diloco_tools.feed.series import Rate, RunSeries, recent_scale
+from diloco_tools.monitor.feed.series import Rate, RunSeries, recent_scale
 
 
 def snapshot(

@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from diloco_protocol.feed import FeedVersionError, Snapshot, parse_snapshot
-from diloco_tools.feed.listener import FeedSubscriber, Listener
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status
 from kit.top_screen import ScreenPilot
 from kit.top_text import top_of

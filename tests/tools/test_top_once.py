@@ -15,8 +15,8 @@ from rich.cells import cell_len
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
 from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC
-from diloco_tools.feed.listener import FeedSubscriber
-from diloco_tools.feed.model import FeedModel
+from diloco_tools.monitor.feed.listener import FeedSubscriber
+from diloco_tools.monitor.feed.model import FeedModel
 from diloco_tools.top.drawing.notation import Glyphs, byte_size, duration, number, scaled
 from diloco_tools.top.drawing.text_screen import screen
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diloco_protocol.feed import Worker
-from diloco_tools.feed.series import RunSeries
+from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.top.drawing.full_screen import Picture
 from diloco_tools.top.drawing.keys import KEYS, footer, keys_for
 from diloco_tools.top.drawing.notation import Glyphs

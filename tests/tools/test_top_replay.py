@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_tools.feed.replay import Moment
+from diloco_tools.monitor.feed.replay import Moment
 from diloco_tools.top.playing import SPEEDS, Player
 from kit.past_runs import closed, line, start, write
 from kit.top_screen import Clock, ScreenPilot, both, snapshot

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from diloco_broker.cli.status_text import as_text
-from diloco_protocol import tree
 from diloco_protocol.feed import Snapshot, parse_snapshot
-from diloco_tools.feed.model import FeedModel, Freshness
-from diloco_tools.feed.series import RunSeries
+from diloco_protocol.monitor import tree
+from diloco_tools.monitor.feed.model import FeedModel, Freshness
+from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.top.drawing import sentences
 from diloco_tools.top.drawing.full_screen import picture
 from diloco_tools.top.drawing.notation import Glyphs

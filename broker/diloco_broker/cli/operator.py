@@ -29,8 +29,8 @@ from diloco_protocol.clients.keys import VARIABLE
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.feed import read_snapshot
 from diloco_protocol.messages import Result
+from diloco_protocol.monitor.verdict import verdict_on
 from diloco_protocol.roles import Role
-from diloco_protocol.verdict import verdict_on
 
 REFUSED, IS_DEGRADED, GIVEN_UP = 1, 1, 130
 ASK_AGAIN_S = 0.5

@@ -16,7 +16,7 @@ from diloco_protocol.feed import (
     read_snapshot,
     share_of_processes,
 )
-from diloco_protocol.verdict import Verdict, verdict_on
+from diloco_protocol.monitor.verdict import Verdict, verdict_on
 
 Data = Mapping[str, Any]
 NAMES = 8  # of workers in one part of a row

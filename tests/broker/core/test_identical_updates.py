@@ -9,7 +9,7 @@ import pytest
 from diloco_broker.core.rules.sites.listing import listed
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat
-from diloco_protocol.verdict import verdict_on
+from diloco_protocol.monitor.verdict import verdict_on
 from kit.core_harness import Puppet, Stage, a_run, a_stage
 from kit.feed_snapshots import frame
 

@@ -24,7 +24,7 @@ from diloco_broker.shell.process_memory import rss_bytes
 from diloco_broker.storage.history import HISTORY
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.description import describe
-from diloco_tools.feed.listener import FeedSubscriber
+from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_worker import DiLoCoClient
 from kit.raw_worker import RawWorker, one_tensor
 

@@ -14,7 +14,7 @@ from diloco_broker import Broker
 from diloco_broker.shell import loop
 from diloco_broker.shell.process_memory import rss_bytes
 from diloco_protocol.feed import TOPIC
-from diloco_tools.feed.listener import FeedSubscriber
+from diloco_tools.monitor.feed.listener import FeedSubscriber
 from kit.uniform_model import until
 from kit.whole_run import joined, make_config, mlp
 

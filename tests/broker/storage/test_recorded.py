@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from diloco_broker.storage.checkpoint import found, load, save
 from diloco_broker.storage.history import ACTIONS, HISTORY
-from diloco_tools.feed.replay import read_history
+from diloco_tools.monitor.feed.replay import read_history
 from kit.recorded_runs import AFTER, RECORDED, RUNS, TRAINED_ON, trained
 
 RECORDINGS = Path(__file__).parent / "recorded"

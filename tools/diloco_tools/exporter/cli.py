@@ -21,7 +21,7 @@ from diloco_protocol.clients.command_line import (
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError, FeedRefusedError, FeedVersionError, Snapshot
 from diloco_tools.exporter.health import DEAD_AFTER_S, why_unhealthy
-from diloco_tools.feed.listener import FeedWatcher
+from diloco_tools.monitor.feed.listener import FeedWatcher
 from diloco_tools.terminal import KeysOption, fail, keys_of
 
 CANNOT_START = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_tools.feed.listener import Reading
+from diloco_tools.monitor.feed.listener import Reading
 
 # A broker publishes each second, also while it saves and steps. What it is silent for beyond this is no
 # load; a `torch.optim` outer optimizer over a large model may take seconds at a time.

@@ -21,9 +21,9 @@ from prometheus_client.core import Metric
 
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import DEAD, Snapshot, Totals
-from diloco_protocol.tree import without_relays
+from diloco_protocol.monitor.tree import without_relays
 from diloco_tools.exporter.catalogue import LABELS, TABLES, Value
-from diloco_tools.feed.listener import Reading
+from diloco_tools.monitor.feed.listener import Reading
 
 STATES = ("training", "waiting", "paused", "stopping")
 HEALTHS = ("ok", "slow", "stalled", "lost", DEAD)

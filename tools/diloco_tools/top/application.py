@@ -24,9 +24,9 @@ from textual.widgets import Input, Static
 from diloco_protocol.addresses import as_reached
 from diloco_protocol.clients import Answer, Ask, ask_once
 from diloco_protocol.feed import FeedError, Snapshot, Worker
-from diloco_tools.feed.listener import FeedSubscriber, Listener
-from diloco_tools.feed.model import FeedModel
-from diloco_tools.feed.series import RunSeries
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
+from diloco_tools.monitor.feed.model import FeedModel
+from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.top import palette
 from diloco_tools.top.drawing import sentences
 from diloco_tools.top.drawing.full_screen import picture

@@ -24,11 +24,11 @@ from diloco_protocol.clients.command_line import (
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
-from diloco_protocol.tree import everyone
-from diloco_tools.feed.listener import FeedSubscriber
-from diloco_tools.feed.model import FeedModel, Freshness, inner_step_now
-from diloco_tools.feed.replay import History, read_history
-from diloco_tools.feed.series import RunSeries
+from diloco_protocol.monitor.tree import everyone
+from diloco_tools.monitor.feed.listener import FeedSubscriber
+from diloco_tools.monitor.feed.model import FeedModel, Freshness, inner_step_now
+from diloco_tools.monitor.feed.replay import History, read_history
+from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.terminal import KeysOption, console, fail, keys_of
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.scene import Scene

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from datetime import datetime, tzinfo
 
-from diloco_tools.feed.model import FeedModel
-from diloco_tools.feed.replay import Moment
-from diloco_tools.feed.series import RunSeries
+from diloco_tools.monitor.feed.model import FeedModel
+from diloco_tools.monitor.feed.replay import Moment
+from diloco_tools.monitor.feed.series import RunSeries
 
 POINTS = 256  # moments before the one shown, from which the curves are drawn: a jump takes a moment
 SPEEDS = (1, 2, 5, 10, 20, 50, 100)  # moments a second

@@ -15,7 +15,7 @@ from diloco_broker.core import effects
 from diloco_broker.core.effects import CountedPush, Effects
 from diloco_broker.core.state.members import Member, SentUpdate
 from diloco_broker.core.state.run import RunState
-from diloco_protocol.verdict import identical_updates
+from diloco_protocol.monitor.verdict import identical_updates
 from diloco_protocol.version import VersionId
 
 CAUSE = "identical updates"  # in `Refusals`: it is said once a minute at most

@@ -15,9 +15,9 @@ from types import FrameType
 
 from diloco_protocol.clients.address_file import NoAddress, read_address
 from diloco_protocol.feed import FeedError, Snapshot
-from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.launch.local.program import Program
 from diloco_tools.launch.local.status import Status, rounds_of, status_line
+from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.processes import Children, environment
 from diloco_tools.terminal import installed
 from diloco_worker.launching import INTERRUPTED, RUN_IS_OVER, TERMINATED

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diloco_protocol.clients import Keys
 from diloco_protocol.clients.operator import ask_once, this_user
 from diloco_protocol.errors import Unreachable
-from diloco_tools.feed.model import LIVE_BELOW_S, STALE_ABOVE_S
+from diloco_tools.monitor.feed.model import LIVE_BELOW_S, STALE_ABOVE_S
 from diloco_tools.monitor.web.orders import read_order, steering_address
 from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal
 from diloco_tools.monitor.web.serving import EventStream, Streams

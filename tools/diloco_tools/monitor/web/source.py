@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from diloco_protocol.clients import Keys
 from diloco_protocol.feed import MAX_DEPTH, FeedError, FeedRefusedError, Snapshot, json_safe
 from diloco_protocol.records import to_plain
-from diloco_tools.feed.listener import FeedWatcher
-from diloco_tools.feed.replay import HISTORY, History, read_history, rounds_of
-from diloco_tools.feed.series import RunSeries
+from diloco_tools.monitor.feed.listener import FeedWatcher
+from diloco_tools.monitor.feed.replay import HISTORY, History, read_history, rounds_of
+from diloco_tools.monitor.feed.series import RunSeries
 
 POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second
 REPLAY_POINTS = 2_000  # moments of a recorded run that are plotted: more than a plot has columns

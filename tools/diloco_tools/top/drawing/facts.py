@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from diloco_protocol import tree
 from diloco_protocol.feed import Fragment, Rejection, Snapshot
+from diloco_protocol.monitor import tree
 from diloco_tools.top.drawing.notation import (
     BAD,
     OK,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-from diloco_protocol import tree
 from diloco_protocol.feed import Snapshot, Worker
+from diloco_protocol.monitor import tree
 from diloco_tools.top.drawing import facts, panes
 from diloco_tools.top.drawing.keys import footer, keys_for
 from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-from diloco_tools.feed.model import Freshness
+from diloco_tools.monitor.feed.model import Freshness
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diloco_protocol.feed import INSECURE, Event, LastRound, Snapshot
-from diloco_tools.feed.model import Freshness
-from diloco_tools.feed.series import recent_scale
+from diloco_tools.monitor.feed.model import Freshness
+from diloco_tools.monitor.feed.series import recent_scale
 from diloco_tools.top.drawing import facts, notation
 from diloco_tools.top.drawing.notation import BAD, OK, QUIET, UNEASY, duration
 from diloco_tools.top.drawing.scene import Scene

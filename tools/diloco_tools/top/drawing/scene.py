@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diloco_protocol import tree
 from diloco_protocol.feed import Snapshot, Worker
-from diloco_tools.feed.model import FeedModel, Freshness
-from diloco_tools.feed.series import RunSeries
+from diloco_protocol.monitor import tree
+from diloco_tools.monitor.feed.model import FeedModel, Freshness
+from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.top.playing import Player
 
 SERIOUS = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from diloco_protocol.feed import DEAD, Snapshot, Worker
-from diloco_tools.feed.series import Rate
+from diloco_tools.monitor.feed.series import Rate
 from diloco_tools.top.drawing import facts
 from diloco_tools.top.drawing.keys import Key, sign
 from diloco_tools.top.drawing.notation import (

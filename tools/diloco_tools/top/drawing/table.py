@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diloco_protocol.feed import DEAD, Snapshot, Worker
-from diloco_tools.feed.model import Freshness, inner_step_now
-from diloco_tools.feed.series import Rate, RunSeries
+from diloco_tools.monitor.feed.model import Freshness, inner_step_now
+from diloco_tools.monitor.feed.series import Rate, RunSeries
 from diloco_tools.top.drawing import notation
 from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs, byte_size, duration, scaled
 from diloco_tools.top.drawing.sheet import Sheet

@@ -6,8 +6,8 @@ parts flow onto a next line where they do not fit, and one table.
 
 from rich.text import Text
 
-from diloco_protocol import tree
 from diloco_protocol.feed import Snapshot
+from diloco_protocol.monitor import tree
 from diloco_tools.top.drawing import facts, panes
 from diloco_tools.top.drawing.notation import QUIET, Glyphs, duration
 from diloco_tools.top.drawing.scene import Scene

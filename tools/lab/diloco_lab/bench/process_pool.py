@@ -19,7 +19,7 @@ from diloco_lab.bench.roles.wire import CALL_BYTES
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.feed import Snapshot
 from diloco_protocol.roles import Role
-from diloco_tools.feed.listener import FeedSubscriber, Listener
+from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from diloco_tools.processes import Child, Children, wait_for_line
 
 ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all

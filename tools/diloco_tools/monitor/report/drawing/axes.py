@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import ceil, floor, isfinite, log10
 from typing import NamedTuple
 
-from diloco_tools.feed.series import recent_scale
+from diloco_tools.monitor.feed.series import recent_scale
 from diloco_tools.monitor.report.drawing.wording import moment
 from diloco_tools.monitor.report.thinning import Point
 

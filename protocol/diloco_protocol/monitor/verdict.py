@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from diloco_protocol import tree
 from diloco_protocol.feed import DEAD, Snapshot, Worker
+from diloco_protocol.monitor import tree
 
 NAMES = 5  # of workers in one sentence
 

@@ -2,7 +2,7 @@
 
 `FeedModel` keeps the newest snapshot and answers what every display asks: is the feed alive, is the run
 healthy, were snapshots missed, is this still the same broker. There is no socket and no clock in here
-(`diloco_tools.feed.listener` has the socket): time is an argument, in seconds of any monotonic clock.
+(`listener` has the socket): time is an argument, in seconds of any monotonic clock.
 
 Ages in a snapshot are durations measured by the broker. The model adds the time since the snapshot
 arrived, measured by the caller; the clocks of two hosts are never subtracted.
@@ -26,7 +26,7 @@ from diloco_protocol.feed import (
     Worker,
 )
 from diloco_protocol.messages import Behind
-from diloco_protocol.verdict import Verdict, verdict_on
+from diloco_protocol.monitor.verdict import Verdict, verdict_on
 
 LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news

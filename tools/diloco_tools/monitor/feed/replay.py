@@ -21,7 +21,7 @@ from typing import Any
 from diloco_protocol import feed
 from diloco_protocol.feed import Fragment, Snapshot, Worker
 from diloco_protocol.records import to_plain
-from diloco_tools.feed.history_lines import (
+from diloco_tools.monitor.feed.history_lines import (
     Line,
     checked,
     line_of,

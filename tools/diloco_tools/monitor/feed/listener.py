@@ -26,7 +26,7 @@ from diloco_protocol.feed import (
     Snapshot,
     parse_snapshot,
 )
-from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_tools.monitor.feed.model import FeedModel, Freshness
 
 POLL_S = 0.25  # how long the end of the program may have to wait
 RENEW_AFTER_S = 15.0  # of silence; the feed speaks once a second

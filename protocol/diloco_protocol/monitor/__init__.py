@@ -1,0 +1,1 @@
+"""What every display of a run has in common: its fields, its rows, its verdict. Pure."""

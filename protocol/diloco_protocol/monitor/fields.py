@@ -1,0 +1,893 @@
+"""The catalogue: every field of a snapshot that some display shows, declared once. Pure.
+
+A field has a path in its record, a label, a unit and a format (a name of `quantities.FORMATS`). `row`
+names its row in `diloco-broker status`, `diloco-top` and the dashboard, `title` its column in tables of
+workers, `metric` its name in the exporter; `is_setting` says that the history records it, so that the
+report lists it. `shown` follows from these: the displays that show the field.
+
+`rows` makes rows out of snapshots, the exporter metrics, and the page gets `as_json`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Snapshot
+from diloco_protocol.monitor import tree
+from diloco_protocol.quantities import FORMATS, duration, names, plural, scaled
+
+STATUS, TOP, DASHBOARD, EXPORTER, REPORT = "status", "top", "dashboard", "exporter", "report"
+SCREENS = (STATUS, TOP, DASHBOARD)
+GOOD, UNEASY, BAD = "good", "uneasy", "bad"  # tones; "" is none
+UNHEARD = ("lost", DEAD)  # healths of workers whose state is unknown
+STANDS_OUT = 5.0  # times the usual norm, from which the broker warns of a push
+
+
+class Part(NamedTuple):
+    """A piece of a row: its text, and in which tone it is shown."""
+
+    text: str
+    tone: str = ""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field. `say` words it where `phrase` and `format` are not enough, `measure` is its metric's
+    value where that is not what stands at `path`."""
+
+    path: str  # of an attribute in the record of its table; unique there
+    label: str
+    help: str = ""
+    format: str = "whole"
+    unit: str = ""
+    row: str = ""
+    phrase: str = "{}"
+    tone: str = ""
+    say: Callable[[Any], str | Part | None] | None = None
+    title: str = ""
+    metric: str = ""  # without `diloco_`
+    measure: Callable[[Any], float | None] | None = None
+    is_setting: bool = False
+    displays: tuple[str, ...] = SCREENS  # of those with rows, and tables of workers, that show it
+
+    @property
+    def shown(self) -> frozenset[str]:
+        """The displays that show it."""
+        found = [*(self.displays if self.row or self.title else ())]
+        found += [EXPORTER] * bool(self.metric) + [REPORT] * self.is_setting
+        return frozenset(found)
+
+    def value(self, record: Any) -> Any:
+        """What stands at its path; None also where a record on the way is None."""
+        for name in self.path.split("."):
+            record = None if record is None else getattr(record, name)
+        return record
+
+    def text(self, record: Any) -> str:
+        """Its value in its format."""
+        return FORMATS[self.format](self.value(record))
+
+    def part(self, record: Any) -> Part:
+        """What its row says of it; an empty text where there is nothing to say."""
+        if self.say is not None:
+            said = self.say(record)
+            return said if isinstance(said, Part) else Part(said or "", self.tone * bool(said))
+        value = self.value(record)
+        if value is None or value == "":
+            return Part("")
+        return Part(self.phrase.format(FORMATS[self.format](value)), self.tone)
+
+    def measured(self, record: Any) -> float | None:
+        """The value of its metric; None where it is unknown."""
+        found = self.value(record) if self.measure is None else self.measure(record)
+        return None if found is None else float(found)
+
+
+# How single fields are worded.
+
+
+def has_round(snapshot: Snapshot) -> bool:
+    """Before the first round the feed has a round 0 that expects no worker."""
+    now = snapshot.round
+    return snapshot.mode != "async" and now is not None and bool(now.number or now.expected)
+
+
+def run_name(snapshot: Snapshot) -> str:
+    """The first eight characters of the run's id: what displays show."""
+    return (snapshot.run or "")[:8]
+
+
+def state_of(snapshot: Snapshot) -> Part:
+    """What the run does, and for how long or what for."""
+    state = snapshot.state
+    if state == "waiting" and snapshot.ended:
+        return Part("ended: all workers have left; others may still join")
+    if state == "paused" and snapshot.paused_for_s is not None:
+        return Part(f"paused for {duration(snapshot.paused_for_s)}", UNEASY)
+    if state == "waiting" and snapshot.waiting_for:
+        return Part(f"waiting {snapshot.waiting_for}", UNEASY)
+    return Part(state, "" if state == "training" else UNEASY)
+
+
+_SECURITY = {
+    KEYS: Part("keys: only holders of a key connect"),
+    LOOPBACK: Part("loopback: no other machine reaches it"),
+    INSECURE: Part(
+        "INSECURE: anyone who reaches it may train, steer and read; serve --keys DIR requires keys",
+        BAD,
+    ),
+}
+
+
+def _round(snapshot: Snapshot) -> str:
+    now = snapshot.round
+    if now is None or not has_round(snapshot):
+        return ""
+    return f"{now.number} {now.phase} for {duration(now.age_s)}"
+
+
+def _fragment_of_round(snapshot: Snapshot) -> str:
+    now = snapshot.round
+    several = len(snapshot.fragments) > 1
+    return f"fragment {now.fragment}" if now and several and has_round(snapshot) else ""
+
+
+def _arrived(snapshot: Snapshot) -> str:
+    now = snapshot.round
+    if now is None or not has_round(snapshot):
+        return ""
+    return f"{len(now.arrived)} of {len(now.expected)} arrived"
+
+
+def _floor(snapshot: Snapshot) -> str:
+    now = snapshot.round
+    return f"needs {now.floor}" if now and now.floor and has_round(snapshot) else ""
+
+
+def _when_async(phrase: str, count: Callable[[Snapshot], int]) -> Callable[[Snapshot], str]:
+    return lambda snapshot: phrase.format(count(snapshot)) if snapshot.mode == "async" else ""
+
+
+def _named(snapshot: Snapshot, ids: Sequence[str]) -> str:
+    """Some workers by name, a relay with how many are downstream of it."""
+    if not has_round(snapshot):
+        return ""
+    titles = {worker.id: worker.title for worker in snapshot.workers if worker.workers is not None}
+    return names([titles.get(name, name) for name in ids])
+
+
+def _not_listed(snapshot: Snapshot) -> str:
+    left = sum(map(tree.not_listed, snapshot.workers))
+    return f"{left} downstream of relays not listed" if left else ""
+
+
+def _minimum(snapshot: Snapshot) -> str:
+    least = snapshot.min_workers or 1
+    return f"no round below {least}" if least > 1 else ""
+
+
+def _last(snapshot: Snapshot) -> str:
+    last = snapshot.last_round
+    if last is None:
+        return ""
+    return f"push {last.number + 1}" if snapshot.mode == "async" else f"round {last.number}"
+
+
+def _of_last_round(phrase: str, value: Callable[[Any], str]) -> Callable[[Snapshot], str]:
+    """Of a run with rounds."""
+
+    def say(snapshot: Snapshot) -> str:
+        last = snapshot.last_round
+        return phrase.format(value(last)) if last and snapshot.mode != "async" else ""
+
+    return say
+
+
+def _last_staleness(snapshot: Snapshot) -> str:
+    last = snapshot.last_round
+    if last is None or (snapshot.mode != "async" and not last.staleness):
+        return ""
+    return f"staleness {plural(last.staleness, 'version')}"
+
+
+def _progress(made: str, limit: str, unit: str, format: str) -> Callable[[Snapshot], str]:
+    """How much of a limit of the run is used up."""
+
+    def say(snapshot: Snapshot) -> str:
+        end, write = snapshot.end, FORMATS[format]
+        if end is None or getattr(end, limit) is None:
+            return ""
+        return f"{write(getattr(end, made))} of {write(getattr(end, limit))}{unit}"
+
+    return say
+
+
+def _scheduled(name: str, label: str) -> Callable[[Snapshot], str]:
+    """A setting of the outer optimizer; where its schedule has it elsewhere now, that first."""
+
+    def say(snapshot: Snapshot) -> str:
+        outer, turn = snapshot.outer, snapshot.round.fragment if snapshot.round else 0
+        given = getattr(outer, name)
+        now = next((getattr(f, name) for f in snapshot.fragments if f.fragment == turn), None)
+        if given is None or now is None or now == given:
+            return "" if given is None else f"{label} {given:g}"
+        schedule = outer.lr_schedule if name == "lr" else outer.momentum_warmup
+        return f"{label} {now:.3g} of {given:g}" + (f" ({schedule})" if schedule else "")
+
+    return say
+
+
+def _buffer(snapshot: Snapshot) -> str:
+    """How full the buffer of the outer optimizer is, fragment by fragment; a buffer of one is none."""
+    size = snapshot.outer.buffer or 0
+    fill = " ".join(str(part.buffered) for part in snapshot.fragments) or "0"
+    return f"buffer {fill} of {size}" if size > 1 else ""
+
+
+def _versions(snapshot: Snapshot) -> str:
+    parts = snapshot.fragments
+    if len(parts) == 1:
+        return f"v{parts[0].version}"
+    return " ".join(f"{part.fragment}:v{part.version}" for part in parts)
+
+
+def _contributions(snapshot: Snapshot) -> str:
+    counts = [part.contributions for part in snapshot.fragments]
+    if not any(counts):
+        return ""
+    by_fragment = f" ({' '.join(map(str, counts))})" if len(counts) > 1 else ""
+    return f"{sum(counts)} pushes averaged{by_fragment}"
+
+
+def _has_fragments(snapshot: Snapshot) -> bool:
+    count = snapshot.num_fragments or len(snapshot.fragments)
+    return count > 1 or snapshot.fragment_delay_auto or snapshot.fragment_sync_delay > 0
+
+
+def _split(snapshot: Snapshot) -> str:
+    count = snapshot.num_fragments or len(snapshot.fragments)
+    return f"{count} {snapshot.fragment_pattern or ''}".strip() if _has_fragments(snapshot) else ""
+
+
+def _delay(snapshot: Snapshot) -> str:
+    if not _has_fragments(snapshot):
+        return ""
+    if not snapshot.fragment_delay_auto:
+        return f"merged after {plural(snapshot.fragment_sync_delay, 'step')}"
+    delays = [each.merge_delay for each in snapshot.workers if each.merge_delay is not None]
+    if not delays:
+        return "merged on arrival"
+    since = "" if min(delays) == max(delays) else f"{min(delays)} to "
+    return f"merged on arrival, last after {since}{plural(max(delays), 'step')}"
+
+
+def _longest_delay(snapshot: Snapshot) -> str:
+    longest = snapshot.fragment_max_delay
+    varies = snapshot.fragment_delay_auto or longest != snapshot.fragment_sync_delay
+    return f"at most {longest}" if _has_fragments(snapshot) and longest and varies else ""
+
+
+def _merge(snapshot: Snapshot) -> str:
+    if not _has_fragments(snapshot):
+        return ""
+    is_alpha = snapshot.fragment_merge == "alpha"
+    return f"alpha {snapshot.fragment_update_alpha:g}" if is_alpha else snapshot.fragment_merge
+
+
+def _of_quorum(phrase: str, name: str) -> Callable[[Snapshot], str]:
+    """Something that a run has only with a quorum."""
+    return lambda snapshot: (
+        "" if snapshot.reducer.quorum is None else phrase.format(getattr(snapshot.reducer, name))
+    )
+
+
+def _dylu(snapshot: Snapshot) -> str:
+    told = snapshot.asynchronous
+    if told is None:
+        return ""
+    least = "" if told.dylu_min_steps is None else f" from {plural(told.dylu_min_steps, 'step')}"
+    return f"DyLU{least}" if told.dylu else "no DyLU"
+
+
+def _most_staleness(snapshot: Snapshot) -> str:
+    told = snapshot.asynchronous
+    if told is None:
+        return ""
+    most = told.max_staleness
+    return "any staleness" if most is None else f"staleness up to {plural(most, 'version')}"
+
+
+def _staleness_weight(snapshot: Snapshot) -> str:
+    told = snapshot.asynchronous
+    return f"weight {told.staleness_weight}" if told and told.staleness_weight != "none" else ""
+
+
+def _limit(name: str, phrase: str, never: str) -> Callable[[Snapshot], str]:
+    """A time after which a worker counts as gone; 0 is never, None is unknown."""
+
+    def say(snapshot: Snapshot) -> str:
+        seconds = getattr(snapshot.liveness, name)
+        return "" if seconds is None else phrase.format(f"{seconds:g} s") if seconds else never
+
+    return say
+
+
+def _checkpoint(snapshot: Snapshot) -> Part:
+    saved = snapshot.checkpoint
+    if saved is None:
+        # A relay saves nothing; neither does an unknown broker that never mentions checkpoints.
+        is_told = snapshot.parent is None and "checkpoint" in snapshot.raw
+        return Part("none: the broker has no save folder", UNEASY) if is_told else Part("")
+    if saved.round is None or saved.age_s is None:
+        return Part("none yet")
+    said = f"before round {saved.round}, {duration(saved.age_s)} ago"
+    return Part(said, "" if saved.error else GOOD)
+
+
+def _save_error(snapshot: Snapshot) -> str:
+    saved = snapshot.checkpoint
+    return f"NOT SAVED: {saved.error}" if saved and saved.error else ""
+
+
+def _standby(snapshot: Snapshot) -> Part:
+    told = snapshot.standby
+    if told is None:
+        return Part("")
+    if told.is_replaced:
+        return Part("replaced: the standby runs the run", BAD)
+    if told.is_alone:
+        return Part("given up: this broker goes on alone", UNEASY)
+    held = "held" if told.holds_lease else "lost"
+    return Part(f"lease of {told.lease_s:g} s {held}", "" if told.holds_lease else BAD)
+
+
+def _standby_heard(snapshot: Snapshot) -> str:
+    told = snapshot.standby
+    if told is None or told.is_replaced or told.is_alone:
+        return ""
+    age = told.heard_age_s
+    return "never heard" if age is None else f"heard {duration(age)} ago"
+
+
+def _parent(snapshot: Snapshot) -> str:
+    told = snapshot.parent
+    return "" if told is None else f"{told.address} as {told.name}"
+
+
+def _parent_link(snapshot: Snapshot) -> Part:
+    told = snapshot.parent
+    if told is None:
+        return Part("")
+    if told.lost_s is None:
+        return Part("connected", GOOD)
+    return Part(f"UNREACHABLE for {duration(told.lost_s)}", BAD)
+
+
+def _parent_push(snapshot: Snapshot) -> str:
+    sent = snapshot.parent.offered_s if snapshot.parent else None
+    return "" if sent is None else f"the site's push is pending for {duration(sent)}"
+
+
+def _reasons(snapshot: Snapshot) -> str:
+    # The feed's parser leaves what is inside a mapping as it came.
+    counted = ((code, n) for code, n in snapshot.totals.refused.items() if isinstance(n, int))
+    most = sorted(counted, key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{number} {code.replace('_', ' ')}" for code, number in most)
+
+
+def _rejected(snapshot: Snapshot) -> Part:
+    count, why = snapshot.totals.rejected, _reasons(snapshot)
+    said = f"{count:,}: {why}" if why else f"{count:,}"
+    return Part(said, UNEASY if count else "")
+
+
+def _counted(phrase: str, value: Callable[[Snapshot], int], tone: str) -> Callable[[Any], Part]:
+    """A number that should be 0: in a tone where it is not."""
+
+    def say(snapshot: Snapshot) -> Part:
+        count = value(snapshot)
+        return Part(phrase.format(f"{count:,}"), tone if count else "")
+
+    return say
+
+
+def _dtypes(snapshot: Snapshot) -> str:
+    if not snapshot.wire_dtype:
+        return ""
+    return f"{snapshot.wire_dtype} up, {snapshot.reply_dtype} down"
+
+
+def _alpha(snapshot: Snapshot) -> float | None:
+    return snapshot.fragment_update_alpha if snapshot.fragment_merge == "alpha" else None
+
+
+def _longest_turn_s(snapshot: Snapshot) -> float | None:
+    turn = snapshot.loop.longest_turn_ms
+    return None if turn is None else turn / 1000
+
+
+def _norm_limit(snapshot: Snapshot) -> str:
+    limit = snapshot.reducer.max_delta_norm
+    return "" if not limit else f"norm to {limit:g}"
+
+
+def _trim(snapshot: Snapshot) -> str:
+    trim = snapshot.reducer.trim
+    return "" if trim is None else f"without {trim:.0%} at each end"
+
+
+def _unless(usual: str, name: str, phrase: str = "{}") -> Callable[[Snapshot], str]:
+    """What a run with the usual setting does not mention."""
+    return lambda snapshot: (
+        "" if (told := getattr(snapshot.reducer, name)) == usual else phrase.format(told)
+    )
+
+
+def _if(name: str, phrase: str) -> Callable[[Snapshot], str]:
+    return lambda snapshot: phrase if getattr(snapshot.reducer, name) else ""
+
+
+# fmt: off
+OF_SNAPSHOT: tuple[Field, ...] = (
+    Field("run", "Run", "First characters of the run's id.", "text", row="run",
+        say=lambda s: run_name(s) or "not begun"),
+    Field("mode", "Mode", "Synchronous or asynchronous.", "text", row="run"),
+    Field("version", "Version", "Version of the broker.", "text", row="broker"),
+    Field("uptime_s", "Uptime", "Time since the broker's start.", "duration", row="run",
+        phrase="up {}", metric="broker_uptime_seconds"),
+    Field("state", "State", "What the run does.", "text", row="state", say=state_of),
+    Field("ended", "Ended",
+        "1 once all workers have left as done, after a round at least, else 0.",
+        metric="run_ended"),
+    Field("paused_for_s", "Paused for",
+        "How long the run has been paused; absent while it is not.",
+        "duration", metric="run_paused_seconds"),
+    Field("security", "Security",
+        "1 if other machines reach the broker and it requires no keys, so that anyone may steer, else "
+        "0.",
+        row="security", say=lambda s: _SECURITY.get(s.security), metric="broker_insecure",
+        measure=lambda s: s.security == INSECURE if s.security else None),
+
+    Field("round", "Round", "The open round, and for how long it has been open.", "text",
+        row="round", say=_round),
+    Field("round.fragment", "Fragment of the round", row="round", say=_fragment_of_round),
+    Field("round.arrived", "Arrived", "Workers whose push has begun, of those expected.",
+        row="round", unit="workers", say=_arrived),
+    Field("round.floor", "Least contributions", "Workers below which the round stays open.",
+        row="round", unit="workers", say=_floor),
+    Field("applied", "Applied", "Pushes applied, of an asynchronous run.", row="pushes",
+        unit="pushes", say=_when_async("{} applied", lambda s: sum(f.gradients for f in s.fragments))),
+    Field("reducer.submissions", "In progress",
+        "Submissions that the broker keeps, whole or in part.", row="pushes", unit="pushes",
+        say=_when_async("{} in progress", lambda s: s.reducer.submissions),
+        metric="pending_submissions"),
+    Field("reducer.waiting", "Waiting for a slot", "Submissions that wait for a slot.",
+        row="pushes", unit="pushes",
+        say=_when_async("{} waiting for a slot", lambda s: s.reducer.waiting),
+        metric="waiting_submissions"),
+    Field("missing", "Missing", "Workers that the round waits for and that do not train.", "names",
+        row="missing", say=lambda s: _named(s, s.missing)),
+    Field("sites_away", "Missing sites",
+        "Relays that were given up with workers downstream, and have not come back.",
+        row="missing", tone=BAD, unit="sites",
+        say=lambda s: ", ".join(
+            f"site {each.name} ({each.workers}) for {duration(each.away_s)}" for each in s.sites_away),
+        metric="sites_away", measure=lambda s: len(s.sites_away)),
+    Field("training", "Training", "Workers that the round waits for and that train.", "names",
+        row="training", say=lambda s: _named(s, s.training)),
+
+    Field("counts.alive", "Workers alive", "Workers that are alive.",
+        row="workers", phrase="{} alive", unit="workers", metric="workers_alive"),
+    Field("counts.participating", "Workers participating",
+        "Workers whose push for the coming version is in progress or complete.",
+        row="workers", phrase="{} participating", unit="workers", metric="workers_participating"),
+    Field("counts.averaged", "Workers averaged", "Workers averaged in the last round.",
+        row="workers", phrase="{} averaged", unit="workers", metric="workers_averaged"),
+    Field("counts.due", "Workers due",
+        "Workers that should be alive: --workers less those that left properly, or the living and the "
+        "dead together where these are more.", unit="workers", metric="workers_due"),
+    Field("workers_wanted", "Workers", "Workers that round one waits for.",
+        row="workers", phrase="{} wanted", unit="workers", metric="workers_wanted", is_setting=True),
+    Field("min_workers", "Least contributions to a round",
+        "Workers below which no round closes.", row="workers", say=_minimum, unit="workers",
+        metric="workers_minimum", is_setting=True),
+    Field("totals.deaths", "Deaths", "Workers that died.", row="workers",
+        say=_counted("{} died", lambda s: s.totals.deaths, BAD), metric="deaths_total"),
+    Field("not_listed", "Not listed",
+        "Workers downstream of relays that no table lists.", row="workers", say=_not_listed),
+
+    Field("last_round.number", "Last round", "Round that closed last.", row="last", say=_last,
+        metric="last_round_number"),
+    Field("last_round.seconds", "Last round's time",
+        "Time that the last round took; absent in asynchronous mode.", "duration", row="last",
+        say=_of_last_round("took {}", lambda last: duration(last.seconds)),
+        metric="last_round_seconds",
+        measure=lambda s: s.last_round.seconds if s.last_round and s.mode != "async" else None),
+    Field("last_round.averaged", "Averaged", "Workers averaged in the last round.",
+        row="last", say=_of_last_round("{} averaged", lambda last: str(last.averaged))),
+    Field("last_round.weight", "Weight", "Sum of the weights averaged in the last round.",
+        "norm", metric="last_round_weight"),
+    Field("last_round.loss", "Loss", "Mean loss that the workers of the last round reported.",
+        "figure", row="last", phrase="loss {}", metric="last_round_loss"),
+    Field("last_round.delta_norm", "Delta norm",
+        "Mean norm of the pseudo-gradients of the last round.",
+        "norm", row="last", phrase="delta norm {}", metric="last_round_delta_norm"),
+    Field("last_round.staleness", "Staleness",
+        "Versions between the oldest base in the last round and the version that it made.",
+        row="last", unit="versions", say=_last_staleness, metric="last_round_staleness_versions"),
+
+    Field("end.max_rounds", "Limit of rounds",
+        "Rounds after which the run ends (--max-rounds); absent without such an end.",
+        row="end", unit="rounds", say=_progress("rounds", "max_rounds", " rounds", "count"),
+        metric="end_limit_rounds"),
+    Field("end.token_budget", "Limit of tokens",
+        "Tokens after which the run ends (--token-budget); absent without such an end.",
+        row="end", unit="tokens", say=_progress("tokens", "token_budget", " tokens", "amount"),
+        metric="end_limit_tokens"),
+    Field("end.max_time_s", "Limit of time",
+        "Time after which the run ends (--max-time); absent without such an end.",
+        "duration", row="end", say=_progress("seconds", "max_time_s", "", "duration"),
+        metric="end_limit_seconds"),
+    Field("end.rounds", "Rounds made", "Rounds made, of a run that was given an end.",
+        unit="rounds", metric="end_made_rounds"),
+    Field("end.tokens", "Tokens counted",
+        "Tokens in counted work, of a run that was given an end.",
+        unit="tokens", metric="end_made_tokens"),
+    Field("end.seconds", "Time used",
+        "Time in which rounds could close, of a run that was given an end.",
+        "duration", metric="end_made_seconds"),
+    Field("end.is_over", "Over", "1 once no other version will be made, else 0.", row="end",
+        tone=UNEASY, say=lambda s: "the run is over" if s.end and s.end.is_over else "",
+        metric="end_reached"),
+
+    Field("parent.address", "Parent", "Of a relay: whose run its workers take part in.", "text",
+        row="parent", say=_parent),
+    Field("parent.lost_s", "Parent unreachable for",
+        "Of a relay: time since its parent is unreachable; 0 while it is connected.",
+        "duration", row="parent", say=_parent_link, metric="parent_lost_seconds",
+        measure=lambda s: None if s.parent is None else s.parent.lost_s or 0.0),
+    Field("parent.offered_s", "Site's push pending for", "", "duration", row="parent",
+        say=_parent_push),
+
+    Field("model.parameters", "Parameters", "Trainable parameters.", "amount", row="model",
+        phrase="{} parameters", unit="parameters", metric="model_parameters"),
+    Field("model.tensors", "Tensors", row="model", phrase="{} tensors", unit="tensors"),
+    Field("model.bytes", "Model size", "Size of the model at the broker.", "bytes", row="model",
+        metric="model_size_bytes"),
+    Field("versions", "Versions", "Newest version of each fragment.", "text", row="model",
+        say=_versions),
+    Field("contributions", "Pushes averaged", "Pushes averaged, by fragment.", row="model",
+        unit="pushes", say=_contributions),
+
+    Field("outer.optimizer", "Outer optimizer", "", "text", row="outer", is_setting=True,
+        say=lambda s: " ".join(filter(None, (s.outer.optimizer, s.outer.variant)))),
+    Field("outer.variant", "Variant of Delayed Nesterov", format="text", is_setting=True),
+    Field("outer.lr", "Outer learning rate", "Outer learning rate.", "setting", row="outer",
+        say=_scheduled("lr", "lr"), metric="outer_learning_rate", is_setting=True),
+    Field("outer.lr_schedule", "Learning-rate schedule", format="text", is_setting=True),
+    Field("outer.momentum", "Outer momentum", "Outer momentum.", "setting", row="outer",
+        say=_scheduled("momentum", "momentum"), metric="outer_momentum", is_setting=True),
+    Field("outer.momentum_warmup", "Momentum warm-up", format="text", is_setting=True),
+    Field("outer.nesterov", "Nesterov", "", "setting", row="outer", is_setting=True,
+        say=lambda s: "no Nesterov" if s.outer.nesterov is False else ""),
+    Field("outer.c", "c of Delayed Nesterov", "", "setting", row="outer", is_setting=True,
+        say=lambda s: f"c {s.outer.c:g}" if s.outer.c else ""),
+    Field("outer.buffer", "Gradients to a momentum step",
+        "Pseudo-gradients to one step of a buffered outer optimizer; absent without a buffer.",
+        row="outer", say=_buffer, metric="outer_buffer_gradients", is_setting=True),
+    Field("outer.groups", "Groups of the torch optimizer", format="text", is_setting=True),
+
+    Field("sync_every", "Steps to a boundary (H)", "Inner steps to a round (H).", unit="steps",
+        row="exchange", phrase="every {} steps", metric="sync_every_steps", is_setting=True),
+    Field("wire_dtype", "Pseudo-gradients are sent as", format="text", is_setting=True,
+        row="exchange", say=_dtypes),
+    Field("reply_dtype", "Parameters are sent as", format="text", is_setting=True),
+
+    Field("num_fragments", "Fragments (P)", "Fragments of the model.", row="fragments", say=_split,
+        metric="fragments", measure=lambda s: len(s.fragments) or None, is_setting=True),
+    Field("fragment_pattern", "How the model is split", format="text", is_setting=True),
+    Field("fragment_delay_auto", "Replies are merged on arrival", format="setting",
+        is_setting=True),
+    Field("fragment_sync_delay", "Steps from sending to merging (tau)",
+        "Steps after which a reply is merged; absent where it is merged on arrival.",
+        unit="steps", row="fragments", say=_delay, metric="fragment_delay_steps",
+        measure=lambda s: None if s.fragment_delay_auto else s.fragment_sync_delay, is_setting=True),
+    Field("fragment_max_delay", "Steps after which a worker waits",
+        "Steps after which a worker waits for a reply.", unit="steps", row="fragments",
+        say=_longest_delay, metric="fragment_max_delay_steps", is_setting=True),
+    Field("fragment_merge", "Merge", format="text", is_setting=True),
+    Field("fragment_update_alpha", "Weight of local parameters (alpha)",
+        "Weight of the local parameters where a reply is merged; absent where it is rebased.",
+        "setting", row="fragments", say=_merge, metric="fragment_alpha_ratio", measure=_alpha,
+        is_setting=True),
+
+    Field("reducer.aggregate", "Aggregate", "", "text", row="reducing",
+        say=_unless("mean", "aggregate"), is_setting=True),
+    Field("reducer.trim", "Trimmed at each end", "", "percent", row="reducing", say=_trim,
+        is_setting=True),
+    Field("reducer.weight_by", "Weights", "", "text", row="reducing",
+        say=_unless("equal", "weight_by", "weights by {}"), is_setting=True),
+    Field("reducer.staged", "Complete submissions are kept", format="setting", is_setting=True),
+    Field("reducer.deterministic", "Folded in the order of workers", "", "setting",
+        row="reducing", say=_if("deterministic", "deterministic"), is_setting=True),
+    Field("reducer.relays", "Relays", "", "setting", row="reducing",
+        say=_if("relays", "with relays")),
+    Field("reducer.max_delta_norm", "Longest pseudo-gradient", "", "setting", row="reducing",
+        say=_norm_limit, is_setting=True),
+    Field("reducer.max_delta_norm_auto", "Longer than 5 times the usual is rejected", "",
+        "setting", row="reducing", say=_if("max_delta_norm_auto", "norm to 5 times the median"),
+        is_setting=True),
+    Field("reducer.quorum", "Quorum", "", row="reducing", unit="workers",
+        say=_of_quorum("quorum {}", "quorum"), is_setting=True),
+    Field("reducer.grace_s", "Grace", "", "duration", row="reducing",
+        say=_of_quorum("grace {:g} s", "grace_s"), is_setting=True),
+    Field("reducer.late", "Late work", "", "text", row="reducing",
+        say=_of_quorum("late work: {}", "late"), is_setting=True),
+
+    Field("asynchronous.dylu", "Dynamic Local Updates",
+        "1 with Dynamic Local Updates, else 0; absent in a run with rounds.", "setting",
+        row="async", say=_dylu, metric="dylu_enabled", is_setting=True),
+    Field("asynchronous.dylu_min_steps", "Least steps of a slow worker",
+        "Least steps that a slow worker is given; absent without Dynamic Local Updates.",
+        unit="steps", metric="dylu_minimum_steps", is_setting=True),
+    Field("asynchronous.staleness_weight", "Weight of stale work", format="text", row="async",
+        say=_staleness_weight, is_setting=True),
+    Field("asynchronous.max_staleness", "Most staleness",
+        "Staleness above which work is rejected; absent without a limit.", unit="versions",
+        row="async", say=_most_staleness, metric="staleness_limit_versions", is_setting=True),
+    Field("asynchronous.slots", "Slots",
+        "Submissions in progress at a time; absent in a run with rounds.", row="async",
+        phrase="{} slots", metric="submission_slots", is_setting=True),
+    Field("asynchronous.deadline_s", "Slot lost without progress for", "", "duration",
+        row="async", phrase="deadline {}", is_setting=True),
+
+    Field("liveness.heartbeat_timeout_s", "Dead after silence of",
+        "Silence after which a worker counts as dead; 0 is never.", "duration", row="timeouts",
+        say=_limit("heartbeat_timeout_s", "silent {}: dead", "silent: never dead"),
+        metric="heartbeat_timeout_seconds", is_setting=True),
+    Field("liveness.stall_timeout_s", "Stalled without a step for",
+        "Time without a step after which no round waits for a worker; 0 is never.", "duration",
+        row="timeouts", say=_limit("stall_timeout_s", "no step {}: stalled", "no step: not stalled"),
+        metric="stall_timeout_seconds", is_setting=True),
+    Field("liveness.disconnect_grace_s", "Time to reconnect",
+        "Time that a worker has to come back after its connection broke.", "duration",
+        row="timeouts", say=_limit("disconnect_grace_s", "{} to reconnect", "no time to reconnect"),
+        metric="disconnect_grace_seconds", is_setting=True),
+
+    Field("checkpoint.age_s", "Newest checkpoint",
+        "Time since the newest checkpoint; absent before the first.", "duration",
+        row="checkpoint", say=_checkpoint, metric="checkpoint_age_seconds"),
+    Field("checkpoint.round", "Round of the newest checkpoint",
+        "Round that follows the newest checkpoint.", metric="checkpoint_round"),
+    Field("checkpoint.error", "Save error",
+        "1 if the last save failed; absent without a save folder.", "text", row="checkpoint",
+        tone=BAD, say=_save_error, metric="checkpoint_failed",
+        measure=lambda s: None if s.checkpoint is None else s.checkpoint.error is not None),
+    Field("checkpoint.folder", "Save folder", "", "text", row="checkpoint", phrase="in {}",
+        displays=(STATUS, DASHBOARD)),
+    Field("checkpoint.durable", "Durable", "", "setting", row="checkpoint",
+        say=lambda s: "durable" if s.checkpoint and s.checkpoint.durable else ""),
+    Field("save_every", "Rounds between checkpoints", unit="rounds", is_setting=True),
+
+    Field("term", "Term", "How often a standby took over the run.", row="standby",
+        say=lambda s: f"term {s.term}" if s.term else ""),
+    Field("standby.holds_lease", "Lease", "", "setting", row="standby", say=_standby),
+    Field("standby.heard_age_s", "Standby heard", "", "duration", row="standby",
+        say=_standby_heard),
+
+    Field("totals.rejected", "Rejected", "Work of workers that the broker rejected, with reasons.",
+        row="rejected", say=_rejected),
+    Field("totals.malformed", "Malformed", "Messages that broke the wire protocol.", "count",
+        row="rejected", metric="malformed_messages_total",
+        say=_counted("{} malformed", lambda s: s.totals.malformed, UNEASY)),
+    Field("totals.bytes_up", "Sent up",
+        "Pseudo-gradients, and the first parameters, received from workers.", "bytes",
+        row="traffic", phrase="{} up", metric="uploaded_bytes_total"),
+    Field("totals.bytes_down", "Sent down", "Parameters sent to workers.", "bytes",
+        row="traffic", phrase="{} down", metric="downloaded_bytes_total"),
+    Field("totals.pushes", "Pushes", "Pushes begun.", "count", row="traffic", unit="pushes",
+        phrase="{} pushes", metric="pushes_total"),
+    Field("totals.contributions", "Pushes counted", "Pushes counted whole.", unit="pushes",
+        metric="contributions_total"),
+    Field("totals.rounds", "Rounds", "Rounds closed.", "count", row="broker", unit="rounds",
+        phrase="{} rounds", metric="rounds_total"),
+    Field("loop.longest_turn_ms", "Longest turn",
+        "CPU time of the longest turn of the broker's loop between its last two snapshots.",
+        "norm", unit="ms", row="broker", phrase="turn {} ms",
+        metric="broker_longest_turn_seconds", measure=_longest_turn_s),
+    Field("loop.cpu_s", "CPU time", "CPU time of the broker's own thread.", "duration",
+        row="broker", phrase="cpu {}", metric="broker_cpu_seconds_total"),
+    Field("loop.rss_bytes", "Memory", "Resident memory of the broker.", "bytes",
+        row="broker", phrase="rss {}", metric="broker_resident_memory_bytes"),
+)
+
+# Of the open round; absent while there is none.
+OF_ROUND: tuple[Field, ...] = (
+    Field("number", "Round", "Round that is open or closing.", metric="round_number"),
+    Field("fragment", "Fragment of the round", "Fragment that the round concerns.",
+        metric="round_fragment"),
+    Field("age_s", "Round open for", "Time since the round opened.", "duration",
+        metric="round_age_seconds"),
+    Field("phase", "Phase", "1 if the round is closing, 0 if it is open.", "text",
+        metric="round_closing", measure=lambda of: of.phase == "closing"),
+    Field("expected", "Expected", "Workers that the round expects; a relay is one.",
+        metric="round_workers_expected", measure=lambda of: len(of.expected)),
+    Field("arrived", "Arrived", "Workers whose push has begun.",
+        metric="round_workers_arrived", measure=lambda of: len(of.arrived)),
+    Field("missing", "Missing", "Workers that the round waits for.",
+        metric="round_workers_missing", measure=lambda of: len(of.missing)),
+    Field("floor", "Least contributions", "Workers below which the round stays open.",
+        metric="round_workers_floor"),
+)
+
+OF_FRAGMENT: tuple[Field, ...] = (
+    Field("version", "Version", "Counter of the fragment's newest version.",
+        metric="fragment_version"),
+    Field("buffered", "Buffered", "Pseudo-gradients in the buffer of the outer optimizer.",
+        metric="fragment_buffered_gradients"),
+    Field("contributions", "Pushes averaged", "Pushes counted into the fragment.",
+        metric="fragment_contributions_total"),
+    Field("usual_norm", "Usual norm",
+        "Median norm of the workers' last pseudo-gradients; absent with fewer than three.", "norm",
+        metric="fragment_usual_norm"),
+    Field("lr", "Learning rate",
+        "Outer learning rate of the fragment's next step, as its schedule has it.", "setting",
+        metric="fragment_outer_learning_rate"),
+    Field("momentum", "Momentum",
+        "Outer momentum of the fragment's next step, as its warm-up has it.", "setting",
+        metric="fragment_outer_momentum"),
+)
+
+# Commands of an operator to all workers, until each has answered.
+OF_ORDER: tuple[Field, ...] = (
+    Field("waiting", "No answer from",
+        "Workers that have not answered an operator's command; absent while there is none.", "names",
+        row="commands", phrase="no answer from {}", tone=UNEASY, metric="order_waiting_workers",
+        measure=lambda of: len(of.waiting)),
+    Field("saved", "Saved", "Workers that have saved for it.", row="commands",
+        say=lambda of: f"{of.saved} saved" if of.saved else "", metric="order_saved_workers"),
+    Field("left", "Left", "Workers that have left for it.", row="commands",
+        say=lambda of: f"{of.left} left" if of.left else "", metric="order_left_workers"),
+)
+
+
+def _is_used_up(of: Any) -> bool:
+    return bool(of.epochs) and of.counted >= of.size * of.epochs
+
+
+def _epoch(of: Any) -> str:
+    return "" if _is_used_up(of) else f"epoch {of.epoch + 1}" + f" of {of.epochs}" * bool(of.epochs)
+
+
+def _units(of: Any) -> str:
+    total = of.size * of.epochs
+    if _is_used_up(of):
+        return f"all {scaled(total)} units counted"
+    return scaled(of.counted) + f" of {scaled(total)}" * bool(total) + " units counted"
+
+
+def _units_left(of: Any) -> str:
+    left = of.size * of.epochs - of.counted - of.held
+    return f"{scaled(max(0, left))} left" if of.epochs and not _is_used_up(of) else ""
+
+
+OF_DATA_SET: tuple[Field, ...] = (
+    Field("epoch", "Epoch", "Oldest epoch of which something is not counted, from 0.", row="data",
+        say=_epoch, metric="data_set_epoch"),
+    Field("epochs", "Epochs", "Epochs that are handed out; absent where they have no end.",
+        metric="data_set_epochs", measure=lambda of: of.epochs or None),
+    Field("counted", "Counted", "Units in the global parameters, of all epochs together.",
+        "amount", unit="units", row="data", say=_units, metric="data_set_counted_units_total"),
+    Field("held", "Handed out", "Units that workers have and that are not counted.", "amount",
+        unit="units", row="data", say=lambda of: f"{scaled(of.held)} handed out" if of.held else "",
+        metric="data_set_handed_out_units"),
+    Field("size", "Size", "Units in one epoch of the data set.", "amount", unit="units",
+        row="data", say=_units_left, metric="data_set_size_units"),
+    Field("given_back", "Given back",
+        "Units that were given back and not handed out again yet.", unit="units",
+        metric="data_set_given_back_units"),
+)
+
+IN_TABLES = (STATUS, TOP, DASHBOARD, REPORT)
+# In the order of columns; `title` is the column's, in terminals in capitals.
+OF_WORKER: tuple[Field, ...] = (
+    Field("id", "Worker", "Id; of a relay with how many workers are downstream.", "text",
+        title="Worker", displays=IN_TABLES),
+    Field("health", "Health", "1 if the worker is well, 0 if it is slow, stalled, lost or dead.",
+        "text", title="Health", metric="worker_healthy", measure=lambda of: of.health == "ok"),
+    Field("host", "Host", "Machine that the worker runs on.", "text", title="Host",
+        displays=IN_TABLES),
+    Field("state", "State", "What the worker does; unknown while it is lost or dead.", "text",
+        title="State"),
+    Field("round", "Round", "Last round that the worker pushed for.", title="Round",
+        displays=(TOP, DASHBOARD), metric="worker_round"),
+    Field("step", "Steps", "Inner steps that the worker has made.", "amount", title="Steps",
+        unit="steps", displays=(STATUS, TOP), metric="worker_steps_total"),
+    Field("inner_step", "Inner steps",
+        "Inner steps since the worker's last boundary; absent while it is lost or dead.",
+        title="Inner", unit="steps", metric="worker_inner_steps",
+        measure=lambda of: None if of.health in UNHEARD else of.inner_step),
+    Field("sync_every", "Steps to a boundary (H)",
+        "Inner steps to a push of the worker (H, with DyLU its own).", unit="steps",
+        metric="worker_sync_every_steps", measure=lambda of: of.sync_every or None),
+    Field("steps_per_s", "Steps/s",
+        "Inner steps a second, as the worker reports; absent while it is lost or dead.", "amount",
+        title="Steps/s", unit="steps/s", displays=IN_TABLES, metric="worker_steps_per_second",
+        measure=lambda of: None if of.health in UNHEARD else of.steps_per_s),
+    Field("loss", "Loss", "Loss that the worker reported last; NaN if that was not finite.",
+        "figure", title="Loss", displays=IN_TABLES, metric="worker_loss",
+        measure=lambda of: of.loss if of.loss_is_finite else math.nan),
+    Field("delta_norm", "Delta norm",
+        "Euclidean norm of the worker's last pseudo-gradient, as the broker measured it.", "norm",
+        title="Norm", displays=(TOP, DASHBOARD, REPORT), metric="worker_delta_norm"),
+    Field("times_usual", "Times the usual norm",
+        "That over the median of the workers, of the same fragment; absent with fewer than three.",
+        "norm", metric="worker_times_usual_norm"),
+    Field("beat_age_s", "Heard", "Time since the worker was last heard.", "duration",
+        title="Heard", metric="worker_heartbeat_age_seconds"),
+    Field("sync_age_s", "Synced",
+        "Time since work of the worker was last counted; absent before the first.", "duration",
+        title="Synced", displays=(TOP, DASHBOARD), metric="worker_sync_age_seconds"),
+    Field("staleness", "Staleness",
+        "Versions between the base of the worker's last push and the version that it went into.",
+        title="Stale", unit="versions", displays=IN_TABLES, metric="worker_staleness_versions"),
+    Field("rate_up", "Up/s", "Bytes a second that the worker sends.", "bytes/s",
+        title="Up/s", displays=(TOP, DASHBOARD)),
+    Field("rate_down", "Down/s", "Bytes a second that the worker receives.", "bytes/s",
+        title="Down/s", displays=(TOP, DASHBOARD)),
+    Field("bytes_up", "Sent up",
+        "Pseudo-gradients, and the first parameters, received from the worker.", "bytes",
+        title="Up", displays=(TOP, REPORT), metric="worker_uploaded_bytes_total"),
+    Field("bytes_down", "Sent down", "Parameters sent to the worker.", "bytes", title="Down",
+        displays=(TOP, REPORT), metric="worker_downloaded_bytes_total"),
+    Field("pushes", "Pushes", "Pushes of the worker.", "count", title="Pushes", unit="pushes",
+        displays=(TOP,), metric="worker_pushes_total"),
+    Field("rejected", "Rejected", "Work of the worker that the broker rejected.", "count",
+        title="Rej", unit="pushes", displays=(TOP,), metric="worker_refused_pushes_total"),
+    Field("tokens", "Tokens", "Tokens that the worker reported.", "amount", title="Tokens",
+        unit="tokens", displays=(TOP,), metric="worker_tokens_total"),
+    Field("workers", "Workers downstream", "Workers downstream of it, where it is a relay.",
+        unit="workers", metric="worker_workers"),
+    Field("processes", "Processes", "Processes that are this worker together.",
+        metric="worker_processes"),
+    Field("connections", "Connections",
+        "Connections for chunks that the worker has; one for each of its processes.",
+        metric="worker_connections"),
+    Field("same_as", "Same updates as",
+        "1 if the worker last sent the same update as another worker, else 0.", "text",
+        metric="worker_updates_identical", measure=lambda of: of.same_as is not None),
+)
+# fmt: on
+
+TABLES: dict[str, tuple[Field, ...]] = {
+    "snapshot": OF_SNAPSHOT,
+    "round": OF_ROUND,
+    "fragments": OF_FRAGMENT,
+    "orders": OF_ORDER,
+    "data_sets": OF_DATA_SET,
+    "workers": OF_WORKER,
+}
+SETTINGS = {field.path: field for field in OF_SNAPSHOT if field.is_setting}
+
+
+def columns(display: str) -> list[Field]:
+    """The columns of a display's table of workers, in their order."""
+    return [each for each in OF_WORKER if each.title and display in each.displays]
+
+
+def by_path(fields: Iterable[Field]) -> dict[str, Field]:
+    return {field.path: field for field in fields}
+
+
+def as_json() -> dict[str, list[dict[str, Any]]]:
+    """The catalogue for a page: by table, what is declared of each field."""
+    declared = ("path", "label", "help", "format", "unit", "row", "title")
+
+    def plain(field: Field) -> dict[str, Any]:
+        found = {name: value for name in declared if (value := getattr(field, name))}
+        return found | {"shown": sorted(field.shown)}
+
+    return {table: [plain(field) for field in fields] for table, fields in TABLES.items()}

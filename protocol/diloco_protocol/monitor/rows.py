@@ -1,0 +1,142 @@
+"""A snapshot in words: labelled rows of short parts, and the cells of a table of workers. Pure.
+
+Every display of text shows these: `diloco-broker status` and `diloco-top` as lines, the page as a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from diloco_protocol.feed import Snapshot, Worker
+from diloco_protocol.monitor.fields import (
+    BAD,
+    GOOD,
+    OF_DATA_SET,
+    OF_ORDER,
+    OF_SNAPSHOT,
+    STANDS_OUT,
+    UNEASY,
+    UNHEARD,
+    Field,
+    Part,
+)
+from diloco_protocol.quantities import NONE, byte_rate
+
+# In their order; each with at least one field of the catalogue.
+ROWS = (
+    *(
+        "run",
+        "state",
+        "security",
+        "round",
+        "pushes",
+        "missing",
+        "training",
+        "workers",
+        "last",
+        "end",
+    ),
+    *("commands", "data", "parent", "model", "outer", "exchange", "reducing", "fragments", "async"),
+    *("timeouts", "checkpoint", "standby", "rejected", "traffic", "broker"),
+)
+ESTIMATED = "~"  # before a number that the worker has not reported
+
+
+class Row(NamedTuple):
+    """A label and what it says; never without parts."""
+
+    label: str
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        return ", ".join(part.text for part in self.parts)
+
+
+def rows_of(snapshot: Snapshot, display: str) -> list[Row]:
+    """The rows of a display that have something to say, in their order."""
+    found: dict[str, list[Part]] = {label: [] for label in ROWS}
+
+    def add(fields: tuple[Field, ...], record: object, heading: str = "") -> None:
+        for field in fields:
+            if field.row and display in field.displays and (part := field.part(record)).text:
+                found[field.row].append(part._replace(text=heading + part.text))
+                heading = ""
+
+    add(OF_SNAPSHOT, snapshot)
+    for order in snapshot.orders:
+        add(OF_ORDER, order, f"{order.action.replace('_', '-')}: ")
+    for data_set in snapshot.data_sets:
+        add(OF_DATA_SET, data_set, f"{data_set.name}: ")
+    return [Row(label, tuple(parts)) for label, parts in found.items() if parts]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A worker in a table, and what a display knows of it beside the feed."""
+
+    worker: Worker
+    inner_now: int | None = None  # an estimate of its inner steps, if the last report is old
+    up: float | None = None  # bytes a second
+    down: float | None = None
+
+    @property
+    def is_unheard(self) -> bool:
+        """What it does is unknown."""
+        return self.worker.health in UNHEARD
+
+
+def cell(field: Field, listed: Listed) -> Part:
+    """What a table of workers shows in the column of this field."""
+    worker = listed.worker
+    is_unknown = (field.path in _OF_LIVING and listed.is_unheard) or (
+        field.path in _NOT_RELAYED and worker.level > 0
+    )
+    if is_unknown:
+        return Part(NONE)
+    special = _CELLS.get(field.path)
+    return special(listed) if special else Part(field.text(worker))
+
+
+def _health(listed: Listed) -> Part:
+    health = listed.worker.health
+    return Part(health, GOOD if health == "ok" else BAD if health in UNHEARD else UNEASY)
+
+
+def _inner(listed: Listed) -> Part:
+    worker, now = listed.worker, listed.inner_now
+    steps = worker.inner_step if now is None else f"{ESTIMATED}{now}"
+    return Part(f"{steps}/{worker.sync_every}")
+
+
+def _loss(listed: Listed) -> Part:
+    return Part(_LOSS.text(listed.worker)) if listed.worker.loss_is_finite else Part("nan", BAD)
+
+
+def _norm(listed: Listed) -> Part:
+    """In a tone where it is many times what the other workers send."""
+    usual = listed.worker.times_usual
+    return Part(_NORM.text(listed.worker), UNEASY if usual and usual > STANDS_OUT else "")
+
+
+def _rejected(listed: Listed) -> Part:
+    count = listed.worker.rejected
+    return Part(str(count), UNEASY if count else "")
+
+
+_LOSS, _NORM = Field("loss", "", format="figure"), Field("delta_norm", "", format="norm")
+_CELLS: dict[str, Callable[[Listed], Part]] = {
+    "id": lambda listed: Part(listed.worker.title),
+    "health": _health,
+    "inner_step": _inner,
+    "loss": _loss,
+    "delta_norm": _norm,
+    "rejected": _rejected,
+    "rate_up": lambda listed: Part(byte_rate(listed.up)),
+    "rate_down": lambda listed: Part(byte_rate(listed.down)),
+}
+_OF_LIVING = ("state", "inner_step", "steps_per_s")
+# What a relay does not report of the workers downstream of it.
+_NOT_RELAYED = ("bytes_up", "bytes_down", "rejected", "tokens", "delta_norm")

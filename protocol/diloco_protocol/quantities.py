@@ -1,0 +1,253 @@
+"""Quantities as people write and read them: 41 s, 38 MB, 7B parameters, 1G a second, 95%. Pure.
+
+Formatters return `NONE` for None and for what is not a number, so that a display needs no case of its
+own. Prefixes are decimal, as networks are sold: 38 MB is 38,000,000 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any, Final
+
+NONE: Final = "—"  # an unknown value
+PREFIXES = ("", "k", "M", "G", "T", "P")
+_DAY_S = 86_400.0
+
+
+def _is_known(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def duration(seconds: float | None) -> str:
+    """0.4 s, 41 s, 12 min, 3 h, 4 d: two significant figures."""
+    if seconds is None or not -0.05 < seconds < 9999 * _DAY_S:
+        return NONE
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    for size, unit in ((1.0, "s"), (60.0, "min"), (3600.0, "h")):
+        if seconds / size < 99.5:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / _DAY_S:.0f} d"
+
+
+def clock(seconds: float | None) -> str:
+    """A duration in full: 02:13:20, or 3 d 02:13."""
+    if seconds is None or not math.isfinite(seconds):
+        return NONE
+    whole = int(max(0.0, seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours:02}:{minutes:02}"
+    return f"{hours:02}:{minutes:02}:{whole % 60:02}"
+
+
+def moment(at: float, form: str = "%d %b %Y %H:%M:%S") -> str:
+    """A moment in UTC: the machines of a run are in other time zones than their reader."""
+    try:
+        return datetime.fromtimestamp(at, timezone.utc).strftime(form)
+    except (ValueError, OverflowError, OSError):  # a clock that was far off
+        return NONE
+
+
+def scaled(value: float | None, unit: str = "") -> str:
+    """0.41, 1.5k, 38M, or with unit "B" 1.5 kB, 38 MB: two or three figures."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    space = " " if unit else ""
+    if 0 < abs(value) < 0.995:
+        return f"{value:.2f}{space}{unit}"
+    for prefix in PREFIXES:
+        # 9.95 and 999.5 are where rounding would need one more character.
+        if abs(value) < 9.95 and (prefix or value != int(value)):
+            return f"{value:.1f}{space}{prefix}{unit}"
+        if abs(value) < 999.5:
+            return f"{value:.0f}{space}{prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g}{space}E{unit}"
+
+
+def byte_size(count: float | None) -> str:
+    """38 MB."""
+    return scaled(count, "B")
+
+
+def byte_rate(bytes_per_s: float | None) -> str:
+    """38 MB/s."""
+    return scaled(bytes_per_s, "B/s")
+
+
+def count(value: float | None) -> str:
+    """A number of things, exactly: 1,644."""
+    return f"{value:,.0f}" if value is not None and _is_known(value) else NONE
+
+
+def whole(value: float | None) -> str:
+    """A number that names something, such as a round: 1644."""
+    return f"{value:.0f}" if value is not None and _is_known(value) else NONE
+
+
+def figure(value: float | None) -> str:
+    """A loss: three decimals where they mean something, else an exponent."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value and not 0.001 <= abs(value) < 1000:
+        return f"{value:.2e}"
+    return f"{value:.3f}"
+
+
+def norm(value: float | None) -> str:
+    """A size of which the first figures matter: 0.0131, 1.25."""
+    return f"{value:.3g}" if value is not None and _is_known(value) else NONE
+
+
+def setting(value: Any) -> str:
+    """A setting as somebody wrote it: 0.7, bf16, yes."""
+    if value is None or value == "":
+        return NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def percent(share: float | None) -> str:
+    """12%, and 1.2% where that says more."""
+    if share is None or not math.isfinite(share):
+        return NONE
+    return f"{100 * share:.1f}%" if 0 < share < 0.0995 else f"{100 * share:.0f}%"
+
+
+def plural(number: int, one: str, many: str = "") -> str:
+    """1 restart, 2 restarts."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def names(ids: list[str] | tuple[str, ...], most: int = 6) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return ", ".join(ids[:most]) + more
+
+
+# The formats of the catalogue by name; the page has the same in format.js.
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "text": str,
+    "whole": whole,
+    "count": count,
+    "amount": scaled,
+    "bytes": byte_size,
+    "bytes/s": byte_rate,
+    "duration": duration,
+    "clock": clock,
+    "figure": figure,
+    "norm": norm,
+    "percent": percent,
+    "setting": setting,
+    "names": names,
+}
+
+
+# Estimates have one more figure than ages.
+
+
+def estimate_s(seconds: float) -> str:
+    """20 ms, 1.23 s, 12.5 min, 3 h, 2.4 d."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    for size, unit in ((1.0, "s"), (60.0, "min"), (3600.0, "h")):
+        if seconds < 120 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / _DAY_S:.3g} d"
+
+
+def estimate(value: float, unit: str = "", prefixes: tuple[str, ...] = PREFIXES) -> str:
+    """1.23M, or with a unit 1.23 MB, 940 Mb/s."""
+    for prefix in prefixes:
+        if value < 999.5 or prefix == prefixes[-1]:
+            break
+        value /= 1000
+    return f"{value:.3g}{' ' * bool(unit)}{prefix}{unit}"
+
+
+def share_of_time(share: float) -> str:
+    """99.97% does not read as all of it."""
+    if share < 0.99:
+        return f"{share:.1%}"
+    return f"{min(share, 0.9999):.2%}" if share < 0.99995 else "100%"
+
+
+# What people type.
+
+_PARTS = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/%]*)\s*", re.IGNORECASE)
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_SECONDS = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": _DAY_S,
+}
+_RATE_ENDS = ("bit/s", "bits/s", "b/s", "bps", "bit")
+
+
+def parse_count(text: str) -> int:
+    """124M, 1.3B, 350e6, or plain digits. Raises ValueError with a sentence."""
+    number, unit = _split(text)
+    factor = _THOUSANDS.get(unit)
+    if number is None or factor is None or round(number * factor) < 1:
+        raise ValueError(f"{text!r} is not a number of parameters (use 124M, 1.3B).")
+    return round(number * factor)
+
+
+def parse_rate(text: str) -> float:
+    """Bits a second: 100M, 1G, 2.5Gbit/s. Raises ValueError with a sentence."""
+    number, unit = _split(text)
+    for end in _RATE_ENDS:
+        if unit.endswith(end) and unit != "b":
+            unit = unit.removesuffix(end)
+            break
+    factor = _THOUSANDS.get(unit) if unit != "b" else None
+    if number is None or factor is None or number <= 0:
+        raise ValueError(f"{text!r} is not the speed of a link (use 100M, 1G, in bits a second).")
+    return number * factor
+
+
+def parse_rates(text: str) -> tuple[float, float]:
+    """A link's two directions: 1G, or 40M/250M for up and down. Raises ValueError."""
+    ways = re.split(r"/(?=\s*\d)", text)  # not at that of Mb/s
+    if len(ways) > 2:
+        raise ValueError(f"{text!r} has more directions than up and down (use 40M/250M).")
+    return parse_rate(ways[0]), parse_rate(ways[-1])
+
+
+def parse_duration(text: object) -> float:
+    """Seconds: 20ms, 90s, 5min, 36h, 7d, or a plain number. Raises ValueError with a sentence."""
+    number, unit = _split(text) if isinstance(text, str) else (None, "")
+    factor = _SECONDS.get(unit)
+    if number is None or factor is None or not math.isfinite(number):
+        raise ValueError(f"{text!r:.60} is not a duration (use 30s, 5min, 2h)")
+    return number * factor
+
+
+def parse_share(text: str) -> float:
+    """95% or 0.95. Raises ValueError with a sentence."""
+    number, unit = _split(text)
+    value = math.nan if number is None or unit not in {"", "%"} else number
+    value = value / 100 if unit == "%" else value
+    if not 0 < value < 1:
+        raise ValueError(f"{text!r} is not a share below 100% (use 95% or 0.95).")
+    return value
+
+
+def _split(text: str) -> tuple[float | None, str]:
+    found = _PARTS.fullmatch(text)
+    if found is None:
+        return None, ""
+    try:
+        return float(found[1]), found[2].lower()
+    except ValueError:
+        return None, ""

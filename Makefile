@@ -17,10 +17,15 @@ MUTANTS ?= 300
 AT_LEAST ?= 0
 SECONDS ?=
 SEED ?= 1
-# `.venv/bin/coverage report -m` names the lines afterwards.
+# Which tests are in which tier: tests/README.md.
+QUICK := not (slow or nightly or browser or integration or engine)
+ALL := not (nightly or integration or engine)
+# Tracing lines doubles the time of Python code: it is kept off tests that run long, are about time, or run
+# in processes of their own. `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
+COVERED := tests/protocol tests/broker tests/worker --ignore=tests/broker/shell
 
-.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-engines slurm mutants nightly chromium lint format check docs release clean
+.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-engines test-nightly coverage slurm mutants nightly chromium lint format check docs release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -31,16 +36,17 @@ help:
 	@echo "make evidence  what is claimed of training, measured again: some two hours; goes on where it was stopped"
 	@echo "make lan       syncs over lines of 1 Gb/s, 100 and 50 Mb/s in network namespaces: under 20 minutes, as root"
 	@echo "make sites     two sites behind a slow line, with and without relays: some minutes, as root"
-	@echo "make test      run the test suite, without the tests that take minutes"
-	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
+	@echo "make test      the quick tests: at most 5 minutes on two cores"
+	@echo "make test-all  the slow ones and those in a browser, too: at most 13 minutes"
 	@echo "make test-browser  the dashboard and reports in headless Chromium, which is installed where that may be"
 	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"
 	@echo "make test-engines  a run on a real Slurm and a real Ray, which are installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
-	@echo "make nightly   what is too slow for each push: test-engines and 300 mutants, at least half of them noticed"
+	@echo "make nightly   what is too slow for each push: engines, simulated weeks, sabotage, mutants, chaos, long fuzzing"
+	@echo "make coverage  how many lines the tests of the parts reach"
 	@echo "make fuzz      inputs that may break something: a minute of them, or others: SECONDS=3600 SEED=7"
-	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
-	@echo "make check     lint, fuzz and test-all: what CI runs, and the slow tests"
+	@echo "make lint      ruff, mypy --strict, who imports whom, and pip-audit where it can look something up"
+	@echo "make check     lint, fuzz and test-all: most of what CI runs (.ci/run)"
 	@echo "make docs      the pages as one book in HTML, in site/; a link that leads nowhere fails it"
 	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
 	@echo "make clean     remove .venv, the results of runs and the book"
@@ -81,10 +87,17 @@ sites: $(STAMP)
 	@$(BIN)/python -m diloco_lab.sites --skip-is-success
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser and not integration and not engine"
+	@$(BIN)/python -m pytest $(SPREAD) -m "$(QUICK)"
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest $(SPREAD) $(COVERAGE) -m "not integration and not engine"
+	@$(BIN)/python -m pytest $(SPREAD) -m "$(ALL)"
+
+# Properties get more examples than in the other tiers.
+test-nightly: $(STAMP)
+	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(SPREAD) --timeout 1200 -m "nightly or hypothesis"
+
+coverage: $(STAMP)
+	@$(BIN)/python -m pytest $(SPREAD) $(COVERAGE) -m "$(ALL)" $(COVERED)
 
 # The tests skip themselves, with the reason, where there is no browser.
 chromium:
@@ -133,9 +146,10 @@ test-engines: $(ENGINES) slurm
 mutants: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)
 
-# AT_LEAST on the command line overrides this one.
+# These on the command line override the ones here.
 nightly: AT_LEAST := 0.5
-nightly: test-engines mutants
+nightly: SECONDS := 1200
+nightly: test-nightly test-engines mutants fuzz chaos coverage
 
 fuzz: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) --seed $(SEED)
@@ -144,6 +158,7 @@ lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python -m diloco_lab.release.vulnerabilities
 
 format: $(STAMP)

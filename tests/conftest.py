@@ -1,14 +1,16 @@
-"""Fixtures that several files use."""
+"""Fixtures that several files use, and what holds for each test."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+import sys
+from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import settings
 
+from kit import tiers
 from kit.paths import ROOT
 from kit.session_harness import FROZEN, Desk, desk, version
 
@@ -20,30 +22,74 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tracing lines doubles the time of Python code. So it is off in what runs long, is about time, or runs
-# in processes of its own.
-UNMEASURED = [
-    ROOT / "tests" / name
-    for name in ("broker/shell", "mutation", "simulation", "tools", "lab", "whole_runs")
-]
+# Examples of each property. No deadlines, since a busy machine pauses tests; and CI draws the same
+# examples each time, so that it fails only for what was changed.
+settings.register_profile("dev", deadline=None, max_examples=50)
+settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, print_blob=True)
+settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+# Set by CI: a test that is too expensive for its tier fails the run.
+CHECKS_COSTS = "TEST_COSTS" in os.environ
+LAB_TESTS = ROOT / "tests" / "lab"
+CPU_BEFORE = pytest.StashKey[float]()
+costs: dict[str, float] = {}  # CPU seconds of each test without a mark
+
+
+def pytest_sessionstart() -> None:
+    if CHECKS_COSTS:
+        import torch._dynamo  # noqa: F401  or the first test with an optimizer would pay for it
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if LAB_TESTS in item.path.parents:
+            item.add_marker("nightly")
+    # A test of minutes that comes last keeps one process busy, and all the others wait for it.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    # In each process of xdist pytest-cov starts a measurement that it never reads, then its own. While
-    # its own is paused, which is what `no_cover` asks for, the first would go on, at the same cost.
-    plugin = session.config.pluginmanager.getplugin("_cov")
-    if plugin is not None and hasattr(session.config, "workerinput") and plugin.cov_controller:
-        plugin.cov_controller.pause()
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if CHECKS_COSTS:
+        item.stash[CPU_BEFORE] = tiers.cpu_seconds()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A test of minutes that comes last keeps one process busy, and all the others wait for it.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if config.pluginmanager.hasplugin("_cov"):
-        for item in items:
-            if any(Path(item.path).is_relative_to(folder) for folder in UNMEASURED):
-                item.add_marker("no_cover")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if CHECKS_COSTS and call.when == "teardown" and CPU_BEFORE in item.stash:
+        cost = tiers.cpu_seconds() - item.stash[CPU_BEFORE]
+        cost /= tiers.slowness() if cost > tiers.TEST_CPU_S else 1.0
+        report.user_properties.append(("cpu_s", cost))
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    cost = dict(report.user_properties).get("cpu_s")
+    if cost is not None and not tiers.OTHER_TIERS & report.keywords.keys():
+        costs[report.nodeid] = float(str(cost))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_whole = not hasattr(session.config, "workerinput")  # not one of xdist's processes
+    if is_whole and not session.exitstatus and tiers.faults(costs):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for fault in tiers.faults(costs):
+        terminalreporter.write_line(fault, red=True)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A test draws the same from torch's generator, alone and behind any others."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -141,6 +141,9 @@ PRELOADED = [
     "diloco_worker.hook",
     "pytest",
     "torch._dynamo",  # the first optimizer of a process imports it, for two seconds
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
 ]
 
 

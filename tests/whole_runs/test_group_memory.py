@@ -22,7 +22,6 @@ SLICES = 16 << 20
 def test_process_of_k_keeps_its_part_of_the_vectors_and_a_slice(
     processes: Processes, tmp_path: Path, kind: str, count: int
 ) -> None:
-    processes.begin_with("torch.distributed.tensor.parallel", "torch.distributed.fsdp")
     broker = processes.broker(
         wire_dtype="bf16", sync_every=2, save_dir=None, chunk_elements=524_288
     )

@@ -54,12 +54,6 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float)
         assert apart <= by, f"{name} differs by {apart:g}"
 
 
-@pytest.fixture(autouse=True)
-def preloaded(processes: Processes) -> None:
-    """What takes seconds to load is loaded once."""
-    processes.begin_with("torch.distributed.tensor.parallel", "torch.distributed.fsdp")
-
-
 @pytest.mark.parametrize(
     "mode",
     [SYNC, STREAMING, {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z"}],

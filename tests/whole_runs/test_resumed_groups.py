@@ -34,47 +34,30 @@ STREAMING: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def preloaded(processes: Processes) -> None:
-    processes.begin_with("torch.distributed.checkpoint")
+# With a residual, and chunks in flight of which the bytes are kept.
+FEW_BITS = {**STREAMING, "wire_dtype": "int4z", "reply_dtype": "int4z"}
+MODES = {"sync": SYNC, "streaming": STREAMING, "one-chunk": ONE_CHUNK, "few-bits": FEW_BITS}
 
 
-CASES = [
-    *((2, 2, "own"), (2, 3, "all"), (3, 2, "all"), (2, 1, "all"), (1, 2, "all")),
-    *((2, 2, "dcp"), (2, 3, "dcp"), (2, 1, "dcp"), (1, 2, "dcp")),
-]
-
-
+# Each way to load in each mode, each change of the number once: not their product.
 @pytest.mark.parametrize(
     ("mode", "before", "after", "load"),
     [
-        *(pytest.param(SYNC, *case, id="-".join(map(str, (*case, "sync")))) for case in CASES),
-        *(
-            pytest.param(STREAMING, *case, id="-".join(map(str, (*case, "streaming"))))
-            for case in CASES
-        ),
-        pytest.param(ONE_CHUNK, 2, 2, "own", id="2-2-own-one-chunk"),
-        pytest.param(ONE_CHUNK, 1, 3, "all", id="1-3-all-one-chunk"),
-        # With a residual, and chunks in flight of which the bytes are kept.
-        *(
-            pytest.param(
-                {**STREAMING, "wire_dtype": "int4z", "reply_dtype": "int4z"},
-                *case,
-                id=f"{case}-few-bits",
-            )
-            for case in ((2, 2, "own"), (2, 3, "all"), (2, 1, "dcp"), (1, 2, "dcp"))
-        ),
+        *(("sync", 2, 2, "own"), ("sync", 2, 1, "all"), ("sync", 2, 3, "dcp")),
+        *(("streaming", 3, 2, "all"), ("streaming", 1, 2, "dcp")),
+        *(("few-bits", 2, 2, "own"), ("few-bits", 2, 3, "all"), ("few-bits", 2, 1, "dcp")),
+        ("one-chunk", 1, 3, "all"),
     ],
 )
 def test_worker_goes_on_as_if_nothing_had_happened(
-    processes: Processes, tmp_path: Path, mode: dict[str, Any], before: int, after: int, load: str
+    processes: Processes, tmp_path: Path, mode: str, before: int, after: int, load: str
 ) -> None:
     """Gradients are those of one process, so the model is bit for bit that of a run without a stop."""
     models = []
     for name, dies_at in (("stopped", 19), ("whole", -1)):
         folder = tmp_path / name
         folder.mkdir()
-        broker = processes.broker(save_dir=str(folder / "run"), **mode)
+        broker = processes.broker(save_dir=str(folder / "run"), **MODES[mode])
         island = Island(
             *(
                 processes,
@@ -111,7 +94,6 @@ def test_worker_goes_on_as_if_nothing_had_happened(
     ("before", "after", "load", "spoilt", "words"),
     [
         (2, 2, "own", "model", "tensors differ (embed.weight)"),
-        (2, 3, "all", "model", "tensors differ (embed.weight)"),
         (2, 1, "all", "model", "tensors differ (embed.weight)"),
         (1, 2, "all", "model", "tensors differ (embed.weight)"),
         (2, 2, "own", "moment", "load in each what was saved at the same moment"),

@@ -117,7 +117,7 @@ class Faulty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def run_tests(names: Sequence[str], *plugins: object) -> int:
     """Run these tests in this process, silently; returns pytest's exit status."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not slow"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not nightly"]
     options += ["--assert=plain", "--timeout=0"]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         return int(pytest.main([*options, "--no-header", *names], plugins=list(plugins)))

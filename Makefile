@@ -148,7 +148,7 @@ mutants: $(STAMP)
 
 # These on the command line override the ones here.
 nightly: AT_LEAST := 0.5
-nightly: SECONDS := 1200
+nightly: SECONDS := 600
 nightly: test-nightly test-engines mutants fuzz chaos coverage
 
 fuzz: $(STAMP)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco_tools.exporter.catalogue import LABELS, TABLES
+from diloco_tools.monitor.metrics.metrics import METRICS
 from kit.paths import ROOT
 from kit.tiers import MINUTES
 
@@ -159,13 +159,12 @@ def alerts() -> list[str]:
 
 
 def test_board_and_alerts_ask_for_series_and_labels_that_the_exporter_has() -> None:
-    tables = {f"diloco_{name}": table for table, rows in TABLES.items() for name in rows}
     assert len(queries()) > 10
     assert "diloco_workers_alive < diloco_workers_due" in alerts()
     for query in queries() + alerts():
         names = set(re.findall(r"diloco_\w+", query))
-        assert names and names <= set(tables), query
-        known = {"job", "instance"} | {label for n in names for label in LABELS.get(tables[n], ())}
+        assert names and names <= METRICS.keys(), query
+        known = {"job", "instance"} | {label for name in names for label in METRICS[name]}
         inside = re.findall(r"{([^}]*)}", query)
         asked = re.findall(r"(\w+)\s*=~?\s*\"", " ".join(inside))
         by = re.findall(r"by \(([^)]*)\)", query)

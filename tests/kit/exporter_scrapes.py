@@ -17,10 +17,10 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.registry import Collector
 
 from diloco_protocol.feed import parse_snapshot
-from diloco_tools.exporter.metrics import RunCollector
-from diloco_tools.exporter.server import MetricsServer
 from diloco_tools.monitor.feed.listener import Reading
 from diloco_tools.monitor.feed.model import FeedModel
+from diloco_tools.monitor.metrics.metrics import RunCollector
+from diloco_tools.monitor.metrics.server import MetricsServer
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, worker
 

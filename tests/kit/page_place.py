@@ -61,7 +61,7 @@ RUN = {"diloco-broker", "diloco-launch", "diloco-report", "diloco-top", "diloco-
 SHELL = {"mkdir", "echo", "printf", "cp", "export"}
 WEB = {
     "diloco-dashboard": "diloco_tools.monitor.web",
-    "diloco-exporter": "diloco_tools.exporter.cli",
+    "diloco-exporter": "diloco_tools.monitor.metrics.cli",
 }
 # diloco-top ends with 1 where a run is not healthy: of one that has just begun either may be.
 # Scripts that pages call train.py: one that makes an optimizer step, and one that is quick.

@@ -16,9 +16,9 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients import Keys, ask_once
 from diloco_protocol.feed import FeedError, FeedRefusedError
 from diloco_protocol.roles import Role
-from diloco_tools.exporter.cli import app as exporter_app
 from diloco_tools.monitor.feed import listener
 from diloco_tools.monitor.feed.listener import FeedSubscriber, FeedWatcher
+from diloco_tools.monitor.metrics.cli import app as exporter_app
 from diloco_tools.monitor.web.cli import app as dashboard_app
 from diloco_tools.monitor.web.security import Policy
 from diloco_tools.terminal import keys_of
@@ -154,7 +154,7 @@ class TestCommands:
 
     def test_exporter_says_why_it_has_nothing(self, keyed: Broker) -> None:
         options = ("--feed", keyed.feed_address)
-        with started("diloco_tools.exporter.cli", *options) as (process, url):
+        with started("diloco_tools.monitor.metrics.cli", *options) as (process, url):
             assert process.stderr is not None
             assert select.select([process.stderr], [], [], PATIENCE_S)[0]
             assert re.match(f"diloco-exporter: {WANTED}", process.stderr.readline())

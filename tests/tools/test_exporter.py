@@ -1,6 +1,7 @@
 """diloco-exporter: what a snapshot becomes, and how it is named. All of it is pure."""
 
 import math
+import os
 import re
 from typing import Any
 
@@ -8,16 +9,21 @@ import pytest
 
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import Snapshot
-from diloco_tools.exporter.catalogue import LABELS, TABLES
-from diloco_tools.exporter.metrics import HELD_S, LONGEST_VALUE, Places, RunCollector, label_value
 from diloco_tools.monitor.feed.listener import Reading
 from diloco_tools.monitor.feed.model import FeedModel
+from diloco_tools.monitor.metrics.metrics import (
+    HELD_S,
+    LONGEST_VALUE,
+    METRICS,
+    Places,
+    RunCollector,
+    label_value,
+)
 from kit.exporter_scrapes import HOSTILE, Samples, collector, exported, samples, scraped, status
 from kit.feed_snapshots import worker
 from kit.paths import ROOT
-from kit.top_text import matches
+from kit.top_text import UPDATE, matches
 
-NAMES = [f"diloco_{name}" for table in TABLES.values() for name in table]
 GUIDE = ROOT / "tools" / "EXPORTER.md"
 
 
@@ -272,11 +278,11 @@ class TestNames:
         every = RunCollector(lambda: Reading(FeedModel(), 0.0), "9.9", 9).describe()
         names = [metric.name + {"counter": "_total", "info": "_info"}.get(metric.type, "")
                  for metric in every]  # fmt: skip
-        assert names == NAMES
+        assert names == list(METRICS)
         assert len(names) == len(set(names))
         assert [name for name in names if not is_well_named(name)] == []
         assert all(metric.documentation.endswith(".") for metric in every)
-        labels = {label for table in LABELS.values() for label in table}
+        labels = {label for each in METRICS.values() for label in each}
         assert all(re.fullmatch("(?!le$|quantile$)[a-z][a-z_]*", label) for label in labels)
 
     @pytest.mark.parametrize(
@@ -292,5 +298,16 @@ class TestNames:
         assert not is_well_named(name)
 
     def test_the_guide_has_them_all(self) -> None:
+        every = RunCollector(lambda: Reading(FeedModel(), 0.0), "9.9", 9).describe()
+        rows = []
+        for (name, labels), metric in zip(METRICS.items(), every, strict=True):
+            kind = name.rsplit("_", 1)[-1] if metric.type == "info" else metric.type
+            listed = ", ".join(f"`{label}`" for label in labels)
+            rows.append(f"| `{name}` | {kind} | {listed} | {metric.documentation} |")
         text = GUIDE.read_text()
-        assert not [name for name in NAMES if f"`{name}`" not in text]
+        start = text.index(rows[0].split("|")[1])
+        table = [line for line in text[start - 2 :].splitlines() if line.startswith("| `diloco_")]
+        if UPDATE in os.environ:
+            GUIDE.write_text(text[: start - 2] + "\n".join(rows) + "\n")
+            table = rows
+        assert table == rows, f"set {UPDATE} to write it"

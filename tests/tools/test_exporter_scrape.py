@@ -18,13 +18,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from diloco_protocol.feed import TOPIC, parse_snapshot
 from diloco_protocol.printable import printable
-from diloco_tools.exporter import server
-from diloco_tools.exporter.cli import app
-from diloco_tools.exporter.health import why_unhealthy
-from diloco_tools.exporter.metrics import RunCollector, label_value
-from diloco_tools.exporter.server import MetricsServer
 from diloco_tools.monitor.feed import model
 from diloco_tools.monitor.feed.listener import FeedWatcher, Reading
+from diloco_tools.monitor.metrics import server
+from diloco_tools.monitor.metrics.cli import app
+from diloco_tools.monitor.metrics.health import why_unhealthy
+from diloco_tools.monitor.metrics.metrics import RunCollector, label_value
+from diloco_tools.monitor.metrics.server import MetricsServer
 from kit.exporter_scrapes import (
     HOSTILE,
     exported,
@@ -39,7 +39,7 @@ from kit.exporter_scrapes import (
 from kit.feed_snapshots import PATIENCE_S, Publisher, frame, worker
 from kit.web_commands import NOBODY, refusal, run, started
 
-MODULE = "diloco_tools.exporter.cli"
+MODULE = "diloco_tools.monitor.metrics.cli"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
@@ -316,7 +316,7 @@ class TestCommand:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "prometheus_client", None)
-        monkeypatch.delitem(sys.modules, "diloco_tools.exporter.server")
+        monkeypatch.delitem(sys.modules, "diloco_tools.monitor.metrics.server")
         assert 'pip install "diloco-broker[prometheus]"' in refusal(app, "--port", "0")
         assert run(app, "--help").exit_code == 0
 
@@ -331,7 +331,7 @@ class TestCommand:
             assert told in text
 
     def test_starts_without_torch(self) -> None:
-        code = "import sys, diloco_tools.exporter.cli; sys.exit('torch' in sys.modules)"
+        code = "import sys, diloco_tools.monitor.metrics.cli; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     def test_an_ipv6_address_is_written_with_brackets(self) -> None:

@@ -18,7 +18,7 @@ import diloco_lab.bench.cli
 import diloco_lab.chaos.__main__
 import diloco_lab.evidence.cli
 import diloco_tools.demo.cli
-import diloco_tools.exporter.cli
+import diloco_tools.monitor.metrics.cli
 import diloco_tools.monitor.report.cli
 import diloco_tools.monitor.web.cli
 import diloco_tools.plan.cli
@@ -29,7 +29,7 @@ from diloco_lab.bench.report.table import tables
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.demo.display import Display
-from diloco_tools.exporter.metrics import label_value
+from diloco_tools.monitor.metrics.metrics import label_value
 from diloco_tools.terminal import console
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame, status, worker
@@ -47,7 +47,7 @@ COMMANDS = {
     "diloco-dashboard": diloco_tools.monitor.web.cli.app,
     "diloco-demo": diloco_tools.demo.cli.app,
     "python -m diloco_lab.evidence": diloco_lab.evidence.cli.app,
-    "diloco-exporter": diloco_tools.exporter.cli.app,
+    "diloco-exporter": diloco_tools.monitor.metrics.cli.app,
     "diloco-report": diloco_tools.monitor.report.cli.app,
     "diloco-plan": diloco_tools.plan.cli.app,
     "diloco-top": diloco_tools.top.cli.app,

@@ -1,4 +1,7 @@
-"""What prometheus_client is given at each scrape: the metrics of `catalogue`, from the newest snapshot.
+"""What prometheus_client gets at each scrape: the fields of the catalogue that have a metric.
+
+The name tells the kind, as Prometheus has it: a counter ends in `_total`, an info in `_info`, anything
+else is a gauge.
 
 Counters are totals since the broker's start; those of a worker go on over its restarts.
 
@@ -21,8 +24,9 @@ from prometheus_client.core import Metric
 
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import DEAD, Snapshot, Totals
+from diloco_protocol.monitor import fields
+from diloco_protocol.monitor.fields import Field, has_round
 from diloco_protocol.monitor.tree import without_relays
-from diloco_tools.exporter.catalogue import LABELS, TABLES, Value
 from diloco_tools.monitor.feed.listener import Reading
 
 STATES = ("training", "waiting", "paused", "stopping")
@@ -35,6 +39,102 @@ MOST_DATA_SETS = 64  # likewise; a broker has no more
 LONGEST_VALUE = 64  # characters
 HELD_S = 600.0  # a place is kept for a worker that is gone before another one gets it
 Records = Mapping[tuple[str, ...], Any]  # by label values
+
+
+def _one(metric: str, help: str) -> tuple[Field, ...]:
+    """A table of one metric, whose records are its values."""
+    return (Field("", "", help, metric=metric, measure=float),)
+
+
+# What a `Reading` knows beside the snapshot.
+OF_FEED = (
+    Field("is_fresh", "", "1 if the broker was heard in the last 10 s, else 0.", metric="feed_up"),
+    Field(
+        "model.verdict",
+        "",
+        "1 if the run is as it should be or has ended, 0 if not or if the broker is silent.",
+        metric="run_healthy",
+        measure=lambda of: of.model.verdict(of.now).healthy,
+    ),
+    Field(
+        "model.age_s",
+        "",
+        "Time since the newest snapshot came.",
+        metric="feed_age_seconds",
+        measure=lambda of: of.model.age_s(of.now) if of.model.snapshot else None,
+    ),
+    Field(
+        "received",
+        "",
+        "Snapshots that the exporter received.",
+        metric="feed_snapshots_received_total",
+    ),
+    Field(
+        "model.missed",
+        "",
+        "Snapshots that the broker sent and the exporter never received.",
+        metric="feed_snapshots_missed_total",
+    ),
+    Field(
+        "unreadable",
+        "",
+        "Frames that were no snapshot, or one of another feed version.",
+        metric="feed_frames_unreadable_total",
+    ),
+    Field(
+        "model.restarts",
+        "",
+        "Restarts of the broker that the exporter saw.",
+        metric="broker_restarts_total",
+    ),
+)
+# By table: the labels that tell its records apart, and its metrics.
+TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
+    "exporter": (("version",), _one("exporter_build_info", "Version of the exporter.")),
+    "feed": ((), OF_FEED),
+    "broker": (("version",), _one("build_info", "Version of the broker.")),
+    "run": (
+        ("run", "mode", "optimizer", "wire_dtype", "reply_dtype"),
+        _one("run_info", "The run and its setup."),
+    ),
+    "states": (("state",), _one("run_state", "1 for the state of the run, 0 for the others.")),
+    "settings": (
+        ("fragment_pattern", "fragment_merge", "staleness_weight", "aggregate", "weight_by"),
+        _one("settings_info", "Settings of the run in words; empty where it has none."),
+    ),
+    "snapshot": ((), fields.OF_SNAPSHOT),
+    "refused": (
+        ("code",),
+        _one("refused_pushes_total", "Work of workers that the broker rejected, by reason."),
+    ),
+    "round": ((), fields.OF_ROUND),
+    "fragments": (("fragment",), fields.OF_FRAGMENT),
+    "orders": (("action",), fields.OF_ORDER),
+    "data_sets": (("data_set",), fields.OF_DATA_SET),
+    "healths": (
+        ("health",),
+        _one(
+            "workers",
+            "Workers, by health, the dead included; those downstream of relays as these report them.",
+        ),
+    ),
+    "without_series": (
+        (),
+        _one(
+            "workers_without_series",
+            "Workers without series of their own: there are more than --max-workers.",
+        ),
+    ),
+    "workers": (("worker",), fields.OF_WORKER),
+}
+
+# Every metric by its whole name, and its labels.
+METRICS = {
+    f"diloco_{field.metric}": labels
+    for labels, declared in TABLES.values()
+    for field in declared
+    if field.metric
+}
 
 
 def label_value(text: str) -> str:
@@ -105,29 +205,21 @@ class RunCollector:
 
 
 def _metrics(records: Mapping[str, Records]) -> list[Metric]:
-    """Each without what is not known, and without counters that no counter can be."""
+    """Each without unknown values, and without values that no counter can have."""
     found = []
-    for table, rows in TABLES.items():
-        for name, (attribute, text) in rows.items():
-            metric = _named(f"diloco_{name}", text)
-            for labels, record in records.get(table, {}).items():
-                value = _value(record, attribute)
+    for table, (labels, declared) in TABLES.items():
+        for field in declared:
+            if not field.metric:
+                continue
+            metric = _named(f"diloco_{field.metric}", field.help)
+            for values, record in records.get(table, {}).items():
+                value = field.measured(record)
                 if value is None or (metric.type == "counter" and not 0 <= value < math.inf):
                     continue
-                named = dict(zip(LABELS.get(table, ()), labels, strict=True))
-                metric.add_sample(f"diloco_{name}", named, float(value))
+                named = dict(zip(labels, values, strict=True))
+                metric.add_sample(f"diloco_{field.metric}", named, value)
             found.append(metric)
     return found
-
-
-def _value(record: Any, attribute: str | Value) -> float | None:
-    """None also where a record on the way to the attribute is None."""
-    if not isinstance(attribute, str):
-        return attribute(record)
-    for name in attribute.split("."):
-        record = None if record is None else getattr(record, name)
-    value: float | None = record
-    return value
 
 
 def _named(name: str, text: str) -> Metric:
@@ -150,9 +242,6 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
         snapshot.reducer.aggregate,
         snapshot.reducer.weight_by,
     )
-    # Before the first round the feed has a round 0 in which nobody is expected.
-    round_ = snapshot.round if snapshot.mode != "async" else None
-    is_open = round_ is not None and bool(round_.number or round_.expected)
     return {
         "broker": {(label_value(snapshot.version),): 1},
         "run": {tuple(map(label_value, about)): 1},
@@ -160,7 +249,7 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
         "states": _by_word(STATES, {snapshot.state: 1}),
         "snapshot": {(): snapshot},
         "refused": _by_word(REASONS, _refused(snapshot.totals)),
-        "round": {(): round_} if is_open else {},
+        "round": {(): snapshot.round} if has_round(snapshot) else {},
         "fragments": {(str(f.fragment),): f for f in snapshot.fragments[:MOST_FRAGMENTS]},
         "orders": {(o.action if o.action in ACTIONS else OTHER,): o for o in snapshot.orders},
         "data_sets": {(label_value(d.name),): d for d in snapshot.data_sets[:MOST_DATA_SETS]},

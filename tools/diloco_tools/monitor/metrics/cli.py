@@ -20,8 +20,8 @@ from diloco_protocol.clients.command_line import (
 )
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError, FeedRefusedError, FeedVersionError, Snapshot
-from diloco_tools.exporter.health import DEAD_AFTER_S, why_unhealthy
 from diloco_tools.monitor.feed.listener import FeedWatcher
+from diloco_tools.monitor.metrics.health import DEAD_AFTER_S, why_unhealthy
 from diloco_tools.terminal import KeysOption, fail, keys_of
 
 CANNOT_START = 2
@@ -77,8 +77,8 @@ def exporter(
     Reads the feed of a diloco-broker, now or as soon as it is there, and changes nothing there.
     """
     try:
-        from diloco_tools.exporter.metrics import RunCollector
-        from diloco_tools.exporter.server import POLL_S, MetricsServer
+        from diloco_tools.monitor.metrics.metrics import RunCollector
+        from diloco_tools.monitor.metrics.server import POLL_S, MetricsServer
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "prometheus_client":
             raise

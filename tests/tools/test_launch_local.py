@@ -67,6 +67,7 @@ def trainings(processes: Processes) -> list[int]:
     return [log(processes, name).count("trains") for name in ("w0", "w1")]
 
 
+@pytest.mark.slow
 def test_workers_of_a_script_train_one_model(processes: Processes) -> None:
     script = str(FOLDER / "plain_loop.py")
     made = launch(processes, "-n", "2", "--sync-every", "10", "--", script, "--steps", "40")
@@ -80,6 +81,7 @@ def test_workers_of_a_script_train_one_model(processes: Processes) -> None:
     assert (processes.folder / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_ctrl_c_stops_workers_before_the_broker(
     processes: Processes,
 ) -> None:

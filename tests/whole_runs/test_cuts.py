@@ -298,6 +298,7 @@ def window_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco_worker.core.downloads.DOWNLOAD_WINDOW", 8)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("window_of_eight")
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("place", PLACES)
@@ -336,6 +337,7 @@ def wide(workers: int) -> list[Trainee]:
 WIDE_STEPS = 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("up", "name"), [(UP, "streaming mean"), (DOWN, "fragments in order")])
 def test_break_at_any_byte_of_a_chunk_changes_no_bit(up: bool, name: str) -> None:
     place = random.Random(f"{name} {up}")

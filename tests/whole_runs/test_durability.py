@@ -170,6 +170,7 @@ class Wide(nn.Module):
         self.layer = nn.Linear(40, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_everything_counts_exactly_once_through_kills_of_the_broker(
     processes: Processes, tmp_path: Path, name: str
@@ -215,6 +216,7 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     assert len({line["epoch"] for line in map(json.loads, audit.read_text().splitlines())}) >= 2
 
 
+@pytest.mark.slow
 def test_rewound_run_goes_on_with_workers_that_were_ahead(
     processes: Processes, tmp_path: Path
 ) -> None:

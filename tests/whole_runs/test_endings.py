@@ -47,6 +47,7 @@ def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
             assert result["metrics"]["rounds"] == "4"
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_without_having_closed_a_round_says_so_at_both_ends(
     processes: Processes,
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_worker_that_leaves_without_having_closed_a_round_says_so_at_both_ends
     assert f"a {words}" in broker.output and f"bb {words}" not in broker.output
 
 
+@pytest.mark.slow
 def test_an_operator_has_all_workers_save_and_then_stop(processes: Processes) -> None:
     _, address = processes.serve("--workers", "2", "--sync-every", "5", "--no-save")
     script = str(KIT / "saving_script.py")

@@ -10,6 +10,7 @@ import pytest
 from kit.measured_islands import measure
 from kit.process_kit import PATIENCE_S, Processes, a_free_address
 
+pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
 
 # Base 1, delta in bf16 1/2, the version that arrives 1; and some for chunks at the ends.

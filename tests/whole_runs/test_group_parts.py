@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,6 +12,7 @@ from diloco_worker import DiLoCoWorker
 from kit.islands import a_batch, language
 from kit.process_kit import Processes, a_free_address
 
+pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
 
 COUNT, STEPS = 4, 9

@@ -13,6 +13,7 @@ from torch import Tensor
 from kit.islands import Island
 from kit.process_kit import PATIENCE_S, Processes
 
+pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
 
 # Chunks are so small that each process has several of each fragment, and no tensor begins with one.

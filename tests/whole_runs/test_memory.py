@@ -269,6 +269,7 @@ WAYS: list[Callable[[Town, Puppet], None]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -310,6 +311,7 @@ def at_rest(broker: Broker) -> Counter[str]:
     return found[-1]
 
 
+@pytest.mark.slow
 def test_connections_that_came_and_went_leave_nothing_behind() -> None:
     """Over real sockets, 170 workers: half of them say goodbye, half are simply gone."""
     address = "tcp://127.0.0.1:*"

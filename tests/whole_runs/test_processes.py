@@ -38,6 +38,7 @@ def test_workers_may_start_before_the_broker(processes: Processes) -> None:
     assert processes.result("early")["metrics"]["rounds"] == "2"
 
 
+@pytest.mark.slow
 def test_run_goes_on_with_a_broker_that_was_killed_and_started_again(processes: Processes) -> None:
     address = a_free_address()
     options = ("--workers", "2", "--sync-every", "5", "--no-save")
@@ -56,6 +57,7 @@ def test_run_goes_on_with_a_broker_that_was_killed_and_started_again(processes: 
     assert processes.result("a")["weights"] == processes.result("b")["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "--restarting"])
 def test_run_goes_on_when_the_broker_is_restarted(
     processes: Processes, tmp_path: Path, how: str
@@ -80,6 +82,7 @@ def test_run_goes_on_when_the_broker_is_restarted(
         assert int(result["metrics"]["rounds"]) > 4
 
 
+@pytest.mark.slow
 def test_run_that_an_operator_ends_ends_the_scripts_and_stays_ended(processes: Processes) -> None:
     broker, address = processes.serve("--sync-every", "5")
     worker = processes.train("a", address, 100_000, pause=0.01)
@@ -91,6 +94,7 @@ def test_run_that_an_operator_ends_ends_the_scripts_and_stays_ended(processes: P
     assert "The run is over" in worker.output
 
 
+@pytest.mark.slow
 def test_model_file_is_where_the_run_begins(processes: Processes, tmp_path: Path) -> None:
     torch.manual_seed(3)
     shapes = {"0.weight": (32, 8), "0.bias": (32,), "2.weight": (1, 32), "2.bias": (1,)}
@@ -124,6 +128,7 @@ def test_port_in_use_is_one_sentence_and_exit_2(processes: Processes) -> None:
     assert len(process.output.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_demo_runs_from_end_to_end(processes: Processes, tmp_path: Path) -> None:
     out = tmp_path / "demo"

@@ -12,6 +12,7 @@ from kit.islands import Island
 from kit.process_kit import PATIENCE_S, Processes
 from kit.saved_islands import train_from_checkpoint
 
+pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
 
 SYNC: dict[str, Any] = {

@@ -14,6 +14,7 @@ import pytest
 from diloco_protocol.clients import Operator
 from kit.process_kit import Child, Processes, a_free_address, wait_for
 
+pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
 
 # Shorter than usual, so that tests are quick; broker/STANDBY.md has what was measured with 3 s.

@@ -19,6 +19,7 @@ SCRIPT = str(KIT / "queue_script.py")
 SUMS = ("--mode", "async", "--outer", "sgd", "--outer-lr", "2", "--workers", "2")
 
 
+@pytest.mark.slow
 def test_each_unit_counts_once_an_epoch_though_a_worker_is_killed(processes: Processes) -> None:
     _, address = processes.serve(*SUMS, "--sync-every", "4", "--wire-dtype", "fp32")
 

@@ -55,6 +55,7 @@ def test_resumed_example_goes_on_where_it_was_killed(processes: Processes) -> No
     assert 15 <= begun < STEPS
 
 
+@pytest.mark.slow
 def test_worker_of_two_processes_goes_on_as_one_of_three(processes: Processes) -> None:
     """The example of FSDP2, killed in the middle."""
     address = processes.broker(**BROKER).address()
@@ -90,6 +91,7 @@ def test_example_is_short_and_begins_with_how_to_run_it(path: object) -> None:
     assert "\nDILOCO_SERVER=" in text or "diloco-worker run" in text
 
 
+@pytest.mark.slow
 def test_notebook_trains_three_workers_inside_one_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -43,6 +43,7 @@ def answers(address: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
 def test_page_is_there_and_ends_with_the_broker(processes: Processes, end: signal.Signals) -> None:
     broker, _ = processes.serve("--dashboard", "0", "--no-save")
@@ -93,6 +94,7 @@ def test_page_without_its_key_is_one_sentence(tmp_path: Path) -> None:
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_port_in_use_costs_the_page_and_nothing_else(processes: Processes) -> None:
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))

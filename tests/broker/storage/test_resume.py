@@ -123,6 +123,7 @@ def _numbers(folder: Path) -> list[int]:
     return sorted(int(path.name.rsplit("-", 1)[1]) for path in found(folder)) or [-1]
 
 
+@pytest.mark.slow
 def test_workers_outlive_a_killed_broker_and_the_run_is_as_if_it_had_lived(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_json_has_seconds_bytes_and_shares() -> None:
     assert found["target"] is None and found["failures"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_target_names_options_of_serve() -> None:
     words = (*SMALL, "-H", "5", "--broker-link", "100M", "--target", "90%", "--json")
@@ -153,6 +154,7 @@ def test_nothing_heavy_is_loaded() -> None:
 # The picture.
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_picture_has_a_curve_for_each_setting(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -226,6 +228,7 @@ def compared() -> list[Row]:
     return rows(read(MEASURED))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_page_has_the_table_of_the_measurements(compared: list[Row]) -> None:
     """Page, JSON and planner agree: diloco-plan validate --page tools/PLAN.md writes it."""

@@ -159,6 +159,7 @@ def auto(processes: Processes, address: str, *words: str) -> Child:
     return processes.run("-m", "diloco_worker.auto", *words, DILOCO_SERVER=address)
 
 
+@pytest.mark.slow
 def test_unmodified_scripts_come_to_the_bits_of_the_plain_hook(processes: Processes) -> None:
     options = ("--workers", "2", "--sync-every", "4", "--no-save", "--deterministic")
     found = []
@@ -184,6 +185,7 @@ def test_unmodified_scripts_come_to_the_bits_of_the_plain_hook(processes: Proces
     assert "dropped" not in made[0].output
 
 
+@pytest.mark.slow
 def test_who_comes_late_drops_the_step_that_was_computed_elsewhere(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -199,6 +201,7 @@ def test_who_comes_late_drops_the_step_that_was_computed_elsewhere(
     assert all(torch.equal(one[name], other[name]) for name in one), "both have the run's"
 
 
+@pytest.mark.slow
 def test_script_ends_with_its_run_and_is_not_started_again(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -214,6 +217,7 @@ def test_script_ends_with_its_run_and_is_not_started_again(
     assert "Traceback" not in made.output
 
 
+@pytest.mark.slow
 def test_children_of_a_script_are_no_part_of_the_run(processes: Processes, tmp_path: Path) -> None:
     broker, address = processes.serve("--sync-every", "2", "--no-save")
     made = auto(processes, address, script(tmp_path, STEPS_IN_A_CHILD))
@@ -241,6 +245,7 @@ def test_script_with_a_worker_of_its_own_is_left_to_it(
     assert "Attached" not in made.output
 
 
+@pytest.mark.slow
 def test_what_is_not_exchanged_is_said(processes: Processes, tmp_path: Path) -> None:
     _, address = processes.serve("--no-save")
     made = auto(processes, address, script(tmp_path, GAN))
@@ -248,6 +253,7 @@ def test_what_is_not_exchanged_is_said(processes: Processes, tmp_path: Path) -> 
     assert made.output.count("SGD trains parameters outside Linear") == 1
 
 
+@pytest.mark.slow
 def test_optimizers_of_one_model_are_counted_together(processes: Processes, tmp_path: Path) -> None:
     """Both end behind a boundary: if it fell between two optimizers, their models would differ."""
     options = ("--workers", "2", "--min-workers", "2", "--sync-every", "4", "--no-save")
@@ -260,6 +266,7 @@ def test_optimizers_of_one_model_are_counted_together(processes: Processes, tmp_
     assert all(torch.equal(one[name], value) for name, value in other.items())
 
 
+@pytest.mark.slow
 def test_optimizer_that_steps_later_ends_the_script(processes: Processes, tmp_path: Path) -> None:
     _, address = processes.serve("--sync-every", "2", "--no-save")
     made = auto(processes, address, script(tmp_path, LATE), "1", "9")
@@ -267,6 +274,7 @@ def test_optimizer_that_steps_later_ends_the_script(processes: Processes, tmp_pa
     assert "AdamW trains Sequential, too" in made.output
 
 
+@pytest.mark.slow
 def test_dropped_steps_change_nothing_and_keep_their_gradients(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_variable_silences_the_lines(
     assert len([line for line in lines if "WATCH OUT" in line]) == warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-m", "diloco_worker.auto")], ids=["alone", "auto"])
 def test_uncaught_errors_end_a_script_with_their_sentence(
     broker: Broker, tmp_path: Path, options: tuple[str, ...]

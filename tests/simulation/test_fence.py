@@ -81,6 +81,7 @@ def _goes_on_without_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "holds_rounds", lambda _: False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sabotage",
     [

@@ -34,7 +34,7 @@ from simulation.scenarios import MODES, WEATHERS, a_scenario
 from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
 from simulation.tensors import Violation
 
-SEEDS = range(3)
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -102,7 +102,7 @@ def test_run_goes_on_from_what_workers_hold_when_the_broker_is_replaced(
     assert Simulation(scenario, seed).run().referee.versions_made > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)  # 43 s of a quiet core
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
 def test_five_hundred_workers_get_on(mode: str) -> None:
@@ -255,6 +255,7 @@ def stands_nowhere(state: RunState, _member: Member, push: Push) -> Bitmap:
 STUCK = "no version was released|has a push in flight|stands still|no end within"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "sabotage", "complaint"),
     [
@@ -333,6 +334,7 @@ def loses(name: str, value: Any) -> Sabotage:
 ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "saving_as", "sabotage", "complaint"),
     [

@@ -30,6 +30,7 @@ def check(mode: str, days: float) -> None:
     assert week["of those that fit in"] > LEAST[mode]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_two_hours_of_faults_cost_no_push_and_hold_nobody_up(mode: str) -> None:
     check(mode, days=1 / 12)
@@ -37,7 +38,7 @@ def test_two_hours_of_faults_cost_no_push_and_hold_nobody_up(mode: str) -> None:
 
 # With fragments a longer one comes to pushes that were given up, and two more, before they counted: what
 # they left out in few bits is missed (`relay.unsettled`), and the simulation says so.
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("mode", "days"), [("sync", 1.0), ("async", 1.0), ("fragments", 0.25)])
 def test_day_of_faults_costs_no_push_and_holds_nobody_up(mode: str, days: float) -> None:

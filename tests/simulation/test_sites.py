@@ -17,7 +17,7 @@ from simulation.tree import Faults, Tree
 HEAVY = Faults(workers=100, relays=120, connections=150, moves=100)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_tree_keeps_its_promises_through_kills_breaks_and_moves(seed: int) -> None:
     tree = Tree(seed, HEAVY).run(200.0)
     assert not tree.refused, tree.refused
@@ -33,6 +33,7 @@ def test_tree_without_a_model_begins_with_one_workers_and_knows_what_counted() -
     assert sum(host.residuals.settled for host in hosts) > 50
 
 
+@pytest.mark.nightly
 def test_push_whose_verdict_is_not_heard_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Unsettled, "found", lambda *_: [])
     with pytest.raises(AssertionError, match=r"(north|south|middle|deep) meant"):
@@ -60,7 +61,7 @@ def test_tree_keeps_its_promises_in_every_mode(mode: str) -> None:
     assert len(tree.told) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(200, 202))
 @pytest.mark.parametrize("mode", MODES)
 def test_tree_keeps_its_promises_in_every_mode_for_long(mode: str, seed: int) -> None:
@@ -73,12 +74,13 @@ def test_what_is_too_old_is_refused_alone() -> None:
     assert {code for _, code in tree.refused} == {"stale"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_tree_keeps_its_promises_for_hours(seed: int) -> None:
     Tree(seed, Faults(hubs=10, lost_disks=0.2)).run(3600.0)
 
 
+@pytest.mark.nightly
 def test_rule_that_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*_: Any) -> None:
         """Whatever is in a push of a relay, it is taken."""
@@ -105,6 +107,7 @@ def test_site_that_was_cut_off_for_many_rounds_counts_nothing_again(seed: int) -
     assert len(tree.told) > 100
 
 
+@pytest.mark.nightly
 def test_ledger_that_is_trusted_beyond_its_memory_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,6 +116,7 @@ def test_ledger_that_is_trusted_beyond_its_memory_is_missed(
         tree_with_long_cuts(28)
 
 
+@pytest.mark.nightly
 def test_site_that_waits_for_its_parent_in_an_earlier_round_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

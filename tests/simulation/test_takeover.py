@@ -18,7 +18,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+)
 def test_a_run_keeps_its_promises_through_takeovers(seed: int) -> None:
     run = Takeover(seed).run()
     assert not run.refused
@@ -41,6 +43,7 @@ def test_every_mode_goes_on_at_the_standby(mode: str) -> None:
     assert hub and standby and hub[-1] < standby[0]
 
 
+@pytest.mark.nightly
 def test_a_hub_without_a_fence_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fence, "may_release", lambda _: True)
     monkeypatch.setattr(fence, "holds_rounds", lambda _: False)
@@ -54,7 +57,7 @@ def run_all(seeds: range) -> None:
         Takeover(seed).run()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(5))
 def test_every_mode_keeps_its_promises_through_takeovers(mode: str, seed: int) -> None:

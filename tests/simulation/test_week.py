@@ -34,12 +34,13 @@ def check(mode: str, days: float) -> None:
     assert week["to_next_round_s"][1] < 4 * a_week(mode).cycle_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_quarter_of_a_day_of_faults_costs_only_what_the_killed_had_not_sent(mode: str) -> None:
     check(mode, days=0.25)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
 def test_week_of_faults_costs_only_what_the_killed_had_not_sent(mode: str) -> None:

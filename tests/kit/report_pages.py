@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from diloco_tools.monitor.report.facts import Facts
-from diloco_tools.monitor.report.history.reading import read_run
 from diloco_tools.monitor.report.page import page_of
+from diloco_tools.monitor.report.reading import read_run
 from kit.past_runs import write
 
 VOID = {"meta", "br"}
@@ -39,11 +40,13 @@ class Page(HTMLParser):
         self.attributes: list[tuple[str, str, str]] = []  # tag, name, value
         self.texts: dict[str, list[str]] = defaultdict(list)  # by the id of the section
         self.titles: list[str] = []  # what a pointer is told
-        self.style = ""
+        self.style = self.script = ""
+        self._data = ""
         self._open: list[tuple[str, str]] = []  # tags, with their ids
         self.feed(markup)
         self.close()
         assert not self._open, f"never closed: {self._open}"
+        self.data: dict[str, Any] = json.loads(self._data)  # of the curves
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -59,6 +62,10 @@ class Page(HTMLParser):
         inside = self._open[-1][0] if self._open else ""
         if inside == "style":
             self.style += data
+        elif self._open and self._open[-1] == ("script", "data"):
+            self._data += data
+        elif inside == "script":
+            self.script += data
         elif inside == "title":
             self.titles.append(data)
         else:
@@ -72,14 +79,10 @@ class Page(HTMLParser):
         )
         return " ".join(" ".join(parts).split())
 
-    def paths(self, kind: str) -> list[str]:
-        """How the lines of one kind are drawn."""
-        found = []
-        for place, (tag, name, value) in enumerate(self.attributes):
-            after = self.attributes[place + 1 : place + 2]
-            if (tag, name) == ("path", "d") and after and kind in after[0][2].split():
-                found.append(value)
-        return found
+    def chart(self, plot: str) -> dict[str, Any]:
+        """One plot's data: its lines, and the words that it has of its own."""
+        (found,) = (each for each in self.data["charts"] if each.get("id", each["plot"]) == plot)
+        return dict(found)
 
 
 def page(facts: Facts) -> Page:

@@ -15,7 +15,9 @@ from diloco_tools.monitor.report.page import page_of
 from kit.past_runs import closed, event, line, start
 from kit.report_pages import action, facts_of
 
-pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: make test-browser"
+)
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
@@ -24,14 +26,14 @@ pytestmark = pytest.mark.browser
 
 AT = 1_700_000_000.0
 PHONE = {"width": 360, "height": 780}
-HOSTILE = '<img src=x onerror="document.title=1"><b>' + "long" * 5
+HOSTILE = '</script><img src=x onerror="document.title=1"><b>long'
 SCROLLS = "document.scrollingElement.scrollWidth > document.scrollingElement.clientWidth"
 COLOUR = "getComputedStyle(document.documentElement).backgroundColor"
 
 
 @pytest.fixture
 def report(tmp_path: Path) -> str:
-    """The address of a page: two lives, hostile names, a pause, warnings."""
+    """The address of a page: two starts of the broker, hostile names, a pause, a warning."""
     rounds = [
         closed(AT + 9 * n, n, HOSTILE, "b", loss=3.0 - n / 20, seconds=9.0) for n in range(1, 30)
     ]
@@ -40,7 +42,8 @@ def report(tmp_path: Path) -> str:
         event(AT + 1, f"{HOSTILE} joins from {HOSTILE}."),
         *rounds,
         event(AT + 270, "b counts as dead: nothing was heard from it for 30 s.", level="warning"),
-        {**line("stop", AT + 900, text=HOSTILE), "epoch": "b1"},
+        {**closed(AT + 3000, 30, HOSTILE, loss=1.5, seconds=7200.0), "epoch": "b1"},
+        {**line("stop", AT + 3010, text=HOSTILE), "epoch": "b1"},
     ]
     orders = (action(AT + 50, "pause", "the run is paused"), action(AT + 70, "resume", HOSTILE))
     page = tmp_path / "report.html"
@@ -48,27 +51,62 @@ def report(tmp_path: Path) -> str:
     return page.as_uri()
 
 
-def drawn(page: Page, kind: str) -> list[tuple[float, float]]:
-    """Where all of a kind begins from the left, and how wide it is, as the browser lays it out."""
+def widths(page: Page, kind: str) -> list[float]:
+    """How wide each of a kind is, as the browser lays it out."""
     boxes = [each.bounding_box() for each in page.locator(kind).all()]
-    return [(box["x"], box["width"]) for box in boxes if box is not None]
+    return [box["width"] for box in boxes if box is not None]
 
 
-def test_page_is_drawn_without_a_script_and_complains_of_nothing(
+def read(page: Page, plot: str, *keys: str) -> str:
+    """What a plot says once these keys were pressed in it."""
+    page.locator(f"#plot-{plot} .surface").focus()
+    for key in keys:
+        page.keyboard.press(key)
+    return page.locator(f"#plot-{plot}-now").inner_text()
+
+
+def test_page_draws_its_curves_and_fetches_nothing(
     report: str, opened: Callable[..., Page]
 ) -> None:
-    page = opened(report, java_script_enabled=False)
+    page = opened(report)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.reload()
     assert asked == [report], "nothing else is fetched"
     assert page.title() == "Run 3fa2c1d09b11: report"
-    assert page.locator("script, img").count() == 0
-    curves = drawn(page, ".curve")
-    assert len(curves) >= 8 and all(width > 100 for _, width in curves)
-    ((_, width), *_) = drawn(page, ".row .here")
-    assert width > 300
+    assert page.locator("img").count() == 0
+    assert page.locator(".plot canvas").count() == 7
+    assert min(widths(page, ".plot canvas")) > 100
+    assert read(page, "loss") == "1.5"
+    assert read(page, "loss", "Home") == "round 1: 2.95"
+    assert read(page, "loss", "ArrowRight") == "round 2: 2.9"
+    assert read(page, "speeds", "Home").startswith("2023-11-14 22:13:29 UTC: ")
+
+
+def test_an_interrupted_round_is_off_the_scale_and_the_page_says_so(
+    report: str, opened: Callable[..., Page]
+) -> None:
+    page = opened(report)
+    playwright.expect(page.locator("#plot-seconds .cut")).to_contain_text("round 30 with 2 h")
+    assert page.evaluate("document.querySelector('#plot-seconds').chart.up")[1] < 20
+
+
+def test_rows_show_when_each_worker_was_here(report: str, opened: Callable[..., Page]) -> None:
+    page = opened(report)
     assert page.locator(".who").first.inner_text() == HOSTILE
+    rows = page.locator(".row")
+    assert rows.nth(0).locator(".here").count() == 2 and rows.nth(1).locator(".here").count() == 1
+    assert rows.nth(1).locator(".died").count() == 1
+    (away, *_), (pause, *_) = widths(page, ".row .away"), widths(page, ".row .pause")
+    whole = widths(page, ".row svg")[0]
+    assert away < 0.1 * whole, "most of an hour without a broker takes little of the axis"
+    assert 0 < pause <= away
+
+
+def test_tables_are_there_without_a_script(report: str, opened: Callable[..., Page]) -> None:
+    page = opened(report, java_script_enabled=False)
+    assert page.locator("noscript").is_visible()
+    assert page.locator("#workers tbody tr").count() == 2
     assert page.locator("thead").first.is_visible()
 
 
@@ -76,8 +114,7 @@ def test_page_fits_a_phone(report: str, opened: Callable[..., Page]) -> None:
     page = opened(report, viewport=PHONE)
     assert not page.evaluate(SCROLLS)
     assert not page.locator("thead").first.is_visible(), "each line is a card"
-    texts = drawn(page, "text.x:not(.odd)")
-    assert texts and all(x >= 0 and x + width <= PHONE["width"] for x, width in texts)
+    assert max(widths(page, ".plot canvas")) <= PHONE["width"]
 
 
 def test_page_is_dark_for_who_wants_it_and_light_on_paper(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from diloco_tools.monitor.report.cli import app
-from diloco_tools.monitor.report.history.reading import read_run
+from diloco_tools.monitor.report.reading import read_run
 from kit.past_runs import closed, line, start, write, write_run
 from kit.report_pages import Page
 from kit.web_commands import run

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from diloco_broker.core.events import KeysRevoked
 from diloco_protocol.feed import FeedError
 from diloco_protocol.roles import Peer, Role
-from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Facts, Worker
-from diloco_tools.monitor.report.history import digest, presence
-from diloco_tools.monitor.report.history.presence import Activity, Track
-from diloco_tools.monitor.report.history.reading import read_run
-from diloco_tools.monitor.report.history.sentences import Closed, Sign, closed_of, sign_of
-from diloco_tools.monitor.report.history.tallies import Counted
-from diloco_tools.monitor.report.thinning import Point, Spread, Thinned
+from diloco_tools.monitor.report import digest
+from diloco_tools.monitor.report.curves import Point, Points, quantile
+from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Facts
+from diloco_tools.monitor.report.reading import read_run
+from diloco_tools.monitor.report.sentences import Closed, Sign, closed_of, sign_of
+from diloco_tools.monitor.report.workers import FINEST, MOST_MARKS, Counter, Worker
 from kit.core_harness import a_run
 from kit.heartbeats import Beating
 from kit.past_runs import closed, event, line, start, write, write_run
@@ -116,13 +115,12 @@ def test_run_that_was_resumed_has_all_its_lives(tmp_path: Path) -> None:
 
 
 def test_bytes_of_a_worker_count_once_whatever_its_counter_does() -> None:
-    counted = Counted()
+    counter = Counter()
     for value, of_all in ((400, 900), (1000, 2000), (300, 5000), (500, 6000)):
-        counted.stands_at(value, of_all)
-    assert counted.sum == 1500, "it came again, and began at 0"
-    counted.stands_at(450, 90)
-    counted.stands_at(480, 120)
-    assert counted.sum == 1530, "a new broker went on from a checkpoint a little older"
+        counter.reads(value, of_all)
+    assert counter.sum == 1500, "it came again, and began at 0"
+    counter.reads(450, 90)
+    assert counter.reads(480, 120) == 1530, "a broker went on from a checkpoint a little older"
 
 
 def test_history_that_has_lost_its_beginning_says_so(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_run_of_each_kind_is_read_as_its_broker_wrote_it(
     # On a machine that is busy the broker may warn, of how long it stood still, say.
     assert not [each for each in facts.said if "a checkpoint is asked for" in each.text]
     word = "push" if kind == "asynchronous" else "round"
-    assert f"{word} 0" in page(facts).text("plots")
+    assert page(facts).data["word"] == word
 
 
 # Comings and goings.
@@ -381,9 +379,8 @@ def test_history_without_a_line_is_one_sentence(
 def test_run_in_which_nothing_happened_has_a_report(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, start(AT), event(AT + 1, "a joins."))
     shown = page(facts)
-    assert "No round has closed in this history" in shown.text("head")
-    assert "Nothing of it is in the history." in shown.text("plots")
-    assert "at 0" not in shown.text("plots")
+    assert "No round has closed" in shown.text("head")
+    assert not any(each["lines"] for each in shown.data["charts"])
 
 
 def test_clock_that_is_set_back_and_far_off_times_do_no_harm(tmp_path: Path) -> None:
@@ -445,58 +442,36 @@ points = st.lists(st.floats(-1e9, 1e9).map(lambda value: round(value, 3)), min_s
 
 @UNHURRIED
 @given(points, st.sampled_from([2, 4, 8]))
-def test_thinning_keeps_extremes_ends_and_order(values: list[float], buckets: int) -> None:
-    thinned = Thinned(buckets)
-    made = [Point(float(at), at, value) for at, value in enumerate(values)]
+def test_thinning_keeps_extremes_ends_and_order(values: list[float], stretches: int) -> None:
+    given_, made = Points(), [Point(float(at), at, value) for at, value in enumerate(values)]
     for each in made:
-        thinned.add(each)
-    kept = list(thinned)
-    assert len(kept) <= 4 * buckets and thinned.count == len(values)
+        given_.add(*each)
+    kept = given_.thinned(stretches)
+    assert len(kept) <= 4 * stretches and len(given_) == len(values)
     assert (kept[0], kept[-1]) == (made[0], made[-1])
     assert [each.at for each in kept] == sorted({each.at for each in kept})
     assert set(kept) <= set(made)
     assert {min(values), max(values)} <= {each.value for each in kept}
 
 
-def test_peak_of_one_round_in_a_hundred_thousand_is_kept() -> None:
-    thinned = Thinned(160)
-    for number in range(100_000):
-        thinned.add(Point(float(number), number, 1e6 if number == 54_321 else 1.0))
-    kept = list(thinned)
-    assert Point(54_321.0, 54_321, 1e6) in kept and 150 <= len(kept) <= 640
+def test_quantiles_are_values_that_were_there() -> None:
+    assert quantile([], 0.5) is None
+    values = [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert [quantile(values, share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 3.0, 5.0, 5.0]
 
 
-@UNHURRIED
-@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=200), st.floats(0.05, 0.95))
-def test_quantiles_are_right_to_two_percent(values: list[float], share: float) -> None:
-    spread = Spread()
-    for each in values:
-        spread.add(each)
-    found = spread.quantile(share)
-    exact = sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
-    assert found == pytest.approx(exact, rel=0.02)
-
-
-def test_worker_that_comes_and_goes_for_ever_costs_a_bound() -> None:
-    track = Track()
+def test_worker_that_comes_and_goes_all_the_time_costs_a_bound() -> None:
+    worker = Worker("a")
     for number in range(10_000):
-        track.take(Sign("a", "joined"), 10.0 * number, "a joins.")
-        track.take(Sign("a", "died"), 10.0 * number + 5, "a counts as dead: x.")
-    assert len(track.spans) <= 2 * presence.MOST_SPANS and len(track.marks) == presence.MOST_MARKS
-    assert (track.spans[0].began_at, track.spans[-1].ended_at) == (0.0, 99_995.0)
-    assert (track.marks[0].at, track.marks[-1].at) == (0.0, 99_995.0)
-    assert track.marks_left_out + len(track.marks) == 20_000 and track.deaths == 10_000
-
-
-def test_contributions_over_weeks_take_a_bounded_number_of_stretches() -> None:
-    activity = Activity()
-    for number in range(20_000):
-        activity.add(AT + 300.0 * number, "a")
-        activity.add(AT + 300.0 * (number % 2 * number), "b" if number % 2 else "c")
-    assert len(activity.of("a")) <= Activity.MOST
-    (began, _), *_ = activity.of("a")
-    *_, (_, ended) = activity.of("a")
-    assert began == AT and ended >= AT + 300.0 * 19_999
+        worker.shows(Sign("a", "joined"), 10.0 * number, "a joins.")
+        worker.contributed(10.0 * number + 2, number, {}, 0, 0)
+        worker.shows(Sign("a", "died"), 10.0 * number + 5, "a counts as dead: x.")
+    worker.finish(0.0, 99_995.0)
+    assert len(worker.spans) <= FINEST + 1 and len(worker.active) <= FINEST + 1
+    assert (worker.spans[0].began_at, worker.spans[-1].ended_at) == (0.0, 99_995.0)
+    assert worker.here_s == 50_000.0 and worker.deaths == 10_000 and worker.returns == 9_999
+    assert (worker.marks[0].at, worker.marks[-1].at) == (0.0, 99_995.0)
+    assert worker.marks_left_out + MOST_MARKS == 20_000 and len(worker.marks) == MOST_MARKS
 
 
 def test_ever_new_workers_are_counted_and_not_kept(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diloco_broker import Broker
-from diloco_tools.monitor.report.history.reading import read_run
 from diloco_tools.monitor.report.page import page_of
+from diloco_tools.monitor.report.reading import read_run
 from kit.whole_run import an_mlp, make_config, run
 
 WAYS: dict[str, dict[str, Any]] = {

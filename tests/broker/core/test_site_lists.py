@@ -24,7 +24,7 @@ from diloco_protocol.messages import (
     decode,
     encode,
 )
-from diloco_tools.monitor.report.history.sentences import Closed, closed_of
+from diloco_tools.monitor.report.sentences import Closed, closed_of
 from kit.core_harness import FIGURES, Puppet, Stage, a_run, a_stage
 
 

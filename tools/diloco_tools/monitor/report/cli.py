@@ -13,8 +13,8 @@ import typer
 from diloco_protocol.clients.command_line import with_version
 from diloco_protocol.feed import FeedError, json_safe
 from diloco_protocol.records import to_plain
-from diloco_tools.monitor.report.history.reading import history_of, read_run
 from diloco_tools.monitor.report.page import page_of
+from diloco_tools.monitor.report.reading import history_of, read_run
 from diloco_tools.terminal import fail
 
 COMMAND = "diloco-report"
@@ -50,8 +50,8 @@ def report(
 ) -> None:
     """Make one HTML page of what happened in a run: loss, rounds, workers, bytes, events, settings.
 
-    The page needs no network, no other file and no JavaScript. The run may still be going on: the page
-    says how things stood at the last line.
+    The page needs no network and no other file. The run may still be going on: the page describes it as
+    of the last line.
     """
     if as_json and out is not None:
         fail(COMMAND, "--json writes no page: leave --out out, or --json", NO_HISTORY)

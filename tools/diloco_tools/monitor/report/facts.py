@@ -9,21 +9,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_tools.monitor.report.thinning import Point
+from diloco_protocol.records import NOT_SENT
+from diloco_tools.monitor.report.curves import Curve
+from diloco_tools.monitor.report.plain_values import count, number
+from diloco_tools.monitor.report.workers import Counter, Worker
 
 # How a run is left by its history.
 OVER, STOPPED, OPEN = "over", "stopped", "open"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Life:
-    """One life of the broker, from its start to its end. `ending` is its last words, None without."""
+    """One incarnation of the broker, from its start to its last line. `ending` is the reason that it
+    logged, None without one."""
 
     epoch: str
     began_at: float
-    ended_at: float  # of its last line
+    ended_at: float
     ending: str | None = None
-    is_over: bool = False  # the run came to its end, and not only the broker
+    is_over: bool = False  # the run reached its end, and not only the broker
     rounds: int = 0
     contributions: int = 0
     first: int | None = None  # number of its first round
@@ -35,66 +39,23 @@ class Life:
     longest_turn_ms: float | None = None
     version: str = ""  # of the broker's program
 
+    _up: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
+    _down: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
 
-@dataclass(frozen=True)
-class Span:
-    """A worker was `state` from `began_at` to `ended_at`: here, lost (no connection) or stalled."""
-
-    began_at: float
-    ended_at: float
-    state: str
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Something that a worker did, or that was done to it."""
-
-    at: float
-    what: str  # joined, back, reconnected, lost, stalled, moving, died, left, kicked or revoked
-    text: str = ""  # the broker's sentence
-
-
-@dataclass(frozen=True)
-class Worker:
-    """One worker over the whole run. Figures are what the lines of rounds say of it."""
-
-    id: str  # the newest, of a worker that had another one after each restart
-    restarts: int = 0  # under another id
-    hosts: tuple[str, ...] = ()
-    behind: int | None = None  # of a relay: how many workers, in its last round
-    first_seen: float = 0.0
-    last_seen: float = 0.0
-    here_s: float = 0.0
-    # How the history leaves it: here, the word of its last mark, or away: it was here when a broker
-    # ended, and did not come to the next one.
-    ended: str = ""
-    contributions: int = 0
-    rounds_here: int = 0  # rounds that closed while it was here
-    step: int | None = None
-    steps_per_s: float | None = None  # median of what it told
-    loss: float | None = None  # the last that it told
-    delta_norm: float | None = None  # the last
-    staleness_mean: float | None = None  # versions
-    staleness_most: int | None = None
-    bytes_up: int = 0
-    bytes_down: int = 0
-    deaths: int = 0
-    kicks: int = 0
-    returns: int = 0  # after it had gone
-    spans: tuple[Span, ...] = ()
-    marks: tuple[Mark, ...] = ()
-    marks_left_out: int = 0
-    active: tuple[tuple[float, float], ...] = ()  # stretches in which it contributed
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Values over a run; `count` points, of which those kept have all extremes."""
-
-    name: str
-    points: tuple[Point, ...]
-    count: int
-    absent: tuple[tuple[float, float], ...] = ()  # times in which there could be no point
+    def closed(self, round_: int, averaged: int, line: Mapping[str, Any]) -> None:
+        """Take the line of a round."""
+        self.rounds += 1
+        self.contributions += averaged
+        self.first = round_ if self.first is None else self.first
+        self.last = round_
+        self.bytes_up = self._up.reads(count(line.get("bytes_up")))
+        self.bytes_down = self._down.reads(count(line.get("bytes_down")))
+        cpu, rss = number(line.get("cpu_s")), count(line.get("rss_bytes"))
+        turn = number(line.get("longest_turn_ms"))
+        self.cpu_s = self.cpu_s if cpu is None else cpu
+        self.rss_bytes = rss if self.rss_bytes is None else max(self.rss_bytes, rss or 0)
+        if turn is not None:
+            self.longest_turn_ms = max(self.longest_turn_ms or 0.0, turn)
 
 
 @dataclass(frozen=True)
@@ -132,7 +93,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of the run that has another value from now on. `by_restart`: of a new life's options."""
+    """A setting of the run that has another value from now on. `by_restart`: an option of the start."""
 
     at: float
     name: str
@@ -202,4 +163,4 @@ class Facts:
     pauses: tuple[tuple[float, float], ...]  # of the run, by operators
     lines: int
     damaged: int
-    remarks: tuple[str, ...] = field(default=())  # what a reader must know of the history itself
+    remarks: tuple[str, ...] = ()  # what a reader must know of the history itself

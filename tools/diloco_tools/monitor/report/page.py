@@ -1,24 +1,29 @@
-"""The page as a whole: one file that fetches nothing, runs nothing, and can be sent to anybody."""
+"""The page as a whole: one file that fetches nothing, and can be sent to anybody.
+
+Jinja fills in the template, with every text escaped. The curves are drawn in the reader's browser by the
+dashboard's own module of charts, from data within the page; the page's Content-Security-Policy lets
+nothing but this one script and this one style sheet take effect.
+"""
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from itertools import pairwise
+from typing import Any
 
-from diloco_tools.monitor.report import sections
-from diloco_tools.monitor.report.curves import figures, time_axis
-from diloco_tools.monitor.report.drawing.markup import Html, joined, tag, verbatim
-from diloco_tools.monitor.report.drawing.wording import (
-    clock,
-    figure,
-    moment,
-    plural,
-    quantity,
-    size,
-)
+from jinja2 import Environment, StrictUndefined, Template
+
+from diloco_protocol.quantities import NONE, byte_size, clock, count, figure, moment, plural, scaled
+from diloco_tools.monitor.report import tables
+from diloco_tools.monitor.report.curves import Curve
+from diloco_tools.monitor.report.digest import STALEST
 from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Facts
-from diloco_tools.monitor.report.sections import panel, toned
 
 ENDINGS = {
     OVER: ("good", "The run is over"),
@@ -36,86 +41,95 @@ PARTS = {
     "settings": "Settings",
     "events": "Events",
 }
+MOST_IN_STRIP = 50  # workers over time
+SCRIPTS = ("web/assets/format.js", "web/assets/charts.js", "report/assets/report.js")
+STYLES = ("web/assets/base.css", "report/assets/report.css")
 
 
 def page_of(facts: Facts) -> str:
-    """The report as HTML. Nothing but the style sheet within it is allowed to take effect."""
-    style = (files("diloco_tools.monitor.report") / "assets" / "style.css").read_text(
-        encoding="utf-8"
+    """The report as HTML."""
+    script, style = _script(), _style()
+    return _template().render(
+        facts=facts,
+        policy=f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'",
+        script=script,
+        style=style,
+        parts=PARTS,
+        tone=ENDINGS[facts.ending][0],
+        ending=ENDINGS[facts.ending][1],
+        signs={"good": "●", "uneasy": "◐", "bad": "○", "quiet": "·"},
+        levels=tables.LEVELS,
+        headline=_headline(facts),
+        remarks=_remarks(facts),
+        tables=tables.tables(facts),
+        settings=tables.settings(facts),
+        changes=tables.changes(facts),
+        staleness=[
+            (f"over {STALEST}" if versions > STALEST else versions, contributions)
+            for versions, contributions in facts.staleness
+        ],
+        in_strip=MOST_IN_STRIP,
+        data=_data(facts),
     )
-    digest = b64encode(sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    name = facts.run or "unnamed"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", f"Run {name}: report"),
-        tag("style", verbatim(style)),
-    )
-    axis = time_axis(facts)
-    parts = [
-        panel("plots", "Curves", tag("div", *figures(facts, axis), class_="plots")),
-        sections.workers_over_time(facts, axis),
-        sections.worker_table(facts),
-        sections.slow_rounds(facts),
-        sections.lives(facts),
-        sections.said(facts),
-        sections.orders(facts),
-        sections.settings(facts),
-        sections.events(facts),
-    ]
-    body = tag("body", _header(facts), _remarks(facts), tag("main", *parts), _footer(facts))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _header(facts: Facts) -> Html:
-    tone, word = ENDINGS[facts.ending]
-    badge = tag("div", toned(tone, word), class_="badge", data_tone=tone)
-    title = tag("h1", "DiLoCo report ", tag("span", f"run {facts.run or 'unnamed'}"))
-    rows = [tag("div", tag("dt", name), tag("dd", value)) for name, value in _headline(facts)]
-    links = [tag("a", words, href=f"#{name}") for name, words in PARTS.items()]
-    return tag(
-        "header",
-        tag("div", title, badge, class_="bar"),
-        tag("dl", *rows, class_="facts"),
-        tag("nav", *links, aria_label="Parts of the page"),
+@cache
+def _template() -> Template:
+    made = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
+    made.globals |= {"moment": moment, "plural": plural}
+    return made.from_string(_asset("report/assets/report.html"))
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("diloco_tools.monitor") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    """The modules as one: what they import from each other stands above in the same script."""
+    modules = "".join(map(_asset, SCRIPTS))
+    modules = re.sub(r"(?m)^import .*\n|^export ", "", modules)
+    return f"{_asset('web/assets/uplot/uPlot.iife.min.js')}\n{modules}"
+
+
+@cache
+def _style() -> str:
+    return _asset("web/assets/uplot/uPlot.min.css") + "".join(map(_asset, STYLES))
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
 
 
 def _headline(facts: Facts) -> list[tuple[str, str]]:
     """What a reader in a hurry wants."""
-    word = "Pushes" if facts.mode == "async" else "Rounds"
-    loss = "—"
-    if facts.first_loss is not None:
-        loss = f"{figure(facts.first_loss)} → {figure(facts.last_loss)}"
-    parameters = facts.model.get("parameters")
-    model = f"{quantity(parameters)} parameters" if parameters else "—"
-    deaths = sum(worker.deaths for worker in facts.workers)
-    many = len(facts.workers) + facts.workers_left_out
     fragments = facts.settings.get("num_fragments")
-    mode = facts.mode or "—"
-    if isinstance(fragments, int) and fragments > 1:
-        mode = f"{mode}, {fragments} fragments"
+    has_fragments = isinstance(fragments, int) and fragments > 1
+    loss = f"{figure(facts.first_loss)} → {figure(facts.last_loss)}"
+    if facts.best_loss_round is not None:
+        loss += f", best {figure(facts.best_loss)} ({facts.best_loss_round:,})"
+    parameters = facts.model.get("parameters")
+    many = len(facts.workers) + facts.workers_left_out
     return [
-        ("Mode", mode),
-        ("Model", model),
+        ("Mode", (facts.mode or NONE) + (f", {fragments} fragments" if has_fragments else "")),
+        ("Model", f"{scaled(parameters)} parameters" if parameters else NONE),
         ("Began, UTC", moment(facts.began_at, "%d %b %Y %H:%M")),
         ("Lasted", clock(facts.ended_at - facts.began_at)),
-        (word, f"{facts.rounds:,}"),
-        ("Loss", loss),
-        ("Contributions", f"{facts.contributions:,}"),
+        ("Pushes" if facts.mode == "async" else "Rounds", count(facts.rounds)),
+        ("Loss", NONE if facts.first_loss is None else loss),
+        ("Contributions", count(facts.contributions)),
         ("Workers", f"{many:,}, at most {facts.most_alive:,} at once"),
-        ("Deaths", f"{deaths:,}"),
-        ("Traffic", f"{size(facts.bytes_up)} up, {size(facts.bytes_down)} down"),
+        ("Deaths", count(sum(worker.deaths for worker in facts.workers))),
+        ("Traffic", f"{byte_size(facts.bytes_up)} up, {byte_size(facts.bytes_down)} down"),
         ("Broker", plural(len(facts.lives), "start")),
     ]
 
 
-def _remarks(facts: Facts) -> Html:
+def _remarks(facts: Facts) -> list[str]:
     """What a reader has to know before the figures."""
     lines = list(facts.remarks)
     if not facts.rounds:
@@ -125,18 +139,83 @@ def _remarks(facts: Facts) -> Html:
             f"The history ends at {moment(facts.ended_at)} UTC without a last line: the broker was "
             "killed, its machine went down, or it is still running."
         )
-    if not lines:
-        return verbatim("")
-    listed = tag("ul", *(tag("li", line) for line in lines))
-    sign = tag("b", tag("span", "◐", aria_hidden="true"), " Note")
-    return tag("div", sign, listed, class_="notice", data_tone="uneasy")
+    return lines
 
 
-def _footer(facts: Facts) -> Html:
-    version = facts.lives[-1].version
-    parts = [
-        f"From {plural(facts.lines, 'line')} of the history, by diloco-report.",
-        f"Broker {version}." if version else "",
-        "Contributions are whole pushes that count in a version.",
+def _data(facts: Facts) -> dict[str, Any]:
+    """What report.js draws."""
+    away = [(one.ended_at, other.began_at) for one, other in pairwise(facts.lives)]
+    workers = sorted(facts.workers[:MOST_IN_STRIP], key=lambda each: (each.first_seen, each.id))
+    return {
+        "began": facts.began_at,
+        "ended": facts.ended_at,
+        "away": away,
+        "pauses": facts.pauses,
+        "word": "push" if facts.mode == "async" else "round",
+        "charts": _charts(facts, away),
+        "workers": [
+            {
+                "id": worker.id,
+                "spans": [(span.began_at, span.ended_at, span.state) for span in worker.spans],
+                "active": worker.active,
+                "marks": [(mark.at, mark.what, mark.text) for mark in worker.marks],
+            }
+            for worker in workers
+        ],
+    }
+
+
+def _charts(facts: Facts, away: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
+    """Which curves there are. Each push of asynchronous mode makes a version, so its numbers are those
+    of pushes. Workers are not shown one by one where there is only one, nor are their norms where
+    these are of fragments in turn."""
+    is_async = facts.mode == "async"
+
+    def chart(plot: str, *keys: str, **words: Any) -> dict[str, Any]:
+        is_time = plot in ("network", "speeds")
+        curves = [(key, curve) for key in keys for curve in facts.curves.get(key, ())]
+        lines = [
+            {
+                "name": key if len(keys) > 1 else curve.name,
+                "points": _points(curve, away if is_time else (), is_time=is_time),
+            }
+            for key, curve in curves
+            if curve.points
+        ]
+        return {"plot": plot, "lines": lines, **words}
+
+    each = {"unit": "of each push"} if is_async else {}
+    time = {"title": "Time between pushes", "unit": "from one version to the next"}
+    found = [
+        chart("loss", "loss", **each),
+        chart("seconds", "seconds", **(time if is_async else {})),
+        chart("norm", "norm", **each),
+        chart("network", "network"),
     ]
-    return tag("footer", joined(tag("span", part) for part in parts if part), class_="dim")
+    if not is_async:
+        found.append(chart("workers", "averaged", "alive"))
+    if len(facts.curves["loss of workers"]) > 1:
+        words = {"id": "losses", "title": "Loss of each worker", "unit": ""}
+        found.append(chart("loss", "loss of workers", **words))
+    if len(facts.curves["norm of workers"]) > 1 and len(facts.curves["norm"]) == 1:
+        words = {"id": "norms", "title": "Pseudo-gradient norm of each worker", "unit": ""}
+        found.append(chart("norm", "norm of workers", **words))
+    return [*found, chart("speeds", "speed of workers")]
+
+
+def _points(
+    curve: Curve, away: Sequence[tuple[float, float]], *, is_time: bool
+) -> list[tuple[float, float | None]]:
+    """Places and values, with a gap where there was no broker, or the worker was away."""
+    gaps = sorted([*away, *curve.absent])
+    found: list[tuple[float, float | None]] = []
+    before = None
+    for point in curve.points:
+        place: float = point.at if is_time else point.number
+        if before is not None:
+            index = bisect_left(gaps, (before.at, before.at))
+            if index < len(gaps) and gaps[index][1] <= point.at:
+                found.append(((found[-1][0] + place) / 2, None))
+        found.append((place, point.value))
+        before = point
+    return found

@@ -9,8 +9,9 @@ const MOST_LINES = 64; // more than an eye can follow, and as many as are drawn 
 const IN_WORDS = 8; // values in the readout
 const LEAST_RECENT = 4; // points that a scale goes by
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
-const MINUTE = 60, HOUR = 3600, DAY = 86400;
+const [MINUTE, HOUR] = [60, 3600];
 
+export const DAY = 86400;
 export const TIME_STEPS = [1, 2, 5, 10, 15, 30, MINUTE, 120, 300, 600, 900, 1800, HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * DAY)];
 const ROUND_STEPS = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((step) => step * 10 ** power)).flat();
 
@@ -80,12 +81,13 @@ function parts(points) {
 }
 
 /**
- * One plot. `axis` is one of `AXES`; `recent`: scaled by the newer half of its one line; `bands` are
- * stretches of x in a colour of the style sheet: [[from, to, colour], ...].
+ * One plot. `axis` is one of `AXES`; `recent`: a single line is scaled by its newer half where all values
+ * differ by more than `cutsAbove` times as much; `bands` are stretches of x in a colour of the style sheet:
+ * [[from, to, colour], ...].
  */
 export class Chart {
-  constructor({ id, title, unit = "", format, axis, fromZero = true, recent = false, mayJump = false, bands = [], empty = "No round has closed yet." }) {
-    Object.assign(this, { title, format, axis, fromZero, recent, mayJump, bands });
+  constructor({ id, title, unit = "", format, axis, fromZero = true, recent = false, mayJump = false, cutsAbove = 1, bands = [], empty = "No round has closed yet." }) {
+    Object.assign(this, { title, format, axis, fromZero, recent, mayJump, cutsAbove, bands });
     this.lines = [];
     this.readout = make("p", { className: "readout", id: `${id}-now` });
     this.surface = make("div", { className: "surface", tabIndex: 0, role: "img" });
@@ -127,7 +129,8 @@ export class Chart {
     const [x0, x1] = extent(points.map(([x]) => x));
     let [y0, y1] = extent(points.map(([, y]) => y));
     if (this.recent && this.lines.length === 1) {
-      [y0, y1] = recentScale(points.map(([, y]) => y), this.mayJump);
+      const [low, high] = recentScale(points.map(([, y]) => y), this.mayJump);
+      if (y1 - y0 > this.cutsAbove * (high - low)) [y0, y1] = [low, high];
       this.tellCut(points.filter(([, y]) => y < y0 || y > y1));
     }
     this.across = x0 < x1 ? [x0, x1] : [x0 - 0.5, x1 + 0.5];

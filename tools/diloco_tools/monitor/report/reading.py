@@ -8,9 +8,9 @@ from pathlib import Path
 from diloco_protocol.feed import FeedError, MalformedFeedError
 from diloco_tools.monitor.feed.history_lines import MAX_LINE_BYTES, checked, parsed, texts_of
 from diloco_tools.monitor.feed.replay import GIVE
+from diloco_tools.monitor.report.digest import MOST_ACTIONS, Digest
 from diloco_tools.monitor.report.facts import Action, Facts
-from diloco_tools.monitor.report.history.digest import MOST_ACTIONS, Digest
-from diloco_tools.monitor.report.history.plain_values import LONGEST_NAME, count, flat, number, text
+from diloco_tools.monitor.report.plain_values import LONGEST_NAME, count, flat, number, text
 
 HISTORY, ACTIONS = "history.jsonl", "control.jsonl"
 

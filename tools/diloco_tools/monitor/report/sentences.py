@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from diloco_tools.monitor.report.history.plain_values import LONGEST_NAME
+from diloco_tools.monitor.report.plain_values import LONGEST_NAME
 
 # How a sentence that begins with a worker's name goes on, and what has happened to the worker then.
 _AFTER_NAME = {

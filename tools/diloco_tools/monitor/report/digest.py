@@ -1,4 +1,4 @@
-"""From the lines of a history, one by one, to the facts of a report: one pass, in bounded memory."""
+"""From the lines of a history, one by one, to the facts of a report: one pass."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from diloco_tools.monitor.report.curves import Curve, Points, quantile
 from diloco_tools.monitor.report.facts import (
     OPEN,
     OVER,
     STOPPED,
     Action,
     Change,
-    Curve,
     Event,
     Facts,
     Life,
+    Said,
     SlowRound,
 )
-from diloco_tools.monitor.report.history.plain_values import (
+from diloco_tools.monitor.report.plain_values import (
     LONGEST_NAME,
     count,
     flat,
@@ -29,70 +30,61 @@ from diloco_tools.monitor.report.history.plain_values import (
     number,
     text,
 )
-from diloco_tools.monitor.report.history.presence import Activity
-from diloco_tools.monitor.report.history.sentences import Sign, closed_of, sign_of
-from diloco_tools.monitor.report.history.tallies import LifeTally, Warnings, WorkerTally
-from diloco_tools.monitor.report.thinning import Point, Spread, Thinned
+from diloco_tools.monitor.report.sentences import Sign, closed_of, sign_of
+from diloco_tools.monitor.report.workers import CURVES, Worker
 
-BUCKETS = 160  # of a curve of the whole run: at most four points each, about one for each pixel
+STRETCHES = 160  # of a curve of the whole run: at most four points each, about one for each pixel
 RATE_OVER_S = 1.0  # bytes a second are measured over at least as long
 MOST_WORKERS = 500  # that are followed one by one
-MOST_RESTARTS = 100_000  # of workers that come under new ids; later ones are workers of their own
+MOST_RESTARTS = 100_000  # of workers under new ids; later ones are workers of their own
 MOST_LIVES = 1000
 MOST_EVENTS = 300  # the newest
 MOST_CHANGES = 300
 MOST_ACTIONS = 500
 MOST_CURVES = 32  # of workers, those that contributed most
 MOST_FRAGMENTS = 64
+MOST_SAID = 200  # different warnings
 SLOWEST = 10
 STALEST = 30  # what is older is counted together
-# Of the loop's own state, or known only after the first moment: no setting that somebody changed.
+# State of the loop, or known only after the first moment: not a setting that an operator changed.
 _NO_SETTING = ("reducer.submissions", "reducer.waiting")
-
-
+_LEVELS = ("warning", "error")
 # The id that diloco_worker generates for a worker that was given none.
-DRAWN_ID = re.compile(r"(?P<host>.*)-[0-9a-f]{8}", re.DOTALL)
+GENERATED_ID = re.compile(r"(?P<host>.*)-[0-9a-f]{8}", re.DOTALL)
 
 
 class Digest:
-    """Takes documents of a history in their order, and says what they come to."""
+    """Takes documents of a history in their order, and sums them up."""
 
-    def __init__(self, orders: frozenset[str] = frozenset()) -> None:
-        """`orders`: sentences of what operators did, which the broker logs as warnings."""
+    def __init__(self, actions: frozenset[str] = frozenset()) -> None:
+        """`actions`: sentences of what operators did, which the broker logs as warnings."""
         self.lines = 0
-        self._orders = orders
-        self._lives: list[LifeTally] = []
+        self._actions = actions
+        self._lives: list[Life] = []
         self._lives_left_out = 0
         self._at = 0.0  # of the newest line; a clock that was set back does not go back here
-        self._workers: dict[str, WorkerTally] = {}
+        self._workers: dict[str, Worker] = {}
         self._here: set[str] = set()
-        self._earlier: dict[
-            str, str
-        ] = {}  # of a restarted worker's newer ids, the first that it had
+        self._first_ids: dict[str, str] = {}  # of a restarted worker's newer ids
         self._others: set[int] = set()  # hashes of names beyond `MOST_WORKERS`
-        self._activity = Activity()
-        self._curves = {key: Thinned(BUCKETS) for key in ("loss", "seconds", "averaged", "alive")}
-        self._norms: dict[int, Thinned] = {}
-        self._rates = {"up": Thinned(BUCKETS), "down": Thinned(BUCKETS)}
+        self._curves = {key: Points() for key in ("loss", "seconds", "averaged", "alive")}
+        self._norms: dict[int, Points] = {}
+        self._rates = {"up": Points(), "down": Points()}
         self._rate_from: tuple[float, int, int] | None = None
-        self._seconds = Spread()
         self._staleness: Counter[int] = Counter()
         self._slowest: list[tuple[float, int, SlowRound]] = []
-        self._newest_round: SlowRound | None = None
-        self._first_loss: float | None = None
-        self._last_loss: float | None = None
-        self._best_loss: tuple[float, int] | None = None
         self._most_alive = 0
-        self._warnings = Warnings()
+        self._counts = dict.fromkeys(_LEVELS, 0)
+        self._said: dict[str, Said] = {}
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._events_seen = 0
         self._start: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}
-        self._settings_of = ""  # the epoch that they were last told in
+        self._settings_of = ""  # the epoch whose settings they are
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._changes_seen = 0
         self._repeated = 0  # rounds with a number that an earlier one had
-        self._highest: int | None = None
+        self._highest = -1
 
     def take(self, document: Mapping[str, Any]) -> None:
         """One line whose kind, epoch and time have been checked."""
@@ -119,13 +111,13 @@ class Digest:
         if len(self._lives) == MOST_LIVES:
             del self._lives[MOST_LIVES // 2]
             self._lives_left_out += 1
-        self._lives.append(LifeTally(epoch, at, at))
+        self._lives.append(Life(epoch, at, at))
         self._rate_from = None
 
     def _end_life(self) -> None:
         if self._lives:
             for worker in self._workers.values():
-                worker.track.end(self._lives[-1].ended_at)
+                worker.broker_ended(self._lives[-1].ended_at)
         self._here.clear()
 
     def _take_start(self, at: float, epoch: str, line: Mapping[str, Any]) -> None:
@@ -133,70 +125,62 @@ class Digest:
             self._start[key] = text(line.get(key)) or self._start.get(key)
         self._start["model"] = mapping(line.get("model")) or self._start.get("model", {})
         self._lives[-1].version = text(line.get("version"), LONGEST_NAME)
-        told = flat(mapping(line.get("settings")))
-        told = {name: value for name, value in told.items() if name not in _NO_SETTING}
-        for name in sorted(told.keys() | self._settings.keys()) if self._settings else ():
-            before, after = self._settings.get(name), told.get(name)
+        given = flat(mapping(line.get("settings")))
+        given = {name: value for name, value in given.items() if name not in _NO_SETTING}
+        for name in sorted(given.keys() | self._settings.keys()) if self._settings else ():
+            before, after = self._settings.get(name), given.get(name)
             if before != after:
                 self._changes_seen += 1
                 by_restart = epoch != self._settings_of
                 self._changes.append(Change(at, name, before, after, by_restart))
-        self._settings, self._settings_of = told, epoch
+        self._settings, self._settings_of = given, epoch
 
-    def _take_round(self, at: float, life: LifeTally, line: Mapping[str, Any]) -> None:
+    def _take_round(self, at: float, life: Life, line: Mapping[str, Any]) -> None:
         round_, averaged = count(line.get("number")) or 0, count(line.get("averaged")) or 0
         fragment, seconds = count(line.get("fragment")) or 0, number(line.get("seconds")) or 0.0
         alive = count(line.get("alive")) or 0
         life.closed(round_, averaged, line)
-        self._repeated += self._highest is not None and round_ <= self._highest
-        self._highest = max(round_, -1 if self._highest is None else self._highest)
+        self._repeated += round_ <= self._highest
+        self._highest = max(round_, self._highest)
         self._most_alive = max(self._most_alive, alive)
-        self._seconds.add(max(0.0, seconds))
         loss, norm = number(line.get("loss")), number(line.get("delta_norm"))
-        told = {"loss": loss, "seconds": seconds, "averaged": averaged, "alive": alive}
-        for key, value in told.items():
+        values = {"loss": loss, "seconds": max(0.0, seconds), "averaged": averaged, "alive": alive}
+        for key, value in values.items():
             if value is not None:
-                self._curves[key].add(Point(at, round_, float(value)))
+                self._curves[key].add(at, round_, value)
         if norm is not None and (fragment in self._norms or len(self._norms) < MOST_FRAGMENTS):
-            self._norms.setdefault(fragment, Thinned(BUCKETS)).add(Point(at, round_, norm))
-        if loss is not None:
-            self._first_loss = loss if self._first_loss is None else self._first_loss
-            self._last_loss = loss
-            if self._best_loss is None or loss < self._best_loss[0]:
-                self._best_loss = (loss, round_)
+            self._norms.setdefault(fragment, Points()).add(at, round_, norm)
         self._take_bytes(at, round_, life)
         contributors = line.get("workers")
         for each in contributors if isinstance(contributors, list) else ():
-            self._take_contribution(at, round_, mapping(each))
+            self._take_contribution(at, round_, life, mapping(each))
         for name in self._here:
-            self._workers[self._earlier.get(name, name)].rounds_here += 1
+            self._workers[self._first_ids.get(name, name)].rounds_here += 1
         slow = SlowRound(round_, at, fragment, seconds, averaged)
         heapq.heappush(self._slowest, (seconds, self.lines, slow))
         if len(self._slowest) > SLOWEST:
             heapq.heappop(self._slowest)
 
-    def _take_bytes(self, at: float, round_: int, life: LifeTally) -> None:
-        up, down = life.up.sum, life.down.sum
-        if self._rate_from is None:
-            self._rate_from = (at, up, down)
+    def _take_bytes(self, at: float, round_: int, life: Life) -> None:
+        before, up, down = self._rate_from or (at, 0, 0)
+        if self._rate_from is not None and at - before < RATE_OVER_S:
             return
-        before, up_before, down_before = self._rate_from
-        if at - before >= RATE_OVER_S:
-            self._rates["up"].add(Point(at, round_, (up - up_before) / (at - before)))
-            self._rates["down"].add(Point(at, round_, (down - down_before) / (at - before)))
-            self._rate_from = (at, up, down)
+        if self._rate_from is not None:
+            self._rates["up"].add(at, round_, (life.bytes_up - up) / (at - before))
+            self._rates["down"].add(at, round_, (life.bytes_down - down) / (at - before))
+        self._rate_from = (at, life.bytes_up, life.bytes_down)
 
-    def _take_contribution(self, at: float, round_: int, line: Mapping[str, Any]) -> None:
+    def _take_contribution(
+        self, at: float, round_: int, life: Life, line: Mapping[str, Any]
+    ) -> None:
         name = text(line.get("id"), LONGEST_NAME)
         worker = self._worker(name, at) if name else None
         if worker is None:
             return
-        staleness = worker.contributed(at, round_, line, self._lives[-1])
+        staleness = worker.contributed(at, round_, line, life.bytes_up, life.bytes_down)
         if staleness is not None:
             self._staleness[min(staleness, STALEST + 1)] += 1
-        worker.track.is_here(at)
         self._here.add(name)
-        self._activity.add(at, worker.name)
 
     def _take_event(self, at: float, line: Mapping[str, Any]) -> None:
         level, sentence = text(line.get("level"), 20) or "info", text(line.get("text"))
@@ -211,65 +195,73 @@ class Digest:
             return
         self._events_seen += 1
         self._events.append(Event(at, level, sentence))
-        if sentence not in self._orders:
-            self._warnings.add(at, level, sentence)
+        if level in _LEVELS and sentence not in self._actions:
+            self._warn(at, level, sentence)
         sign = sign_of(sentence, self._here)
-        if sign is not None:
-            self._take_sign(at, sign, sentence)
+        worker = self._worker(sign.worker, at) if sign is not None else None
+        if sign is not None and worker is not None:
+            self._take_sign(at, worker, sign, sentence)
 
-    def _take_sign(self, at: float, sign: Sign, sentence: str) -> None:
-        worker = self._worker(sign.worker, at)
-        if worker is None:
-            return
-        worker.track.take(sign, at, sentence)
-        worker.came_from(sign.host)
-        worker.last_seen = at
-        if worker.track.now is None:
+    def _warn(self, at: float, level: str, sentence: str) -> None:
+        """Warnings that differ in their numbers alone are counted together."""
+        self._counts[level] += 1
+        key = f"{level} {re.sub(r'[0-9][0-9.]*', '#', sentence)}"
+        known = self._said.get(key)
+        if known is not None:
+            self._said[key] = Said(level, sentence, known.count + 1, known.first_at, at)
+        elif len(self._said) < MOST_SAID:
+            self._said[key] = Said(level, sentence, 1, at, at)
+
+    def _take_sign(self, at: float, worker: Worker, sign: Sign, sentence: str) -> None:
+        worker.shows(sign, at, sentence)
+        if worker.now is None:
             self._here.discard(sign.worker)
         else:
             self._here.add(sign.worker)
 
-    def _worker(self, name: str, at: float) -> WorkerTally | None:
-        """The tally of a worker; None for one that came when too many had come.
+    def _worker(self, name: str, at: float) -> Worker | None:
+        """A worker by its id; None beyond `MOST_WORKERS`.
 
         A worker without an id of its own has a new one after each restart: host and random digits. It
-        goes on with the tally of the one that was gone from its host.
+        goes on as the one that was gone from its host.
         """
-        found = self._workers.get(self._earlier.get(name, name))
+        found = self._workers.get(self._first_ids.get(name, name))
         if found is None and (found := self._gone_from(name)) is not None:
-            self._earlier[name] = found.name
+            self._first_ids[name] = found.name
             found.id = name
             found.restarts += 1
         if found is None and len(self._workers) < MOST_WORKERS:
-            found = self._workers[name] = WorkerTally(name, at)
+            found = self._workers[name] = Worker(name, first_seen=at, last_seen=at, name=name)
         elif found is None and len(self._others) < 1_000_000:
             self._others.add(hash(name))
         return found
 
-    def _gone_from(self, name: str) -> WorkerTally | None:
-        """The last worker to leave the host in the generated id `name`; None if it is not one."""
-        drawn = DRAWN_ID.fullmatch(name)
-        if drawn is None or len(self._earlier) >= MOST_RESTARTS:
+    def _gone_from(self, name: str) -> Worker | None:
+        """The last worker to leave the host in the generated id `name`; None if it is another id."""
+        generated = GENERATED_ID.fullmatch(name)
+        if generated is None or len(self._first_ids) >= MOST_RESTARTS:
             return None
         gone = [
             each
             for each in self._workers.values()
-            if each.track.now is None
-            and not each.track.was_here_at_end  # it may come back to the next broker under its id
-            and drawn["host"] in each.hosts
-            and DRAWN_ID.fullmatch(each.id)
+            if each.now is None
+            and not each.was_here_at_end  # it may come back to the next broker under its id
+            and generated["host"] in each.hosts
+            and GENERATED_ID.fullmatch(each.id)
         ]
         return max(gone, key=lambda each: each.last_seen, default=None)
 
     def facts(self, actions: list[Action], actions_left_out: int, damaged: int) -> Facts:
-        """What it all comes to. `take` has been called, and is not called afterwards."""
+        """Sum up. `take` has been called, and is not called afterwards."""
         self._end_life()
-        lives = tuple(life.facts() for life in self._lives)
-        last = lives[-1]
+        lives, last = tuple(self._lives), self._lives[-1]
         ending = OPEN if last.ending is None else OVER if last.is_over else STOPPED
-        tallies = sorted(self._workers.values(), key=lambda each: (-each.contributions, each.name))
-        up, down = (sum(getattr(life, f"bytes_{way}") for life in lives) for way in ("up", "down"))
-        best, best_round = self._best_loss or (None, None)
+        workers = sorted(self._workers.values(), key=lambda each: (-each.contributions, each.name))
+        for worker in workers:
+            worker.finish(lives[0].began_at, self._at)
+        curves = self._all_curves(workers)
+        losses, seconds = self._curves["loss"].values, self._curves["seconds"].values
+        best = min(curves["loss"][0].points, key=lambda point: point.value, default=None)
         return Facts(
             began_at=lives[0].began_at,
             ended_at=self._at,
@@ -279,26 +271,26 @@ class Digest:
             mode=self._start.get("mode") or "",
             model={key: count(value) for key, value in self._start.get("model", {}).items()},
             lives=lives,
-            rounds=self._curves["seconds"].count,
+            rounds=len(seconds),
             contributions=sum(life.contributions for life in lives),
             most_alive=self._most_alive,
-            first_loss=self._first_loss,
-            last_loss=self._last_loss,
-            best_loss=best,
-            best_loss_round=best_round,
-            round_median_s=self._seconds.quantile(0.5),
-            round_p95_s=self._seconds.quantile(0.95),
-            round_longest_s=self._seconds.longest if self._seconds.count else None,
-            bytes_up=up,
-            bytes_down=down,
-            workers=tuple(each.facts(self._activity.of(each.name)) for each in tallies),
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
+            best_loss=best and best.value,
+            best_loss_round=best and best.number,
+            round_median_s=quantile(seconds, 0.5),
+            round_p95_s=quantile(seconds, 0.95),
+            round_longest_s=max(seconds, default=None),
+            bytes_up=sum(life.bytes_up for life in lives),
+            bytes_down=sum(life.bytes_down for life in lives),
+            workers=tuple(workers),
             workers_left_out=len(self._others),
-            curves=self._all_curves(tallies),
+            curves=curves,
             staleness=tuple(sorted(self._staleness.items())),
             slowest=tuple(slow for _, _, slow in sorted(self._slowest, reverse=True)),
-            said=self._warnings.facts(),
-            warnings=self._warnings.by_level["warning"],
-            errors=self._warnings.by_level["error"],
+            said=tuple(sorted(self._said.values(), key=lambda s: (s.level != "error", -s.count))),
+            warnings=self._counts["warning"],
+            errors=self._counts["error"],
             events=tuple(self._events),
             events_left_out=self._events_seen - len(self._events),
             settings=self._settings,
@@ -312,43 +304,39 @@ class Digest:
             remarks=tuple(self._remarks(damaged)),
         )
 
-    def _all_curves(self, tallies: list[WorkerTally]) -> dict[str, tuple[Curve, ...]]:
-        def curve(name: str, thinned: Thinned) -> Curve:
-            return Curve(name, tuple(thinned), thinned.count)
-
-        def of_workers(key: str) -> tuple[Curve, ...]:
-            return tuple(
-                each.curve(key) for each in tallies[:MOST_CURVES] if each.curves[key].count
-            )
-
-        names = {number_: f"fragment {number_}" for number_ in self._norms}
+    def _all_curves(self, workers: list[Worker]) -> dict[str, tuple[Curve, ...]]:
+        shown = workers[:MOST_CURVES]
         norms = sorted(self._norms.items())
         return {
-            **{key: (curve("", thinned),) for key, thinned in self._curves.items()},
-            "norm": tuple(curve(names[each] if len(norms) > 1 else "", n) for each, n in norms),
-            "network": tuple(curve(way, thinned) for way, thinned in self._rates.items()),
-            **{f"{key} of workers": of_workers(key) for key in ("loss", "norm", "speed")},
+            **{key: (points.curve("", STRETCHES),) for key, points in self._curves.items()},
+            "norm": tuple(
+                points.curve(f"fragment {each}" if len(norms) > 1 else "", STRETCHES)
+                for each, points in norms
+            ),
+            "network": tuple(points.curve(way, STRETCHES) for way, points in self._rates.items()),
+            **{
+                f"{key} of workers": tuple(filter(None, (each.curve(key) for each in shown)))
+                for key in CURVES
+            },
         }
 
-    def _remarks(self, damaged: int) -> list[str]:
-        found = []
+    def _remarks(self, damaged: int) -> Iterator[str]:
         if damaged:
             lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
-            found.append(f"{lines} damaged and left out: a full disk or a crash cuts lines.")
+            yield f"{lines} damaged and left out: a full disk or a crash cuts lines."
         first = self._lives[0].first
         if first is not None and first > 0:
-            found.append(
+            yield (
                 f"The history begins with round {first}: the broker keeps the newest 16 to 32 MiB "
                 "of lines, and a run may have begun with another folder."
             )
         if self._repeated:
-            found.append(
+            yield (
                 f"{self._repeated} rounds have a number that an earlier round had: the broker went on "
                 "from an older version than the newest."
             )
         if self._lives_left_out:
-            found.append(f"{self._lives_left_out} lives of the broker are left out of the table.")
-        return found
+            yield f"{self._lives_left_out} starts of the broker are left out of the table."
 
 
 def _pauses(actions: list[Action], lives: tuple[Life, ...]) -> Iterator[tuple[float, float]]:
@@ -361,4 +349,4 @@ def _pauses(actions: list[Action], lives: tuple[Life, ...]) -> Iterator[tuple[fl
             yield began, each.at
             began = None
     if began is not None:
-        yield began, next(life.ended_at for life in (*lives, lives[-1]) if life.ended_at >= began)
+        yield began, next((life.ended_at for life in lives if life.ended_at >= began), began)

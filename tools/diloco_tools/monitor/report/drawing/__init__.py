@@ -1,1 +1,0 @@
-"""Markup and SVG: pure functions from facts to text."""

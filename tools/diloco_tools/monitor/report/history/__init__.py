@@ -1,1 +1,0 @@
-"""From a run's files to the facts of a report: one pass over the lines, in bounded memory."""

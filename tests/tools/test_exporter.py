@@ -305,9 +305,9 @@ class TestNames:
             listed = ", ".join(f"`{label}`" for label in labels)
             rows.append(f"| `{name}` | {kind} | {listed} | {metric.documentation} |")
         text = GUIDE.read_text()
-        start = text.index(rows[0].split("|")[1])
-        table = [line for line in text[start - 2 :].splitlines() if line.startswith("| `diloco_")]
+        start = text.index(rows[0].split(" | ")[0])
+        table = [line for line in text[start:].splitlines() if line.startswith("| `diloco_")]
         if UPDATE in os.environ:
-            GUIDE.write_text(text[: start - 2] + "\n".join(rows) + "\n")
+            GUIDE.write_text(text[:start] + "\n".join(rows) + "\n")
             table = rows
         assert table == rows, f"set {UPDATE} to write it"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_protocol import Code, FragmentPlan, ProtocolError, Segment, UsageError, lay_out
@@ -180,7 +180,6 @@ kinds = st.sampled_from([Kind.TRAINABLE, Kind.TRAINABLE, Kind.TRAINABLE, Kind.FR
 shapes = st.lists(st.integers(0, 9), max_size=2)
 
 
-@settings(deadline=None)
 @given(st.lists(names, min_size=1, max_size=25, unique=True), st.data())
 def test_every_trainable_parameter_is_in_exactly_one_fragment(
     names: list[str], data: st.DataObject

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_broker import BrokerConfig
@@ -161,7 +161,6 @@ def test_missing_field_is_named() -> None:
         decode(msgpack.packb(plain))
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_bytes_never_do_more_than_raise_a_sentence(garbage: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"\.$"):
@@ -175,7 +174,6 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(EVERY_KIND), st.data())
 def test_any_value_in_any_field_is_taken_or_refused_with_a_sentence(
     message: Message, data: st.DataObject

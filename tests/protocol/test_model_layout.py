@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_protocol.bitmap import Bitmap
@@ -34,7 +34,6 @@ entries = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(entries, max_size=12), st.integers(1, 3), st.integers(1, 7), st.data())
 def test_every_element_of_every_tensor_is_in_exactly_one_chunk(
     tensors: list[TensorEntry], num_fragments: int, chunk_elements: int, data: st.DataObject

@@ -290,7 +290,7 @@ class TestFiles:
             st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
         ),
     )
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_whatever_a_line_holds_is_counted_as_damaged_or_shown(
         self, tmp_path: Path, kind: str, key: str, of_worker: str | None, value: Any
     ) -> None:

@@ -28,7 +28,7 @@ from kit.report_pages import action, facts_of, page
 
 AT = 1_700_000_000.0
 # On a machine that is busy an example may take seconds.
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+UNHURRIED = settings(suppress_health_check=[HealthCheck.too_slow])
 DIED = "its connection closed and it did not come back"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -175,7 +175,6 @@ class TestScreen:
         text = screen(scene(FeedModel(), 0.0), 80, UTF8).plain
         assert "no snapshot has arrived yet" in text
 
-    @settings(max_examples=60, deadline=None)
     @given(
         document=strange_feeds(),
         width=st.sampled_from([20, 80, 100, 140]),

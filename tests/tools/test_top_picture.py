@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.text import Text
@@ -59,7 +59,6 @@ class TestPicture:
         for n, name in named.items():
             assert name in made.lines[n].plain
 
-    @settings(max_examples=60, deadline=None)
     @given(
         news=strange_feeds(),
         size=st.sampled_from([(20, 5), (80, 24), (100, 33), (140, 40)]),

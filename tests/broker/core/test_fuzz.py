@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_broker.core.events import Received, Tick
@@ -159,7 +159,6 @@ RUNS: dict[str, Callable[[], Stage]] = {
 }
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.tuples(messages(), st.booleans(), st.sampled_from(SIZES)), max_size=12),
     st.sampled_from(list(RUNS)),
@@ -364,7 +363,6 @@ def offers(stage: Stage, a: Puppet, *, units: Any, age: int, **fields: Any) -> N
     a.sends(Push(a.token(), **fields))
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     st.lists(PUSHES | st.sampled_from(OTHERS), max_size=14), st.sampled_from(list(REFUSING_MODES))
 )

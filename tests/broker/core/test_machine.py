@@ -261,8 +261,6 @@ class BrokerLife(RuleBasedStateMachine):
 
 TestBrokerLife = BrokerLife.TestCase
 TestBrokerLife.settings = settings(
-    max_examples=200,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

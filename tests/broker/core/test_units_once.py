@@ -176,7 +176,7 @@ def of_each_kind() -> list[Any]:
 @pytest.mark.parametrize("options", of_each_kind())
 @example(script=AWAY)
 @example(script=LOST)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(script=SCRIPTS)
 def test_each_unit_is_in_the_parameters_once_an_epoch(
     options: dict[str, Any], script: list[tuple[str, int, int]]

@@ -269,7 +269,7 @@ REQUESTS = st.tuples(
 
 
 @patch.multiple(data_sets, MOST_RANGES=FEW, MOST_FREE_RANGES=2 * FEW)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(requests=st.lists(REQUESTS, min_size=40, max_size=60))
 def test_whatever_workers_say_few_rows_of_units_lie_free(
     requests: list[tuple[str, str, int, int, int]],

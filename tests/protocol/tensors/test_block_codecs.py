@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_protocol.chunks import ChunkSpan, Segment
@@ -38,7 +38,6 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 @given(st.lists(floats, min_size=1, max_size=600))
-@settings(deadline=None, max_examples=60)
 def test_values_of_any_size_travel_as_the_page_says(wire: str, values: list[float]) -> None:
     given_ = torch.tensor(values, dtype=torch.float32)
     payload = sent(given_, wire)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_broker import BrokerConfig
@@ -101,7 +101,6 @@ def test_indices_that_are_none_are_refused() -> None:
 
 
 @given(st.binary(min_size=TOP_BYTES, max_size=TOP_BYTES), st.integers(0, 83), st.integers(0, 255))
-@settings(max_examples=300, deadline=None)
 def test_whatever_comes_is_refused_or_64_values_of_two_magnitudes(
     noise: bytes, at: int, byte: int
 ) -> None:

@@ -153,7 +153,7 @@ def test_asynchronous_workers_do_not_wait_for_a_slow_one() -> None:
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.floats(1.0, 50.0),
     st.floats(1.1, 8.0),

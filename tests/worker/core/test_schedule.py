@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_protocol import UsageError
@@ -30,7 +30,6 @@ def due_steps(turns: RoundSchedule, steps: int, start: int = 0) -> list[int]:
 # The cycle.
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9), st.data())
 def test_slots_of_every_cycle_are_those_of_the_plan(fragments: int, data: st.DataObject) -> None:
     every = data.draw(st.integers(fragments, 60))
@@ -38,7 +37,6 @@ def test_slots_of_every_cycle_are_those_of_the_plan(fragments: int, data: st.Dat
     assert due_steps(RoundSchedule(every, fragments), 3 * every) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9), st.data())
 def test_worker_that_goes_on_from_a_checkpoint_keeps_its_place_in_the_cycle(
     fragments: int, data: st.DataObject
@@ -238,7 +236,6 @@ def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> Non
     assert resumed.push() == 1, "whatever others have pushed"
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=60))
 def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyond_the_cursor(
     fragments: int, script: list[tuple[int, int]]

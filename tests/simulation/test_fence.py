@@ -19,6 +19,7 @@ QUIET = Troubles(delays=0.0)
 SABOTAGE_SEEDS = range(100)
 
 
+@pytest.mark.slow
 def test_two_hubs_never_both_have_the_run() -> None:
     why: Counter[bool] = Counter()
     versions = 0

@@ -38,6 +38,7 @@ def test_defence_holds_or_does_not_as_the_page_says(attack: str, defence: str) -
         assert above < HARMLESS
 
 
+@pytest.mark.slow
 def test_no_defence_keeps_a_worker_from_pushing_all_in_one_direction() -> None:
     for defence in DEFENCES:
         carried = outcome("one direction", defence).carried - outcome("none", defence).carried

@@ -14,6 +14,7 @@ from simulation.simulator import BUSY, Simulation
 SEEDS = {"streaming": (1, 2, 6, 8, 19, 27, 35)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", MODES)
 def test_each_worker_keeps_exactly_what_was_left_out_of_what_counts(

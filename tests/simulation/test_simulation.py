@@ -141,6 +141,7 @@ def calm(workers: int, pieces: int = 2, **fields: Any) -> Scenario:
     )
 
 
+@pytest.mark.slow
 def test_floor_above_the_number_alive_is_reached_when_a_joiner_comes() -> None:
     for fields in ({}, {"quorum": 4, "grace": 1.0}, {"deterministic": True}):
         run = Simulation(calm(4, min_workers=4, **fields), seed=1)
@@ -214,6 +215,7 @@ def test_dynamic_local_updates_bring_unequal_workers_to_one_pace() -> None:
     assert 0.8 < fast.training.endings[0] / slow.training.endings[0] < 1.25
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     scenario = a_scenario("streaming", True, 0)
     first, again, other = (Simulation(scenario, seed).run() for seed in (11, 11, 12))

@@ -17,13 +17,14 @@ from simulation.tree import Faults, Tree
 HEAVY = Faults(workers=100, relays=120, connections=150, moves=100)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", range(2))
 def test_tree_keeps_its_promises_through_kills_breaks_and_moves(seed: int) -> None:
     tree = Tree(seed, HEAVY).run(200.0)
     assert not tree.refused, tree.refused
     assert len(tree.told) > 200
 
 
+@pytest.mark.slow
 def test_tree_without_a_model_begins_with_one_workers_and_knows_what_counted() -> None:
     """Each relay keeps what few bits left out of just those of its pushes that are in a version."""
     tree = Tree(1, HEAVY, has_model=False).run(200.0)

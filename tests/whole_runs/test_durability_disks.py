@@ -141,6 +141,7 @@ def test_run_goes_on_from_the_newest_or_the_one_that_is_named(tmp_path: Path) ->
     assert lives_and_numbers(tmp_path) == [(3, 7), (3, 6)]
 
 
+@pytest.mark.slow
 def test_run_that_begins_afresh_loses_nothing_of_the_one_before(tmp_path: Path) -> None:
     one = some_rounds(a_config(tmp_path, keep=2), 0, 4)
     other = some_rounds(a_config(tmp_path, keep=2, resume="none"), 0, 9)
@@ -177,6 +178,7 @@ def test_folder_has_one_broker_at_a_time_and_is_free_when_it_is_killed(
 LARGE = {"chunk_elements": 1 << 19, "wire_dtype": "fp32", "keep": 1}
 
 
+@pytest.mark.slow
 def test_saving_each_round_makes_no_turn_of_the_loop_longer(
     processes: Processes, tmp_path: Path
 ) -> None:

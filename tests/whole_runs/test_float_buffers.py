@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
@@ -69,7 +69,6 @@ pools = st.lists(values, min_size=1, max_size=2)
 Sent = list[tuple[Tensor, float, float]]
 
 
-@settings(max_examples=60, deadline=None)
 @given(old=values, sent=pools.flatmap(several))
 def test_mean_of_a_round_stays_in_the_range_of_what_reached_the_chunk(
     old: Tensor, sent: Sent
@@ -81,7 +80,6 @@ def test_mean_of_a_round_stays_in_the_range_of_what_reached_the_chunk(
     assert_between(read(done.wire), [each for each, _, _ in sent])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     old_and_groups=pools.flatmap(
         lambda each: st.tuples(st.sampled_from(each), st.lists(several(each), max_size=3))
@@ -255,7 +253,6 @@ six = st.lists(floats, min_size=6, max_size=6).map(torch.tensor)
 HIGHEST = torch.full((6,), torch.finfo(torch.float32).max)  # in bf16: infinite
 
 
-@settings(max_examples=60, deadline=None)
 @example(
     new=torch.zeros(6),
     local=HIGHEST,

@@ -18,6 +18,7 @@ from kit.process_kit import Processes
 pytest_plugins = ("kit.process_fixtures",)
 
 
+@pytest.mark.slow
 def test_worker_follows_a_broker_that_moves(processes: Processes, tmp_path: Path) -> None:
     file = tmp_path / "address"
     known = f"file://{file}"
@@ -65,6 +66,7 @@ def may_make_namespaces() -> bool:
     return subprocess.run(words, check=False, capture_output=True, timeout=20).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not may_make_namespaces(), reason="no namespaces can be made here")
 def test_name_is_looked_up_anew_with_each_connection(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"

@@ -188,6 +188,7 @@ def many_tensors() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_model", [True, False])
 def test_model_of_many_tensors_is_the_first_that_a_relay_hears_of(has_model: bool) -> None:
     with Sites(many_tensors) as sites:

@@ -180,6 +180,7 @@ def test_options_are_looked_at_without_a_relay(processes: Processes) -> None:
     assert "The options are good." in child.output
 
 
+@pytest.mark.slow
 def test_relay_of_a_broker_that_takes_none_ends_with_a_sentence(processes: Processes) -> None:
     _, hub = processes.serve("--no-save")
     anywhere = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")

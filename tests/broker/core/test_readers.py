@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diloco_broker.core.events import Received
 from diloco_broker.core.state.versions import (
     MAX_OBSERVER_CREDIT,
@@ -63,6 +65,7 @@ def test_observers_that_never_go_on_keep_no_version() -> None:
     assert not stage.state.versions.observers
 
 
+@pytest.mark.slow
 def test_slow_observer_gets_the_version_that_it_has_begun() -> None:
     stage, a = a_long_run()
     route = observer(stage)
@@ -84,6 +87,7 @@ def test_observer_that_waits_for_the_next_version_is_left_in_peace() -> None:
     assert route not in stage.gone
 
 
+@pytest.mark.slow
 def test_worker_on_a_thin_link_goes_on_and_one_that_never_reads_is_given_up() -> None:
     stage, _ = alone(MANY)
     slow, silent = stage.worker("slow").joins(), stage.worker("silent").joins()

@@ -81,10 +81,10 @@ evidence: $(STAMP)
 
 # Without root there are no network namespaces: these two say so and succeed.
 lan: $(STAMP)
-	@$(BIN)/python -m diloco_lab.lan --skip-is-success
+	@$(BIN)/python -m diloco_lab.network lan --skip-is-success
 
 sites: $(STAMP)
-	@$(BIN)/python -m diloco_lab.sites --skip-is-success
+	@$(BIN)/python -m diloco_lab.network sites --skip-is-success
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(SPREAD) -m "$(QUICK)"

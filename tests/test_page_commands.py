@@ -62,8 +62,10 @@ NOT_RUN = (
         "minutes to hours",
         "tests/lab/evidence/test_claims.py::test_killed_command_leaves_no_process_behind",
     ),
-    NotRun("python -m diloco_lab.lan", "minutes, as root", "tests/lab/test_lan.py"),
-    NotRun("python -m diloco_lab.sites", "minutes, as root", "tests/lab/test_sites.py"),
+    NotRun("python -m diloco_lab.network lan", "minutes, as root", "tests/lab/network/test_lan.py"),
+    NotRun(
+        "python -m diloco_lab.network sites", "minutes, as root", "tests/lab/network/test_sites.py"
+    ),
     NotRun("python -m diloco_lab.bench", "minutes to half an hour", "tests/lab/test_bench.py"),
     NotRun("diloco-top --json --follow", "it has no end", "tests/tools/test_top_follow.py"),
     NotRun(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.pure import upload_window
-from diloco_lab.bench import link, machine
+from diloco_lab.bench import link
 from diloco_lab.bench.cli import ALL, COMMANDS, QUICK, app, parts_of, write
 from diloco_lab.bench.parts import codecs, groups, rounds, wire
 from diloco_lab.bench.process_pool import ProcessPool
@@ -34,6 +34,7 @@ from diloco_lab.bench.report.table import sentences, tables
 from diloco_lab.bench.roles import fake_worker
 from diloco_lab.bench.roles.trainer import still_model
 from diloco_lab.bench.sizes import CONTEXT, SIZES, parameters_of
+from diloco_lab.driver import machine
 from diloco_tools.demo.model import GPT, GPTConfig
 from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient

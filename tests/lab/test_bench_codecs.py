@@ -159,7 +159,7 @@ def test_pairs_of_dtypes_go_through_a_link(pool: ProcessPool) -> None:
 def test_limited_network_is_left_out_with_its_reason(
     pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco_lab.bench.limited_network.why_not", lambda: "it takes root")
+    monkeypatch.setattr("diloco_lab.network.namespaces.why_not", lambda: "it takes root")
     assert codecs.codecs_limited(pool, size="0.4M", repeats=1) == []
     (sentence,) = pool.skipped
     assert sentence == "codecs over a limited network: left out, it takes root"

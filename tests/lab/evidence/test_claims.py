@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from diloco_broker import BrokerConfig
+from diloco_lab.driver.records import Results
 from diloco_lab.evidence.claim import (
     REPORTED,
     Arm,
@@ -27,7 +28,7 @@ from diloco_lab.evidence.claim import (
 )
 from diloco_lab.evidence.conduct import TUNING_SEED, Study
 from diloco_lab.evidence.driver import running
-from diloco_lab.evidence.driver.running import Results, train_all
+from diloco_lab.evidence.driver.running import key_of, missing_of, train_all
 from diloco_lab.evidence.driver.trial import Trial
 from diloco_lab.evidence.parts import PARTS
 from kit.evidence_trials import a_result
@@ -155,7 +156,7 @@ def test_every_claim_is_about_arms_of_its_part() -> None:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
-    return Results(tmp_path / "results.jsonl")
+    return Results(tmp_path / "results.jsonl", key_of)
 
 
 def trained(losses: Callable[[Trial], float | None]) -> Callable[..., None]:
@@ -164,7 +165,7 @@ def trained(losses: Callable[[Trial], float | None]) -> Callable[..., None]:
     def train(
         trials: list[Trial], results: Results, jobs: int, tell: Callable[[str], None]
     ) -> None:
-        for trial in results.missing(trials):
+        for trial in missing_of(results, trials):
             results.add(a_result(trial, losses(trial)))
 
     return train
@@ -222,24 +223,24 @@ def test_results_are_kept_one_by_one_and_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "folder" / "results.jsonl"
-    results = Results(file)
+    results = Results(file, key_of)
     results.add(a_result(Trial(seed=1), 2.0))
     with file.open("a") as opened:
         opened.write('{"trial": {"seed": 2')  # the machine was switched off
-    again = Results(file)
-    assert Trial(seed=1) in again and Trial(seed=2) not in again
+    again = Results(file, key_of)
+    assert Trial(seed=1).key in again and Trial(seed=2).key not in again
     trials = [Trial(seed=1), Trial(seed=2), Trial(seed=2)]
-    assert again.missing(trials) == [Trial(seed=2)]
+    assert missing_of(again, trials) == [Trial(seed=2)]
     again.add(a_result(Trial(seed=2), 3.0))
-    assert Results(file)[Trial(seed=2)]["loss"] == 3.0
+    assert Results(file, key_of)[Trial(seed=2).key]["loss"] == 3.0
 
 
 def test_trials_are_trained_in_processes_and_failures_are_raised(results: Results) -> None:
     told: list[str] = []
     small = Trial(arm="alone", workers=1, steps=2, windows=8, batch=1)
     train_all([small, small.with_changes(seed=1)], results, 2, told.append)
-    assert results[small]["loss"] > 3 and len(told) == 2
-    assert running.told(results[small]).startswith("arm=alone")
+    assert results[small.key]["loss"] > 3 and len(told) == 2
+    assert running.told(results[small.key]).startswith("arm=alone")
     train_all([small], results, 2, told.append)
     assert len(told) == 2  # nothing was missing
     with pytest.raises(Exception, match="does not exist"):

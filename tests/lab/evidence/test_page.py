@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco_lab.evidence import cli, page, picture
+from diloco_lab.driver.records import Results
+from diloco_lab.evidence import page, picture
 from diloco_lab.evidence.cli import app
 from diloco_lab.evidence.conduct import Study
-from diloco_lab.evidence.driver.running import Results, measure
+from diloco_lab.evidence.driver.running import key_of, measure
 from diloco_lab.evidence.driver.trial import Trial
 from diloco_lab.evidence.parts import PARTS
 from kit.evidence_trials import a_result
@@ -24,7 +25,7 @@ COMMITTED = LAB / "evidence"
 
 def filled(file: Path, loss: float | None = 2.0) -> Results:
     """A file with made-up results of every part, of three seeds."""
-    results = Results(file)
+    results = Results(file, key_of)
     study = Study(results)
     for part in PARTS.values():
         for trial in study.tuning(part):
@@ -61,7 +62,7 @@ def test_page_is_what_the_program_writes_from_the_committed_results(tmp_path: Pa
 @pytest.mark.timeout(900)
 def test_claim_computed_from_scratch_is_the_committed_one() -> None:
     """Two workers against one, on one seed. Another processor rounds differently, so not to the bit."""
-    committed = Study(Results(COMMITTED / "results.jsonl")).conducted(PARTS["workers"])
+    committed = Study(Results(COMMITTED / "results.jsonl", key_of)).conducted(PARTS["workers"])
     losses = {}
     for arm in ("one worker", "M = 2"):
         was = committed.measured[arm][0]
@@ -111,8 +112,8 @@ def test_every_part_has_a_picture(points: int, tmp_path: Path) -> None:
     results = filled(tmp_path / "results.jsonl")
     study = Study(results)
     for trial in (each for part in PARTS.values() for each in study.measuring(part)):
-        curve = results[trial]["curve"]
-        results[trial]["curve"] = [*curve, *[curve[-1]] * (points - len(curve))]
+        curve = results[trial.key]["curve"]
+        results[trial.key]["curve"] = [*curve, *[curve[-1]] * (points - len(curve))]
     for part in PARTS.values():
         path = picture.draw(study.conducted(part), tmp_path)
         assert path == tmp_path / f"{part.name}.png"
@@ -120,7 +121,7 @@ def test_every_part_has_a_picture(points: int, tmp_path: Path) -> None:
 
 
 def test_picture_shows_what_diverged_at_the_edge(tmp_path: Path) -> None:
-    results = Results(tmp_path / "results.jsonl")
+    results = Results(tmp_path / "results.jsonl", key_of)
     study = Study(results)
     part = PARTS["poison"]
     for number, trial in enumerate(study.measuring(part)):
@@ -137,7 +138,6 @@ def test_command_goes_on_with_what_is_missing_and_prints_each_finding(
     out = tmp_path / "runs"
     out.mkdir()
     filled(out / "results.jsonl")
-    monkeypatch.setattr(cli, "end_like_an_error_on_signals", lambda: None)
     answer = runs("workers", "traffic", "--out", str(out))
     assert answer.exit_code == 0, answer.output
     assert "More workers, the same number of steps each" in answer.stdout
@@ -154,13 +154,12 @@ def test_command_goes_on_with_what_is_missing_and_prints_each_finding(
         (["workers", "--steps", "150"], "must be a multiple of 100"),
         (["workers", "--data", "/nonexistent"], "/nonexistent does not exist"),
         (["page"], "has not all runs of any part; measure one first"),
-        (["workers", "--out", "/proc/here"], "cannot write to /proc/here"),
+        (["workers", "--out", "/proc/here"], "cannot work in /proc/here"),
     ],
 )
 def test_bad_options_give_one_sentence_and_exit_code_2(
-    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "end_like_an_error_on_signals", lambda: None)
     answer = runs("--out", str(tmp_path), *arguments)
     assert answer.exit_code == 2
     assert words in answer.stderr

@@ -1,49 +1,37 @@
 """loss.png: the validation curves of a demo."""
 
 from pathlib import Path
-from typing import Any, Literal
 
 from diloco_tools.demo.results import Record
+from diloco_tools.pictures import Curve, draw_curves, legend_below, panels, save
 
-SAME_STEPS, SAME_TOKENS, DILOCO, QUIET = "#8a8f98", "#2563eb", "#c2410c", "#5b6068"
+SAME_STEPS, SAME_TOKENS, DILOCO = "#8a8f98", "#2563eb", "#c2410c"
 
 
 def draw(summary: Record, path: Path) -> None:
     """Write the curves to `path` as a PNG. Needs matplotlib (the `plot` extra), else ImportError."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")
-    axes = figure.add_subplot()
-
+    figure, (axes,) = panels(7.2, [4.2], dpi=130)
     diloco = summary["diloco"]
-    labels = (
+    runs = (
         (summary["single"], SAME_STEPS, "one worker, same steps"),
         (diloco, DILOCO, f"DiLoCo, {diloco['workers']} workers, {diloco['rounds']} rounds"),
         (summary["same_tokens"], SAME_TOKENS, "one worker, same tokens (data-parallel)"),
     )
-    for run, colour, name in labels:
-        steps = [point["step"] for point in run["curve"]]
-        losses = [point["val_loss"] for point in run["curve"]]
-        label = f"{name}: {run['val_loss']:.3f}"
-        axes.plot(steps, losses, color=colour, linewidth=2, marker="o", markersize=4, label=label)
+    curves = [
+        Curve(
+            f"{name}: {run['val_loss']:.3f}",
+            [(point["step"], point["val_loss"]) for point in run["curve"]],
+            colour=colour,
+        )
+        for run, colour, name in runs
+    ]
     data, millions = summary["settings"]["data"], summary["parameters"] / 1e6
     text = "Python's standard library" if data is None else Path(data).name
     title = f"A byte-level GPT of {millions:.2f}M parameters on {text}"
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel("inner steps of each worker", color=QUIET)
-    axes.set_ylabel("validation loss (nats per byte)", color=QUIET)
+    draw_curves(
+        axes, curves, title, "inner steps of each worker", "validation loss (nats per byte)"
+    )
     axes.set_xlim(0, diloco["steps"] * 1.02)
-    axes.yaxis.set_major_locator(MaxNLocator(6))
-    recede(axes)
-    figure.legend(frameon=False, loc="outside lower left", ncols=2)  # it covers no curve
-    figure.savefig(path)
-
-
-def recede(axes: Any, grid: Literal["x", "y"] = "y") -> None:
-    """Have frame, ticks and grid stand behind the curves."""
-    axes.tick_params(colors=QUIET)
-    axes.grid(axis=grid, color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#c9ccd1")
+    axes.locator_params(axis="y", nbins=6)
+    legend_below(figure)
+    save(figure, path)

@@ -6,9 +6,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from diloco_protocol.errors import UsageError
+from diloco_tools import pictures
+from diloco_tools.pictures import (
+    QUIET,
+    draw_curves,
+    legend_below,
+    panels,
+    recede,
+    save,
+    scale_rates,
+)
 from diloco_tools.plan.answer import answer
 from diloco_tools.plan.quantities import of_bits, of_count, of_share
 from diloco_tools.plan.question import Question
@@ -16,7 +25,6 @@ from diloco_tools.plan.search import PIECES, candidates
 from diloco_tools.plan.simulated.costs import Costs
 
 COLOURS = ("#c2410c", "#0f766e", "#1d4ed8", "#7c3aed")
-QUIET = "#5b6068"
 # Times the lines that were asked for: each curve is simulated at these.
 FACTORS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32)
 
@@ -73,38 +81,25 @@ def _bits(question: Question) -> float:
 
 def draw(question: Question, found: list[Curve], path: Path, target: float | None = None) -> None:
     """Write the curves to `path`. Needs matplotlib (the `plot` extra), else ImportError."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
-
-    figure = Figure(figsize=(7.6, 4.4), dpi=130, layout="constrained")
-    axes: Any = figure.add_subplot()
-    for (name, points), colour in zip(found, COLOURS, strict=False):
-        rates, shares = zip(*points, strict=True)
-        axes.plot(rates, shares, color=colour, linewidth=2, marker="o", markersize=4, label=name)
+    figure, (axes,) = panels(7.6, [4.4], dpi=130)
+    title = (
+        f"{of_count(question.parameters)} parameters, {question.workers} workers, {question.mode}, "
+        f"H = {question.sync_every} of {question.step_s:g} s"
+    )
+    same = set(question.links) | set(question.links_down or ()) == {question.broker_link}
+    others = "each line" if same else "the broker's line; the others in proportion"
+    shown = [
+        pictures.Curve(name, points, colour=colour)
+        for (name, points), colour in zip(found, COLOURS, strict=False)
+    ]
+    scale_rates(axes, of_bits)
+    draw_curves(axes, shown, title, f"{others}, each way", "share of the time in training")
+    recede(axes, grid="both")
     axes.axvline(question.broker_link, color=QUIET, linewidth=1, linestyle="--")
     axes.text(question.broker_link, 0.02, " as asked", color=QUIET, ha="left", va="bottom")
     if target is not None:
         axes.axhline(target, color=QUIET, linewidth=1, linestyle=":")
         axes.text(found[0][1][0][0], target, of_share(target), color=QUIET, va="bottom")
-    axes.set_xscale("log")
     axes.set_ylim(0, 1.03)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: of_bits(value)))
-    axes.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_title(
-        f"{of_count(question.parameters)} parameters, {question.workers} workers, {question.mode}, "
-        f"H = {question.sync_every} of {question.step_s:g} s",
-        loc="left",
-        fontsize=11,
-    )
-    same = set(question.links) | set(question.links_down or ()) == {question.broker_link}
-    others = "each line" if same else "the broker's line; the others in proportion"
-    axes.set_xlabel(f"{others}, each way", color=QUIET)
-    axes.set_ylabel("share of the time in training", color=QUIET)
-    axes.grid(color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=QUIET)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#c9ccd1")
-    figure.legend(frameon=False, loc="outside lower left", ncols=2)  # it covers no curve
-    figure.savefig(path)
+    legend_below(figure)
+    save(figure, path)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import shlex
-import sys
-import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from diloco_lab.bench import machine
-from diloco_lab.bench.options import COMMAND, refuse
 from diloco_lab.bench.parts import (
     codecs,
     groups,
@@ -33,16 +27,17 @@ from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.figures import (
     TRANSPORT,
     TRANSPORT_WITH_FOLD,
-    Figure,
     Parts,
     Report,
 )
 from diloco_lab.bench.report.plot import draw
 from diloco_lab.bench.report.table import sentences, tables
+from diloco_lab.driver import machine
+from diloco_lab.driver.experiment import Experiment
 from diloco_protocol.clients.command_line import with_version
-from diloco_tools import terminal
-from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
+from diloco_tools.terminal import console
 
+COMMAND = "python -m diloco_lab.bench"
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 RAW_BYTES, QUICK_RAW_BYTES = 512 << 20, 128 << 20  # that a measurement of raw TCP moves
 QUIET_LOAD = 0.7  # of the last minute; above it the figures are those of a busy machine
@@ -178,59 +173,39 @@ for each_command in COMMANDS:
 
 def run(name: str, parts: Parts, out: Path, raw_bytes: int = RAW_BYTES) -> None:
     """Measure some parts, print the tables, write the files."""
+    bench = Experiment(COMMAND, out)
     if complaint := machine.complaint():
-        refuse(complaint)
-    at = datetime.now().astimezone()
-    logs = out.resolve() / "logs"
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"cannot write to {out} ({error.strerror}); name another folder with --out")
-    machine.allow_many_files()
-    end_like_an_error_on_signals()
-    shown = terminal.console_for_tables(WIDTH)
-
-    def say(text: str) -> None:
-        shown.print(text, soft_wrap=True)
-
-    began = time.monotonic()
-    figures: list[Figure] = []
-    has_failed = False
+        bench.refuse(complaint)
     about = machine.describe()
-    say(", ".join(f"{key} {value}" for key, value in about.items()))
+    bench.say(", ".join(f"{key} {value}" for key, value in about.items()))
     if about["load"] > QUIET_LOAD:
-        say("Other processes are at work here: ratios will be rough, times and tails too long.")
-    try:
-        with ProcessPool(logs, raw_bytes) as pool:
-            for number, (part, measure) in enumerate(parts.items(), start=1):
-                say(f"{time.monotonic() - began:4.0f} s  {number}/{len(parts)}  {part}")
-                try:
-                    figures += measure(pool)
-                except ChildFailed as error:
-                    # What was measured before, and what comes, is worth as much without it.
-                    say(f"{COMMAND}: {error}")
-                    pool.skipped.append(f"{part}: FAILED, see above and {logs}")
-                    has_failed = True
-                    pool.start_afresh()
-    except KeyboardInterrupt:
-        terminal.fail(COMMAND, "interrupted; every process of the benchmark has been ended", 130)
+        bench.say(
+            "Other processes are at work here: ratios will be rough, times and tails too long."
+        )
+    machine.allow_many_files()
+    with bench.folder(), ProcessPool(bench.logs(), raw_bytes) as pool:
+
+        def failed(part: str) -> None:
+            pool.skipped.append(f"{part}: FAILED, see above and {pool.folder}")
+            pool.start_afresh()
+
+        figures = bench.measure({name: partial(part, pool) for name, part in parts.items()}, failed)
     report = Report(
-        command=shlex.join([*COMMAND.split(), *sys.argv[1:]]),
-        at=at.isoformat(timespec="seconds"),
-        seconds=round(time.monotonic() - began, 1),
+        command=bench.started_as,
+        at=bench.at,
+        seconds=round(bench.seconds, 1),
         machine=about,
         figures=(*figures, *rounds.growth(figures), *wire.of_all(pool.raw_samples)),
         skipped=tuple(pool.skipped),
     )
-    write(report, out.resolve() / f"{name}-{at:%Y%m%d-%H%M%S}", shown)
-    if has_failed:
-        raise typer.Exit(1)
+    write(report, bench.out / f"{name}-{bench.stamp}", bench.shown)
+    bench.end((), (), ())
 
 
 def write(report: Report, stem: Path, shown: Console) -> None:
     """Print the tables; write them, the figures and the picture beside each other."""
     with Path(f"{stem}.txt").open("w", encoding="utf-8") as file:
-        for target in (shown, terminal.console(file=file, width=WIDTH)):
+        for target in (shown, console(file=file, width=WIDTH)):
             target.print()
             for each in tables(report):
                 target.print(each)

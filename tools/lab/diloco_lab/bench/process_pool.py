@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from diloco_lab.bench import machine
 from diloco_lab.bench.roles.wire import CALL_BYTES
+from diloco_lab.driver import machine
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.feed import Snapshot
 from diloco_protocol.roles import Role

@@ -27,3 +27,11 @@ def parameters_of(size: str) -> int:
     """Trainable parameters of one of `SIZES`: 12 width^2 a block, bytes and positions."""
     shape = SIZES[size]
     return 12 * shape.width**2 * shape.layers + (VOCABULARY + CONTEXT) * shape.width
+
+
+def size_of(parameters: int) -> str:
+    """The name of a model of the benchmark; of others about how many parameters it has."""
+    for name in SIZES:
+        if parameters_of(name) == parameters:
+            return name
+    return f"{parameters / 1e6:.3g}M"

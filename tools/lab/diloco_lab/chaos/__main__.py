@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from diloco_lab.chaos.attacks.cli import attack
 from diloco_lab.chaos.crew import MODES
@@ -17,10 +16,10 @@ from diloco_lab.chaos.drill import Options, drill, prepare_text
 from diloco_lab.chaos.faults import SHORT, WHOLE
 from diloco_lab.chaos.report import Report
 from diloco_lab.chaos.table import NOTES, faults_table, figures_table
+from diloco_lab.driver.experiment import Experiment
+from diloco_lab.driver.options import words
 from diloco_protocol.clients.command_line import with_version
-from diloco_tools.demo.data import DataError
-from diloco_tools.processes import end_like_an_error_on_signals
-from diloco_tools.terminal import console_for_tables, fail
+from diloco_tools.terminal import fail
 
 COMMAND = "python -m diloco_lab.chaos"
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -61,54 +60,38 @@ def main(
                 behind = f"write options behind it: {COMMAND} {context.invoked_subcommand} --help"
                 fail(COMMAND, f"--{name} before a command does nothing; {behind}", 2)
         return
+    experiment = Experiment(COMMAND, out, width=WIDTH)
     deadline = time.monotonic() + 60 * minutes
-    chosen = [mode.strip() for mode in modes.split(",") if mode.strip()]
+    chosen = words(modes)
     if not chosen or not MODES.keys() >= set(chosen):
         choose = f"choose from {', '.join(MODES)}"
-        fail(COMMAND, f"--modes {modes!r} has none or unknown ones; {choose}", 2)
-    out = out.resolve()
-    end_like_an_error_on_signals()
+        experiment.refuse(f"--modes {modes!r} has none or unknown ones; {choose}")
     torch.set_num_threads(1)
-    shown = console_for_tables(WIDTH)
-
-    def say(text: str) -> None:
-        shown.print(text, soft_wrap=True)
-
     scale = SHORT if short else WHOLE
-    asked = Options(out, scale, seed, deadline, durable=durable, with_calm=not short)
+    asked = Options(experiment.out, scale, seed, deadline, durable=durable, with_calm=not short)
     reports: list[Report] = []
-    try:
+    with experiment.folder() as folder:
         held_out = prepare_text(asked.texts)
         for mode in chosen:
             faults = sum(scale.counts.values())
-            say(f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {out / mode}")
-            reports.append(drill(mode, held_out, asked, say))
-            (out / f"{mode}.json").write_text(json.dumps(reports[-1], indent=2) + "\n")
-    except DataError as error:
-        fail(COMMAND, str(error), 2)
-    except OSError as error:
-        fail(COMMAND, f"cannot work in {out} ({error}); name another folder with --out", 2)
-    except KeyboardInterrupt:
-        fail(COMMAND, "interrupted; the broker and the workers have been ended", 130)
-    problems = _show(reports, shown)
-    say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {out}")
-    if problems:
-        raise typer.Exit(1)
+            logs = folder / mode
+            experiment.say(
+                f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {logs}"
+            )
+            reports.append(drill(mode, held_out, asked, experiment.say))
+            experiment.save(f"{mode}.json", reports[-1])
+    experiment.say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {folder}")
+    problems = [sentence for report in reports for sentence in report["problems"]]
+    tables = faults_table(reports), figures_table(reports)
+    experiment.end(tables, [*NOTES, *_remarks(reports)], problems)
 
 
-def _show(reports: list[Report], shown: Console) -> list[str]:
-    """Print what came of it; returns a sentence for each broken promise."""
-    shown.print(faults_table(reports))
-    shown.print(figures_table(reports))
-    said = list(NOTES)
+def _remarks(reports: list[Report]) -> Iterator[str]:
+    """Pushes that are in no final version, with the reason."""
     for report in reports:
         audit = report["audit"] or {}
         remarks = [each for name in REMARKS for each in audit.get(name, ())]
-        said += [f"note    {report['mode']}: {each}" for each in remarks[:MOST_REMARKS]]
-    problems = [sentence for report in reports for sentence in report["problems"]]
-    for sentence in [*said, *(f"BROKEN  {each}" for each in problems)]:
-        shown.print(sentence, soft_wrap=True)
-    return problems
+        yield from (f"note    {report['mode']}: {each}" for each in remarks[:MOST_REMARKS])
 
 
 app.command()(attack)

@@ -6,25 +6,22 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from diloco_lab.driver.experiment import Experiment
+from diloco_lab.driver.records import Results
 from diloco_lab.evidence import page, picture
 from diloco_lab.evidence.conduct import Conducted, Study
-from diloco_lab.evidence.driver.running import Results
+from diloco_lab.evidence.driver.running import key_of
 from diloco_lab.evidence.parts import PARTS
 from diloco_protocol.clients.command_line import with_version
-from diloco_tools.demo.data import DataError
-from diloco_tools.processes import end_like_an_error_on_signals
-from diloco_tools.terminal import fail
 
 COMMAND = "python -m diloco_lab.evidence"
 ALL, PAGE = "all", "page"
 app = typer.Typer(pretty_exceptions_enable=False)
-wrong = partial(fail, COMMAND, code=2)
 
 
 @app.command()
@@ -68,34 +65,28 @@ def main(  # noqa: PLR0917  each is an option
     Each run is kept as soon as it is done, in results.jsonl of the folder; the same command goes on
     where it was stopped. Up to ten minutes for each part on two cores.
     """
+    experiment = Experiment(
+        COMMAND, out, interrupted="the same command goes on with what is missing", is_quiet=True
+    )
+    wrong = experiment.refuse
     wanted = list(PARTS) if ALL in parts or parts == [PAGE] else list(dict.fromkeys(parts))
     for name in wanted:
         if name not in PARTS:
             wrong(f"there is no part {name!r}; choose from {', '.join(PARTS)}, {ALL} or {PAGE}")
     if data is not None and not data.exists():
         wrong(f"{data} does not exist; --data takes a text file or a folder of them")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        results = Results(out / "results.jsonl")
-    except OSError as error:
-        wrong(f"cannot write to {out} ({error.strerror}); name another folder with --out")
-    except ValueError as error:
-        wrong(
-            f"{out / 'results.jsonl'} is not a file of results ({error}); name another with --out"
-        )
     if steps is not None and steps % 100:
         wrong(f"--steps is {steps} but must be a multiple of 100, so that each H divides it")
-    chosen = None if data is None else str(data.resolve())
-    study = Study(results, seeds=seeds, data=chosen, steps=steps)
-    end_like_an_error_on_signals()
-    try:
+    with experiment.folder():
+        try:
+            results = Results(out / "results.jsonl", key_of)
+        except ValueError as error:
+            wrong(f"{out / 'results.jsonl'} is not a file of results ({error}); name another --out")
+        chosen = None if data is None else str(data.resolve())
+        study = Study(results, seeds=seeds, data=chosen, steps=steps)
         for name in wanted:
             if parts != [PAGE]:
                 measure(study, name, jobs, quiet=as_json)
-    except DataError as error:
-        wrong(str(error))
-    except KeyboardInterrupt:
-        fail(COMMAND, "interrupted; the same command goes on with what is missing", 130)
     found = [study.conducted(part) for part in PARTS.values() if not study.missing(part)]
     if not found:
         wrong(f"{results.file} has not all runs of any part; measure one first")

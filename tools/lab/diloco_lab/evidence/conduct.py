@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from diloco_lab.driver.records import Results
 from diloco_lab.evidence.claim import Arm, Finding, Part, Result
-from diloco_lab.evidence.driver.running import Results, train_all
+from diloco_lab.evidence.driver.running import missing_of, train_all
 from diloco_lab.evidence.driver.trial import Trial
 
 # Settings are chosen on a seed that nothing is measured on.
@@ -62,9 +63,9 @@ class Study:
 
     def missing(self, part: Part) -> int:
         """Trials without a result; of those that depend on others' results, at least."""
-        tuning = self.results.missing(self.tuning(part))
+        tuning = missing_of(self.results, self.tuning(part))
         if not tuning:
-            return len(self.results.missing(self.measuring(part)))
+            return len(missing_of(self.results, self.measuring(part)))
         return len(tuning) + len(part.arms) * len(self._seeds)
 
     def conducted(self, part: Part) -> Conducted:
@@ -72,7 +73,10 @@ class Study:
         return Conducted(
             part,
             {arm.name: self._tuned(arm) for arm in part.arms if arm.choices},
-            {arm.name: [self.results[each] for each in self._of(part, arm)] for arm in part.arms},
+            {
+                arm.name: [self.results[each.key] for each in self._of(part, arm)]
+                for arm in part.arms
+            },
         )
 
     def tuning(self, part: Part) -> list[Trial]:
@@ -97,7 +101,7 @@ class Study:
         return [changed.with_changes(seed=seed) for seed in self._seeds]
 
     def _tuned(self, arm: Arm) -> list[Tuned]:
-        losses = [self.results[self._choice(arm, changes)]["loss"] for changes in arm.choices]
+        losses = [self.results[self._choice(arm, changes).key]["loss"] for changes in arm.choices]
         if not losses:
             return []
         order = [math.inf if loss is None else loss for loss in losses]

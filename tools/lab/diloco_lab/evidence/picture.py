@@ -8,10 +8,17 @@ from typing import Any
 
 from diloco_lab.evidence.claim import Result
 from diloco_lab.evidence.conduct import Conducted
-from diloco_tools.demo.plot import QUIET, recede
+from diloco_tools.pictures import (
+    COLOURS,
+    QUIET,
+    Curve,
+    draw_curves,
+    label_rows,
+    legend_below,
+    panels,
+    save,
+)
 
-# Told apart also by people who do not see red from green (Okabe and Ito 2008), then greys.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#1f2937", "#9ca3af")
 # The top of a picture, in distances from the lowest loss to where curves are after a quarter of their
 # way, on the median: where they begin is of no interest, nor how far one of them goes astray.
 HEADROOM = 2.6
@@ -20,21 +27,19 @@ AXES = {"steps": "inner steps of each worker", "seconds": "virtual seconds"}
 
 def draw(of: Conducted, folder: Path) -> Path:
     """Write NAME.png; ImportError without matplotlib (the `plot` extra). Returns its path."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.0), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(7.2, [4.0], dpi=110)
     has_curves = all(len(each["curve"]) > 4 for runs in of.measured.values() for each in runs)
     (_curves if has_curves else _ends)(axes, of)
-    axes.set_title(of.part.title, loc="left", fontsize=11)
+    if has_curves:
+        legend_below(figure, 9)
     path = folder / f"{of.part.name}.png"
-    figure.savefig(path)
+    save(figure, path)
     return path
 
 
 def _curves(axes: Any, of: Conducted) -> None:
     """Lines are means over the seeds, bands reach from the lowest to the highest."""
-    lowest, highest = [], []
+    lowest, highest, shown = [], [], []
     speeds = {arm.name: arm.speed for arm in of.part.arms}
     for (name, runs), colour in zip(of.measured.items(), COLOURS, strict=False):
         speed = speeds[name] if of.part.axis == "seconds" else 1.0
@@ -42,17 +47,15 @@ def _curves(axes: Any, of: Conducted) -> None:
         if not points:
             continue
         xs, mean, low, high = zip(*points, strict=True)
-        axes.plot(xs, mean, color=colour, linewidth=1.8, label=f"{name}: {mean[-1]:.3f}")
-        axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
+        curve, band = list(zip(xs, mean, strict=True)), list(zip(low, high, strict=True))
+        shown.append(Curve(f"{name}: {mean[-1]:.3f}", curve, band, colour, width=1.8, marker=""))
         lowest.append(min(low))
         highest.append(mean[len(mean) // 4])
+    loss = "held-out loss (nats per byte)"
+    draw_curves(axes, shown, of.part.title, AXES[of.part.axis], loss)
     span = statistics.median(highest) - min(lowest)
     axes.set_ylim(min(lowest) - 0.1 * span, min(lowest) + HEADROOM * span)
     axes.set_xlim(left=0)
-    axes.set_xlabel(AXES[of.part.axis], color=QUIET)
-    axes.set_ylabel("held-out loss (nats per byte)", color=QUIET)
-    axes.figure.legend(frameon=False, loc="outside lower left", ncols=2, fontsize=9)
-    recede(axes)
 
 
 def _band(runs: list[Result], axis: str, speed: float) -> list[tuple[float, float, float, float]]:
@@ -85,7 +88,6 @@ def _ends(axes: Any, of: Conducted) -> None:
                 ha="right",
                 fontsize=8,
             )
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.invert_yaxis()
+    label_rows(axes, names, 9)
+    axes.set_title(of.part.title, loc="left", fontsize=11)
     axes.set_xlabel("final held-out loss (nats per byte), each seed and the mean", color=QUIET)
-    recede(axes, grid="x")

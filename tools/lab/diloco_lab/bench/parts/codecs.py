@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import fmean, median
 
-from diloco_lab.bench.limited_network import NoNetwork, broker_options, limited_network
 from diloco_lab.bench.link import SlowProxy
 from diloco_lab.bench.options import Repeats, Size
 from diloco_lab.bench.parts.rounds import (
@@ -27,6 +26,8 @@ from diloco_lab.bench.process_pool import Link, ProcessPool, RoleProcess
 from diloco_lab.bench.report.arithmetic import against, computed_round, in_turn
 from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.network.namespaces import NoNetwork, network, one_switch
+from diloco_lab.network.place import at_the_hub
 from diloco_protocol.dtypes import REPLY_DTYPES
 
 CODECS, CODECS_CPU = "codecs on loopback", "codecs, CPU of a round"
@@ -112,13 +113,13 @@ def codecs_limited(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 
     line.
     """
     try:
-        with limited_network(BITS_PER_S, [BITS_PER_S] * 2 * WORKERS) as network:
+        with network(one_switch(2 * WORKERS), BITS_PER_S) as lines:
             trainers = [
-                pool.role("trainer", f"limited-{i}", network.inside(1 + i))
-                for i in range(2 * WORKERS)
+                pool.role("trainer", f"limited-{name}", lines.inside(name))
+                for name in lines.workers
             ]
             try:
-                found = _in_turn(pool, trainers, size, repeats, **broker_options(network))
+                found = _in_turn(pool, trainers, size, repeats, **at_the_hub(lines))
                 return _through(CODECS_LIMITED, size, f"{BITS_PER_S / 1e9:g} Gb/s", found)
             finally:
                 pool.dismiss("limited-")

@@ -14,7 +14,6 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from diloco_lab.bench import machine
 from diloco_lab.bench.options import Repeats, Size
 from diloco_lab.bench.parts.rounds import BROKER_HOLDS, FP32, WORKER_HOLDS, one_round, row_of
 from diloco_lab.bench.process_pool import Ends, ProcessPool
@@ -22,6 +21,7 @@ from diloco_lab.bench.report.arithmetic import against, in_turn, least_cpu
 from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.bench.roles.wire import CALL_BYTES
 from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.driver import machine
 
 ROUND_LIMIT, OURS = "limit of a round", "a round against its limit"
 UP_BYTES, DOWN_BYTES = 2, 4  # a parameter: bf16 and fp32

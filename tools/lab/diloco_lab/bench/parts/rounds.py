@@ -15,11 +15,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from diloco_lab.bench import machine, options
+from diloco_lab.bench import options
 from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool, RoleProcess, ask_all
 from diloco_lab.bench.report.arithmetic import PHASES, against, around, in_turn, slope
 from diloco_lab.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, Parts, figure
 from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.driver import machine
+from diloco_lab.driver.options import whole_numbers, words
 from diloco_protocol.feed import Snapshot
 
 COST_PART = "what a round costs"
@@ -83,18 +85,18 @@ def configurations(
 
     A part for each configuration, and one with keys for each size.
     """
-    counts, dtypes = options.whole_numbers(workers), options.words(replies)
+    counts, dtypes = whole_numbers(workers), words(replies)
     with_keys: Parts = {
         f"{WITH_KEYS}, {row_of(size, counts[0], dtypes[0])}": partial(
             round_with_keys, size=size, workers=counts[0], reply=dtypes[0], repeats=repeats
         )
-        for size in options.words(sizes)
+        for size in words(sizes)
     }
     plain: Parts = {
         f"{WHOLE_ROUND}, {row_of(size, count, reply)}": partial(
             whole_round, size=size, workers=count, reply=reply, repeats=repeats
         )
-        for size in options.words(sizes)
+        for size in words(sizes)
         for count in counts
         for reply in dtypes
     }

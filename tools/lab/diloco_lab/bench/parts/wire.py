@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated
 
 from diloco_lab.bench.link import SlowProxy
-from diloco_lab.bench.options import Repeats, Size, numbers, whole_numbers
+from diloco_lab.bench.options import Repeats, Size
 from diloco_lab.bench.process_pool import (
     BrokerProcess,
     Ends,
@@ -19,6 +19,7 @@ from diloco_lab.bench.process_pool import (
 from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import TRANSPORT, TRANSPORT_WITH_FOLD, Figure, figure
 from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.driver.options import numbers, whole_numbers
 from diloco_protocol import CHUNK_ELEMENTS
 from diloco_tools.tcp_proxy import HOST
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from diloco_lab.bench.report.arithmetic import PHASES, slope
 from diloco_lab.bench.report.figures import (
@@ -17,10 +17,7 @@ from diloco_lab.bench.report.figures import (
     Report,
 )
 from diloco_lab.bench.sizes import parameters_of
-from diloco_tools.demo.plot import QUIET, recede
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from diloco_tools.pictures import QUIET, Curve, draw_curves, label_rows, panels, save
 
 COLOURS = {True: "#2f7d5b", False: "#c2410c", None: "#6b8cae"}  # target met, missed, none
 PHASE_COLOURS = ("#8a8f98", "#2f6f9f", "#c2410c", "#2f7d5b", "#b08a2e")
@@ -32,8 +29,6 @@ def draw(report: Report, path: Path) -> bool:
     Raises:
         ImportError: matplotlib is missing (the `plot` extra).
     """
-    from matplotlib.figure import Figure as Canvas
-
     shares = [  # of raw TCP's speed
         each
         for part in (TRANSPORT, TRANSPORT_WITH_FOLD, WHOLE_ROUND)
@@ -48,25 +43,24 @@ def draw(report: Report, path: Path) -> bool:
         if each.name == "seconds" and each.of.endswith("fp32")
     ]
     sizes = {each.of.split(",")[0] for each in seconds}
-    panels = [
+    shown = [
         (_ratios, shares, 0.26 * len(shares) + 1.2),
         (_phases, phases, 0.24 * len(rows) + 1.2),
         (_growth, seconds if len(sizes) > 1 else [], 3.2),
     ]
-    panels = [panel for panel in panels if panel[1]]
-    if not panels:
+    shown = [panel for panel in shown if panel[1]]
+    if not shown:
         return False
-    heights = [height for _, _, height in panels]
-    canvas = Canvas(figsize=(9.6, sum(heights)), dpi=120, layout="constrained")
-    grid = canvas.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for (paint, figures, _), axes in zip(panels, grid[:, 0], strict=True):
+    canvas, grid = panels(9.6, [height for _, _, height in shown], dpi=120)
+    for (paint, figures, _), axes in zip(shown, grid, strict=True):
         paint(axes, figures)
-    canvas.savefig(path)
+    save(canvas, path)
     return True
 
 
-def _ratios(axes: Axes, figures: Sequence[Figure]) -> None:
-    _bars(axes, [_label(each) for each in figures])
+def _ratios(axes: Any, figures: Sequence[Figure]) -> None:
+    label_rows(axes, [_label(each) for each in figures], 8)
+    axes.margins(y=0.02)
     medians = [each.median for each in figures]
     below = [each.median - each.low for each in figures]
     above = [each.high - each.median for each in figures]
@@ -87,9 +81,10 @@ def _label(share: Figure) -> str:
     return f"{share.part}: {share.of}{way and f', {way}'}"
 
 
-def _phases(axes: Axes, figures: Sequence[Figure]) -> None:
+def _phases(axes: Any, figures: Sequence[Figure]) -> None:
     rows = list(dict.fromkeys(each.of for each in figures))
-    _bars(axes, rows)
+    label_rows(axes, rows, 8)
+    axes.margins(y=0.02)
     found = {(each.of, each.name): each.median for each in figures}
     whole = [sum(found[row, name] for name in PHASES) for row in rows]
     left = [0.0] * len(rows)
@@ -107,32 +102,20 @@ def _phases(axes: Axes, figures: Sequence[Figure]) -> None:
     )
 
 
-def _growth(axes: Axes, figures: Sequence[Figure]) -> None:
+def _growth(axes: Any, figures: Sequence[Figure]) -> None:
     lines: dict[str, list[tuple[float, Figure]]] = {}
     for each in figures:
         size, workers, _ = each.of.split(", ")
         lines.setdefault(workers, []).append((parameters_of(size) / 1e6, each))
+    curves = []
     for workers, points in lines.items():
         points.sort(key=lambda point: point[0])
         medians = [(x, each.median) for x, each in points]
         line = slope(medians)
         more = "" if line is None else f": {100 * line:.2f} s for 100M more"
-        xs, ys = zip(*medians, strict=True)
-        axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.8, label=workers + more)
-        low, high = [each.low for _, each in points], [each.high for _, each in points]
-        axes.fill_between(xs, low, high, alpha=0.15, linewidth=0)
-    axes.set_xlabel("parameters (millions)", color=QUIET, fontsize=9)
-    axes.set_ylabel("seconds a round", color=QUIET, fontsize=9)
+        curves.append(Curve(workers + more, medians, [(each.low, each.high) for _, each in points]))
+    title = "how a round grows: bf16 up, fp32 down"
+    draw_curves(axes, curves, title, "parameters (millions)", "seconds a round")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    recede(axes)
-    axes.set_title("how a round grows: bf16 up, fp32 down", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _bars(axes: Axes, labels: Sequence[str]) -> None:
-    """A bar for each label, the first one on top."""
-    recede(axes, grid="x")
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(y=0.02)

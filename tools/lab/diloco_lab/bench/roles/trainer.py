@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from diloco_lab.bench import machine
 from diloco_lab.bench.report.arithmetic import phases
 from diloco_lab.bench.sizes import CONTEXT, SIZES
+from diloco_lab.driver import machine
 from diloco_tools.demo.model import GPT, VOCABULARY, GPTConfig, build_model
 from diloco_worker import DiLoCoWorker
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +11,11 @@ import typer
 from diloco_lab.chaos.attacks import poison, watch
 from diloco_lab.chaos.attacks.drill import Options, drill, poisons
 from diloco_lab.chaos.attacks.report import NOTES, poisons_table, table
-from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
-from diloco_tools.terminal import console_for_tables, fail
+from diloco_lab.driver.experiment import Experiment
+from diloco_lab.driver.options import words
+from diloco_tools.processes import ChildFailed
 
 COMMAND = "python -m diloco_lab.chaos attack"
-WIDTH = 130  # of the table where there is no terminal
 
 
 def attack(
@@ -36,22 +35,20 @@ def attack(
     through (nothing should) and what it cost; ends with exit code 1 where
     something got through or a bound was broken.
     """
-    end_like_an_error_on_signals()
+    experiment = Experiment(COMMAND, out)
     if not watch.OWN_MEMORY.exists():
-        fail(
-            COMMAND, "the broker's memory is read from /proc, which this system lacks; use Linux", 2
+        experiment.refuse(
+            "the broker's memory is read from /proc, which this system lacks; use Linux"
         )
-    out = out.resolve()
-    shown = console_for_tables(WIDTH)
-    words = tuple(each.strip() for each in only.split(",") if each.strip())
-    options = replace(Options.quick(out) if quick else Options(out), seed=seed, names=words)
+    folder, names = experiment.out, tuple(words(only))
+    options = replace(Options.quick(folder) if quick else Options(folder), seed=seed, names=names)
     if not any(options.wanted(has_keys=has_keys) for has_keys in (False, True)):
-        fail(COMMAND, f"--only {only!r} is in no attack's name", 2)
-    try:
-        rows, problems = drill(options, lambda text: shown.print(text, soft_wrap=True))
+        experiment.refuse(f"--only {only!r} is in no attack's name")
+    with experiment.folder():
+        rows, problems = drill(options, experiment.say)
         poisoned = []
         try:
-            poisoned = [] if quick or words else poisons(options)
+            poisoned = [] if quick or names else poisons(options)
         except ChildFailed as error:
             problems.append(str(error))
         problems += [sentence for row in rows for sentence in row.broken()]
@@ -61,20 +58,6 @@ def attack(
             "poisons": poisoned,
             "problems": problems,
         }
-        (out / "attack.json").write_text(json.dumps(document, indent=2) + "\n")
-    except ChildFailed as error:
-        fail(COMMAND, str(error), 1)
-    except OSError as error:
-        fail(COMMAND, f"cannot work in {out} ({error}); name another folder with --out", 2)
-    except KeyboardInterrupt:
-        fail(COMMAND, "interrupted; the broker and the workers have been ended", 130)
-    shown.print(table(rows))
-    if poisoned:
-        shown.print(poisons_table(poisoned))
-    for sentence in [*NOTES, *(f"BROKEN  {each}" for each in problems)]:
-        shown.print(sentence, soft_wrap=True)
-    if problems:
-        raise typer.Exit(1)
-    shown.print(
-        f"Nothing got through, and every bound held; attack.json is in {out}", soft_wrap=True
-    )
+        experiment.save("attack.json", document)
+    experiment.end([table(rows), *([poisons_table(poisoned)] if poisoned else [])], NOTES, problems)
+    experiment.say(f"Nothing got through, and every bound held; attack.json is in {experiment.out}")

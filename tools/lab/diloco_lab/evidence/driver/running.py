@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from diloco_lab.driver.records import Results
 from diloco_lab.evidence.driver import baselines
 from diloco_lab.evidence.driver.training import DiLoCoRun, Outcome
 from diloco_lab.evidence.driver.trial import Trial
@@ -58,41 +57,15 @@ def measure(trial: Trial) -> Result:
     }
 
 
-@dataclass
-class Results:
-    """A file with a line of JSON for each trial that has been trained."""
+def key_of(result: Mapping[str, Any]) -> str:
+    """That of its trial."""
+    return Trial.from_plain(result["trial"]).key
 
-    file: Path
 
-    def __post_init__(self) -> None:
-        self._found: dict[str, Result] = {}
-        text = self.file.read_text() if self.file.exists() else ""
-        self._is_cut_off = text != "" and not text.endswith("\n")  # the machine was switched off
-        for line in text.splitlines()[: -1 if self._is_cut_off else None]:
-            if line:
-                result = json.loads(line)
-                self._found[Trial.from_plain(result["trial"]).key] = result
-
-    def __contains__(self, trial: Trial) -> bool:
-        return trial.key in self._found
-
-    def __getitem__(self, trial: Trial) -> Result:
-        return self._found[trial.key]
-
-    def add(self, result: Result) -> None:
-        self._found[Trial.from_plain(result["trial"]).key] = result
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        if self._is_cut_off:
-            whole = self.file.read_text().rpartition("\n")[0]
-            self.file.write_text(f"{whole}\n" if whole else "")
-            self._is_cut_off = False
-        with self.file.open("a") as opened:
-            opened.write(json.dumps(result, allow_nan=False) + "\n")
-
-    def missing(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Those without a result, each once, in order."""
-        by_key = {trial.key: trial for trial in trials}
-        return [trial for trial in by_key.values() if trial not in self]
+def missing_of(results: Results, trials: Iterable[Trial]) -> list[Trial]:
+    """The trials without a result, each once, in order."""
+    by_key = {trial.key: trial for trial in trials}
+    return [by_key[key] for key in results.missing(by_key)]
 
 
 def begin_process() -> None:
@@ -119,7 +92,7 @@ def train_all(
 
     Raises whatever a trial fails with; what was done by then is kept.
     """
-    missing = results.missing(trials)
+    missing = missing_of(results, trials)
     if not missing:
         return
     began = time.monotonic()

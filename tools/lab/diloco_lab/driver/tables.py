@@ -1,21 +1,20 @@
-"""One table, for the terminal and for a page; and how numbers stand in it."""
+"""Tables of results, for the terminal and for pages, and the numbers in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rich import box
+from rich.console import Console
 from rich.table import Table as RichTable
-
-from diloco_lab.bench.sizes import SIZES, parameters_of
 
 NOTHING = "-"  # a cell for which there is no number
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text; the first `labels` columns say what a row is of. The page names it by its key."""
+    """Cells are text; the first `labels` columns describe a row. A page asks for it by its key."""
 
     key: str
     title: str
@@ -46,12 +45,22 @@ class Table:
             yield note
 
 
-def size_of(parameters: int) -> str:
-    """The name of a model of the benchmark; of others about how many parameters it has."""
-    for name in SIZES:
-        if parameters_of(name) == parameters:
-            return name
-    return f"{parameters / 1e6:.3g}M"
+def show(tables: Iterable[Table], console: Console) -> None:
+    """Print tables with their notes."""
+    for each in tables:
+        console.print()
+        console.print(each.for_terminal())
+        for note in each.notes:
+            console.print(note, soft_wrap=True)
+
+
+def rate_of(bits_per_s: float) -> str:
+    """In words.
+
+    >>> rate_of(1e9), rate_of(5e7)
+    ('1 Gb/s', '50 Mb/s')
+    """
+    return f"{bits_per_s / 1e9:g} Gb/s" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:g} Mb/s"
 
 
 def seconds(value: float) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import linear_regression
 
-from diloco_lab.lan.records import Measurement
+from diloco_lab.network.lan.records import Measurement
 
 SYNC_EVERY, STEP_S = 500, 1.0  # of the table: inner steps between syncs, and the seconds of each
 FAST_LINE = 1e9

@@ -1,13 +1,14 @@
-"""What was measured, and the file that it is kept in: `tools/lab/lan.json`."""
+"""What was measured over single lines, and the file that keeps it: `tools/lab/lan.json`."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from diloco_lab.driver.records import read_document
 
 KINDS = ("round", "streaming", "mixed")
 MODES = ("sync", "quorum", "async")
@@ -15,10 +16,6 @@ MODES = ("sync", "quorum", "async")
 USUAL, SHORT_REPLIES = ("bf16", "fp32"), ("bf16", "bf16")
 INT8, INT4Z = ("int8", "int8"), ("int4z", "int4z")
 PAIRS = (USUAL, SHORT_REPLIES, INT8, INT4Z)
-
-
-class BadFile(Exception):
-    """A file is none of ours; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +70,6 @@ class Measurement:
         how = (self.fragments, self.mode, self.quorum)
         return (self.kind, self.parameters, self.workers, *self.pair, *lines, *how)
 
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Measurement:
-        """From the plain values of a file; keys that are not known here are passed over."""
-        known = {each.name for each in fields(cls)}
-        values = {name: value for name, value in plain.items() if name in known}
-        for name in ("worker_bits_per_s", "seconds", "slow_seconds"):
-            values[name] = tuple(values.get(name, ()))
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class LanFile:
@@ -92,44 +80,19 @@ class LanFile:
     machine: Mapping[str, Any]
     measurements: tuple[Measurement, ...] = ()
 
-    def with_older(self, older: Iterable[Measurement]) -> LanFile:
+    def with_older(self, older: LanFile) -> LanFile:
         """With those of another file that have not been measured again."""
-        found = {each.key: each for each in (*older, *self.measurements)}
+        found = {each.key: each for each in (*older.measurements, *self.measurements)}
         in_order = sorted(found.values(), key=_order)
         return LanFile(self.command, self.at, self.machine, tuple(in_order))
 
-    def text(self) -> str:
-        """As it stands in the file: a line for each measurement, so that changes can be read."""
-        plain = asdict(self)
-        rows = [_line(each) for each in plain.pop("measurements")]
-        head = json.dumps(plain, indent=2)[:-2]
-        return f'{head},\n  "measurements": [\n    ' + ",\n    ".join(rows) + "\n  ]\n}\n"
-
 
 def read(path: Path) -> LanFile:
-    """Raises BadFile, with a sentence."""
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        found = [Measurement.of(each) for each in plain["measurements"]]
-        return LanFile(plain["command"], plain["at"], plain["machine"], tuple(found))
-    except OSError as error:
-        raise BadFile(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadFile(f"{path} holds no measurements of this program ({error!r})") from None
+    """Raises BadFile."""
+    return read_document(path, LanFile, {"measurements": Measurement})
 
 
 def _order(of: Measurement) -> tuple[Any, ...]:
     codecs = PAIRS.index(of.pair) if of.pair in PAIRS else len(PAIRS)
     line, mode = -of.broker_bits_per_s, MODES.index(of.mode)
     return (KINDS.index(of.kind), of.parameters, of.workers, codecs, line, mode)
-
-
-def _line(plain: Mapping[str, Any]) -> str:
-    return json.dumps({name: _rounded(value) for name, value in plain.items()})
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers with as many digits as mean something."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
 """A line with a delay, for a kernel that has none (`netem`): a process between two ends of it.
 
-    python -m diloco_lab.sites.delay END END SECONDS
+    python -m diloco_lab.network.delay END END SECONDS
 
 Makes two interfaces (tap) in the namespace where it runs, and carries each frame that goes into one of
 them out of the other, so many seconds later. Rates are not its business: a token bucket in front of each

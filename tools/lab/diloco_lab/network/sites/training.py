@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 
 from diloco_lab.bench.process_pool import BrokerProcess
-from diloco_lab.sites.records import Trained
+from diloco_lab.network.place import now
+from diloco_lab.network.sites.records import Trained
 from diloco_tools.processes import Child, Children, wait_for_line
 
 SITES, WORKERS = 2, 2
@@ -71,8 +71,7 @@ def _train(folder: Path, way: Way, seed: int, steps: int) -> Trained:
                     raise each.failure()
             pushes = feed.wait_for(lambda _: True).totals.pushes
     losses = [_last_loss(folder / f"{each.name}.jsonl") for each in workers]
-    at = datetime.now().astimezone().isoformat(timespec="seconds")
-    return Trained(way.name, seed, steps, fmean(losses), pushes // SITES, at)
+    return Trained(way.name, seed, steps, fmean(losses), pushes // SITES, now())
 
 
 def _broker(children: Children, name: str, *words: str) -> Child:

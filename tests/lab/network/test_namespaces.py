@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco_lab.bench import limited_network as network_of
-from diloco_lab.bench.limited_network import (
-    LimitedNetwork,
+from diloco_lab.network import namespaces
+from diloco_lab.network.namespaces import (
+    HUB,
+    Network,
     NoNetwork,
-    limited_network,
+    network,
+    one_switch,
     remove_abandoned,
     run,
     why_not,
@@ -46,28 +48,26 @@ print(connection.recv(100).decode())
 
 
 @contextlib.contextmanager
-def a_network(broker: float, *workers: float) -> Iterator[LimitedNetwork]:
-    """One, or the test is skipped with the reason why there is none."""
-    with contextlib.ExitStack() as made:
+def a_network(workers: int = 1, **rates: float) -> Iterator[Network]:
+    """One switch, or the test is skipped with the reason why there is none."""
+    with contextlib.ExitStack() as stack:
         try:
-            network = made.enter_context(limited_network(broker, workers))
+            made = stack.enter_context(network(one_switch(workers)))
         except NoNetwork as error:
             pytest.skip(str(error))
-        yield network
+        made.set_rates({name.replace("_", "-"): rate for name, rate in rates.items()})
+        yield made
 
 
 def own_namespaces() -> list[str]:
     """Of this process, as the system lists them."""
-    return [path.name for path in network_of.NAMES.glob(f"{network_of.PREFIX}-{os.getpid()}-*")]
+    return [path.name for path in namespaces.NAMES.glob(f"{namespaces.PREFIX}-{os.getpid()}-*")]
 
 
-def rates(network: LimitedNetwork, member: int) -> list[int]:
+def rates(of: Network, member: str) -> list[int]:
     """Bits a second of both ends of a line, as the kernel has them."""
     found = []
-    for namespace, interface in (
-        (network.namespace(member), network_of.LINE),
-        (network.hub, f"port{member}"),
-    ):
+    for namespace, interface in of.ends_of(member):
         said = run("tc", "-j", "-n", namespace, "qdisc", "show", "dev", interface)
         (bucket,) = json.loads(said)
         assert bucket["kind"] == "tbf"
@@ -75,45 +75,45 @@ def rates(network: LimitedNetwork, member: int) -> list[int]:
     return found
 
 
-def move(network: LimitedNetwork, member: int) -> int:
-    """Bytes that came to the broker's place of those that a member sent there."""
+def move(of: Network, member: str) -> int:
+    """Bytes that arrived at the hub of those that a member sent there."""
     python = (sys.executable, "-c")
-    with subprocess.Popen([*network.inside(0), *python, TAKE], stdout=subprocess.PIPE) as taker:
+    with subprocess.Popen([*of.inside(HUB), *python, TAKE], stdout=subprocess.PIPE) as taker:
         try:
             assert taker.stdout is not None and taker.stdout.readline() == b"ready\n"
-            give = [*network.inside(member), *python, GIVE]
+            give = [*of.inside(member), *python, GIVE]
             return int(subprocess.check_output(give, timeout=60))
         finally:
             taker.kill()
 
 
 def test_lines_have_their_rates_and_count_what_they_carry() -> None:
-    with a_network(1e9, 1e8, 5e7) as network:
-        assert [rates(network, member) for member in range(3)] == [
-            [10**9, 10**9],
-            [10**8, 10**8],
-            [5 * 10**7, 5 * 10**7],
-        ]
-        before = [network.carried(member) for member in range(3)]
-        assert move(network, 1) == MOVED
-        after = [network.carried(member) for member in range(3)]
-        up = [now.up - then.up for now, then in zip(after, before, strict=True)]
-        down = [now.down - then.down for now, then in zip(after, before, strict=True)]
+    with a_network(2, worker_1=1e8, worker_2=5e7) as made:
+        assert {name: rates(made, name) for name in made.members} == {
+            HUB: [10**9] * 2,
+            "worker-1": [10**8] * 2,
+            "worker-2": [5 * 10**7] * 2,
+        }
+        before = {name: made.carried(name) for name in made.members}
+        assert move(made, "worker-1") == MOVED
+        after = {name: made.carried(name) for name in made.members}
+        up = {name: after[name].up - before[name].up for name in made.members}
+        down = {name: after[name].down - before[name].down for name in made.members}
         # Headers are a twentieth; what was sent again or goes the other way is a little.
-        assert MOVED < up[1] < 1.2 * MOVED
-        assert MOVED < down[0] < 1.2 * MOVED
-        assert max(up[0], down[1]) < 0.2 * MOVED
-        assert max(up[2], down[2]) < 0.05 * MOVED
+        assert MOVED < up["worker-1"] < 1.2 * MOVED
+        assert MOVED < down[HUB] < 1.2 * MOVED
+        assert max(up[HUB], down["worker-1"]) < 0.2 * MOVED
+        assert max(up["worker-2"], down["worker-2"]) < 0.05 * MOVED
 
 
 def test_rates_change_while_connections_stay() -> None:
-    with a_network(1e9, 1e9) as network:
-        move(network, 1)
-        carried = network.carried(1)
-        network.set_rates(1e8, [5e7])
-        assert (rates(network, 0), rates(network, 1)) == ([10**8] * 2, [5 * 10**7] * 2)
-        assert network.carried(1).up >= carried.up
-        assert move(network, 1) == MOVED
+    with a_network() as made:
+        move(made, "worker-1")
+        carried = made.carried("worker-1")
+        made.set_rates({HUB: 1e8, "worker-1": 5e7})
+        assert (rates(made, HUB), rates(made, "worker-1")) == ([10**8] * 2, [5 * 10**7] * 2)
+        assert made.carried("worker-1").up >= carried.up
+        assert move(made, "worker-1") == MOVED
 
 
 def test_nothing_of_it_is_in_the_machines_own_network_and_all_is_removed() -> None:
@@ -123,7 +123,7 @@ def test_nothing_of_it_is_in_the_machines_own_network_and_all_is_removed() -> No
     if reason := why_not():
         pytest.skip(reason)
     before = interfaces()
-    with a_network(1e9, 1e9):
+    with a_network():
         assert interfaces() == before
         assert len(own_namespaces()) == 3
     assert own_namespaces() == []
@@ -133,7 +133,7 @@ def test_nothing_of_it_is_in_the_machines_own_network_and_all_is_removed() -> No
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_all_is_removed_whatever_ends_it(error: type[BaseException]) -> None:
     def fail() -> None:
-        with a_network(1e9, 1e9):
+        with a_network():
             assert own_namespaces()
             raise error
 
@@ -154,16 +154,16 @@ def test_what_was_made_is_removed_where_the_next_step_fails(
             raise subprocess.CalledProcessError(2, command, stderr=said)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr("diloco_lab.bench.limited_network.why_not", lambda: "")
-    monkeypatch.setattr("diloco_lab.bench.limited_network.remove_abandoned", lambda: None)
-    monkeypatch.setattr("diloco_lab.bench.limited_network.subprocess.run", pretend)
+    monkeypatch.setattr("diloco_lab.network.namespaces.why_not", lambda: "")
+    monkeypatch.setattr("diloco_lab.network.namespaces.remove_abandoned", lambda: None)
+    monkeypatch.setattr("diloco_lab.network.namespaces.subprocess.run", pretend)
     with (
         pytest.raises(NoNetwork, match="qdisc kind is unknown"),
-        limited_network(1e9, [1e9]),
+        network(one_switch(1)),
     ):
         pytest.fail("there is no such network")
     name = f"diloco-net-{os.getpid()}"
-    removed = [f"ip netns delete {name}-{which}" for which in ("1", "0", "hub")]
+    removed = [f"ip netns delete {name}-{which}" for which in ("worker-1", "hub", "switch")]
     assert ran[-3:] == removed
 
 
@@ -171,17 +171,17 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next() -> None:
     if reason := why_not():
         pytest.skip(reason)
     hold = (
-        "from diloco_lab.bench.limited_network import limited_network\n"
+        "from diloco_lab.network.namespaces import network, one_switch\n"
         "import signal\n"
-        "with limited_network(1e9, [1e9]):\n"
+        "with network(one_switch(1)):\n"
         "    print('made', flush=True)\n"
         "    signal.pause()\n"
     )
-    with a_network(1e9, 1e9):
+    with a_network():
         holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"made\n"
-        left = list(network_of.NAMES.glob(f"{network_of.PREFIX}-{holder.pid}-*"))
+        left = list(namespaces.NAMES.glob(f"{namespaces.PREFIX}-{holder.pid}-*"))
         remove_abandoned()
         assert len(left) == 3 and all(path.exists() for path in left)  # its process lives
         holder.send_signal(signal.SIGKILL)
@@ -192,10 +192,10 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next() -> None:
 
 
 def test_who_may_not_make_one_is_told_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("diloco_lab.bench.limited_network.os.geteuid", lambda: 1000)
-    monkeypatch.setattr("diloco_lab.bench.limited_network.shutil.which", lambda _: "/sbin/ip")
+    monkeypatch.setattr("diloco_lab.network.namespaces.os.geteuid", lambda: 1000)
+    monkeypatch.setattr("diloco_lab.network.namespaces.shutil.which", lambda _: "/sbin/ip")
     assert why_not() == "making a network namespace takes root"
-    with pytest.raises(NoNetwork, match="takes root"), limited_network(1e9, [1e9]):
+    with pytest.raises(NoNetwork, match="takes root"), network(one_switch(1)):
         pytest.fail("there is no such network")
 
 
@@ -203,12 +203,12 @@ def test_a_missing_command_is_named_with_its_package(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", "")
     with (
         pytest.raises(NoNetwork, match=r"command 'ip' is missing.*iproute2"),
-        limited_network(1, [1]),
+        network(one_switch(1)),
     ):
         pytest.fail("there is no such network")
 
 
 def test_more_workers_than_addresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_lab.bench.limited_network.why_not", lambda: "")
-    with pytest.raises(NoNetwork, match="251 workers are too many"), limited_network(1, [1] * 251):
+    monkeypatch.setattr("diloco_lab.network.namespaces.why_not", lambda: "")
+    with pytest.raises(NoNetwork, match="251 workers are too many"), network(one_switch(251)):
         pytest.fail("there is no such network")

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.lan.records import INT4Z, INT8, KINDS, MODES, PAIRS, SHORT_REPLIES, USUAL
+from diloco_lab.driver.tables import rate_of
+from diloco_lab.network.lan.records import INT4Z, INT8, KINDS, MODES, PAIRS, SHORT_REPLIES, USUAL
 
 LINES = {"1G": 1e9, "100M": 1e8, "50M": 5e7}  # bits a second, by the name on the command line
 # Bits of a parameter on the wire, to guess how long a sync will take.
@@ -143,12 +144,3 @@ def too_long(part: Part) -> dict[float, float]:
         line: guess(parameters_of(part.size), part.pair, part.workers, line) for line in part.lines
     }
     return {line: seconds for line, seconds in times.items() if seconds > MOST_S}
-
-
-def rate_of(bits_per_s: float) -> str:
-    """In words.
-
-    >>> rate_of(1e9), rate_of(5e7)
-    ('1 Gb/s', '50 Mb/s')
-    """
-    return f"{bits_per_s / 1e9:g} Gb/s" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:g} Mb/s"

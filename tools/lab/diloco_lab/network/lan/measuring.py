@@ -9,52 +9,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import datetime
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from diloco_lab.bench.limited_network import LimitedNetwork, broker_options
 from diloco_lab.bench.parts.rounds import BROKER_HOLDS, FP32, WORKER_HOLDS, Round, one_round
-from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool, RoleProcess, ask_all
+from diloco_lab.bench.process_pool import BrokerProcess, RoleProcess, ask_all
 from diloco_lab.bench.report.arithmetic import percentile
 from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.lan import grid
-from diloco_lab.lan.grid import Part
-from diloco_lab.lan.records import Measurement
+from diloco_lab.network.lan import grid
+from diloco_lab.network.lan.grid import Part
+from diloco_lab.network.lan.records import Measurement
+from diloco_lab.network.namespaces import HUB, Network
+from diloco_lab.network.place import Place, at_the_hub, dtypes, now
 
 SET_UP = 2e10  # bits a second while workers join: the first copy of the model is not measured
 INTERVAL_S = 0.01  # between heartbeats
 ENOUGH_HEARTBEATS = 100  # for a p99
 ROUND_TRIPS = 9  # of which the median counts
 PATIENCE_S = 120.0  # beyond what something should take
-
-
-class Place(NamedTuple):
-    """The network of one command, and the processes in it. Worker i is member i."""
-
-    network: LimitedNetwork
-    pool: ProcessPool
-
-    def trainers(self, count: int) -> list[RoleProcess]:
-        return [self._role("trainer", member) for member in range(1, count + 1)]
-
-    def heart(self) -> RoleProcess:
-        """Sends heartbeats from where the first worker is, so over the same line."""
-        return self._role("fake-worker", 1)
-
-    def set_lines(self, broker: float, workers: Sequence[float] = ()) -> None:
-        """Rates of the broker and the first workers; others have the broker's."""
-        rest = self.network.members - 1 - len(workers)
-        self.network.set_rates(broker, [*workers, *[broker] * rest])
-
-    def round_trip(self, address: str, member: int = 1) -> float:
-        found = self._role("line-probe", member).ask(
-            "round_trips", address=address, count=ROUND_TRIPS
-        )
-        return float(median(found["seconds"]))
-
-    def _role(self, role: str, member: int) -> RoleProcess:
-        return self.pool.role(role, f"{role}-{member}", self.network.inside(member))
 
 
 class Traffic(NamedTuple):
@@ -66,30 +38,43 @@ class Traffic(NamedTuple):
 
 
 class Meter:
-    """Reads the lines of the broker and some workers, from when it is made."""
+    """Reads the lines of the hub and the first workers, from when it is made."""
 
-    def __init__(self, network: LimitedNetwork, workers: int) -> None:
-        self._network, self._members = network, range(workers + 1)
-        self._before = [network.carried(each) for each in self._members]
+    def __init__(self, network: Network, workers: int) -> None:
+        self._network = network
+        self._before = {each: network.carried(each) for each in (HUB, *network.workers[:workers])}
 
     def traffic(self, syncs: float) -> Traffic:
-        moved = []
-        for member, before in zip(self._members, self._before, strict=True):
+        moved = {}
+        for member, before in self._before.items():
             now = self._network.carried(member)
-            moved.append(((now.up - before.up) / syncs, (now.down - before.down) / syncs))
-        seconds = [
-            8 * max(ways) / rate
-            for ways, rate in zip(moved, self._network.rates, strict=False)  # of all members
-        ]
-        ups, downs = zip(*moved[1:], strict=True)
+            moved[member] = ((now.up - before.up) / syncs, (now.down - before.down) / syncs)
+        seconds = [8 * max(ways) / self._network.rates[member] for member, ways in moved.items()]
+        _, *of_workers = moved.values()
+        ups, downs = zip(*of_workers, strict=True)
         return Traffic(max(seconds), fmean(ups), fmean(downs))
+
+
+def set_lines(place: Place, hub: float, workers: Sequence[float] = ()) -> None:
+    """Rates of the hub and the first workers; the others have the hub's."""
+    network = place.network
+    network.set_rates(
+        dict.fromkeys(network.members, hub) | dict(zip(network.workers, workers, strict=False))
+    )
+
+
+def round_trip(place: Place, address: str) -> float:
+    """Seconds to the hub and back, from where the first worker is."""
+    probe = place.role("line-probe", place.network.workers[0])
+    found = probe.ask("round_trips", address=address, count=ROUND_TRIPS)
+    return float(median(found["seconds"]))
 
 
 def measure(place: Place, part: Part) -> Iterator[Measurement]:
     """All of a part; may raise ChildFailed."""
     how = {"round": rounds, "streaming": streaming, "mixed": mixed}
     parameters = parameters_of(part.size)
-    place.set_lines(SET_UP)
+    set_lines(place, SET_UP)
     copies = part.workers * WORKER_HOLDS + BROKER_HOLDS
     if place.pool.has_memory(copies * FP32 * parameters / 1e9, part.name):
         yield from how[part.kind](place, part)
@@ -99,25 +84,27 @@ def rounds(place: Place, part: Part) -> Iterator[Measurement]:
     """Syncs in which training waits, one after the other, on each line; heartbeats beside them."""
     parameters, trainers = parameters_of(part.size), place.trainers(part.workers)
     skipped = grid.too_long(part)
+    # It sends heartbeats from where the first worker is, so over the same line.
+    heart = place.role("fake-worker", place.network.workers[0])
     with _run(place, part, trainers) as broker:
         one_round(trainers, broker, normal=True)  # memory is taken for the first time
         for line in part.lines:
             if line in skipped:
                 continue
-            place.set_lines(line)
-            round_trip, load = place.round_trip(broker.address), os.getloadavg()[0]
+            set_lines(place, line)
+            trip, load = round_trip(place, broker.address), os.getloadavg()[0]
             times = grid.repeats(grid.guess(parameters, part.pair, part.workers, line))
             found: list[Round] = []
             beats: list[float] = []
             meter = Meter(place.network, part.workers)
             for _ in range(times):
-                with_beats = _with_heartbeats(place.heart(), trainers, broker)
+                with_beats = _with_heartbeats(heart, trainers, broker)
                 found.append(with_beats[0])
                 beats += with_beats[1]
             traffic = meter.traffic(times)
             enough = len(beats) >= ENOUGH_HEARTBEATS
             yield Measurement(
-                **_about(part, line, place.network, round_trip, load),
+                **_about(part, line, trip, load),
                 **_bytes(traffic),
                 seconds=tuple(each.seconds for each in found),
                 broker_cpu_s=median(each.cpu for each in found),
@@ -125,7 +112,7 @@ def rounds(place: Place, part: Part) -> Iterator[Measurement]:
                 heartbeat_p99_s=percentile(beats, 0.99) if enough else None,
                 heartbeats=len(beats) if enough else None,
             )
-    place.set_lines(SET_UP)
+    set_lines(place, SET_UP)
 
 
 def streaming(place: Place, part: Part) -> Iterator[Measurement]:
@@ -136,19 +123,19 @@ def streaming(place: Place, part: Part) -> Iterator[Measurement]:
     """
     trainers, steps = place.trainers(part.workers), grid.STREAMING_STEPS
     for line in part.lines:
-        place.set_lines(SET_UP)
+        set_lines(place, SET_UP)
         with _run(place, part, trainers) as broker:
             one_round(trainers, broker, normal=True)
-            place.set_lines(line)
+            set_lines(place, line)
             whole = [one_round(trainers, broker, normal=True).seconds for _ in range(2)]
-            place.set_lines(SET_UP)
+            set_lines(place, SET_UP)
         step_s = grid.STREAMING_TIMES * median(whole) / steps
         fragments = {"num_fragments": grid.FRAGMENTS, "sync_every": steps}
         with _run(place, part, trainers, **fragments) as broker:
             every = steps // grid.FRAGMENTS
             _simulate(trainers, steps, step_s, every)  # each fragment for the first time
-            place.set_lines(line)
-            round_trip, load = place.round_trip(broker.address), os.getloadavg()[0]
+            set_lines(place, line)
+            trip, load = round_trip(place, broker.address), os.getloadavg()[0]
             meter, windows = Meter(place.network, part.workers), 2
             found = _simulate(trainers, windows * steps, step_s, every)
             traffic = meter.traffic(windows)
@@ -158,7 +145,7 @@ def streaming(place: Place, part: Part) -> Iterator[Measurement]:
                 for i in range(windows)
             )
             yield Measurement(
-                **_about(part, line, place.network, round_trip, load),
+                **_about(part, line, trip, load),
                 **_bytes(traffic),
                 seconds=waited,
                 fragments=grid.FRAGMENTS,
@@ -169,7 +156,7 @@ def streaming(place: Place, part: Part) -> Iterator[Measurement]:
                 sync_seconds=median(whole),
                 copy_s=median(each["copy"] for each in found),
             )
-            place.set_lines(SET_UP)
+            set_lines(place, SET_UP)
 
 
 def mixed(place: Place, part: Part) -> Iterator[Measurement]:
@@ -181,16 +168,16 @@ def mixed(place: Place, part: Part) -> Iterator[Measurement]:
     if part.mode == "quorum":
         options = {"quorum": len(fast), "grace": grid.GRACE_S}
     with place.pool.broker(
-        **broker_options(place.network),
-        **_dtypes(part),
+        **at_the_hub(place.network),
+        **dtypes(part.pair),
         workers=part.workers,
         sync_every=steps,
         **options,
     ) as broker:
         _join(trainers, part.size, broker.address)
         _simulate(trainers, steps, 0.0, steps)  # memory is taken for the first time
-        place.set_lines(line, [*[line] * len(fast), grid.SLOW])
-        round_trip, load = place.round_trip(broker.address), os.getloadavg()[0]
+        set_lines(place, line, [*[line] * len(fast), grid.SLOW])
+        trip, load = round_trip(place, broker.address), os.getloadavg()[0]
         meter = Meter(place.network, part.workers)
         arguments = {"step_s": grid.MIXED_STEP_S, "drift_every": steps}
         for each in trainers:
@@ -200,12 +187,11 @@ def mixed(place: Place, part: Part) -> Iterator[Measurement]:
         # Whoever has left is waited for no more, so the slow one comes to its end.
         ask_all(fast, "leave")
         of_slow = slow.hear(PATIENCE_S)
-        place.set_lines(SET_UP)
+        set_lines(place, SET_UP)
         slow.ask("leave")
     ends = range(steps - 1, grid.MIXED_SYNCS * steps, steps)
     yield Measurement(
-        **_about(part, line, place.network, round_trip, load)
-        | {"worker_bits_per_s": (*[line] * len(fast), grid.SLOW)},
+        **_about(part, line, trip, load) | {"worker_bits_per_s": (*[line] * len(fast), grid.SLOW)},
         **_bytes(traffic),
         seconds=tuple(fmean(each["waited"][end] for each in of_fast) for end in ends),
         sync_every=steps,
@@ -237,7 +223,7 @@ def _run(
     place: Place, part: Part, trainers: Sequence[RoleProcess], **options: object
 ) -> AbstractContextManager[BrokerProcess]:
     """A synchronous run of these, with a boundary behind each step unless `sync_every` is said."""
-    everything: dict[str, Any] = broker_options(place.network) | _dtypes(part) | options
+    everything: dict[str, Any] = at_the_hub(place.network) | dtypes(part.pair) | options
     return place.pool.training(trainers, part.size, **everything)
 
 
@@ -254,24 +240,18 @@ def _simulate(
     return [each.hear(steps * step_s + PATIENCE_S) for each in trainers]
 
 
-def _dtypes(part: Part) -> dict[str, Any]:
-    return dict(zip(("wire_dtype", "reply_dtype"), part.pair, strict=True))
-
-
-def _about(
-    part: Part, line: float, network: LimitedNetwork, round_trip: float, load: float
-) -> dict[str, Any]:
+def _about(part: Part, line: float, trip: float, load: float) -> dict[str, Any]:
     return {
         "kind": part.kind,
         "parameters": parameters_of(part.size),
         "workers": part.workers,
-        **_dtypes(part),
+        **dtypes(part.pair),
         "broker_bits_per_s": line,
         "worker_bits_per_s": (line,) * part.workers,
-        "round_trip_s": round_trip,
+        "round_trip_s": trip,
         "cores": len(os.sched_getaffinity(0)),
         "load": load,
-        "at": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "at": now(),
     }
 
 

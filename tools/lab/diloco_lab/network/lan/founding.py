@@ -13,10 +13,10 @@ from itertools import product
 from typing import NamedTuple
 
 from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.lan import grid
-from diloco_lab.lan.records import Measurement
-from diloco_lab.lan.table import NOTHING, Table, percent, seconds
-from diloco_lab.lan.utilisation import (
+from diloco_lab.driver.tables import NOTHING, Table, percent, seconds
+from diloco_lab.network.lan import grid
+from diloco_lab.network.lan.records import Measurement
+from diloco_lab.network.lan.utilisation import (
     FAST_LINE,
     STEP_S,
     SYNC_EVERY,

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.lan import grid
-from diloco_lab.lan.founding import founding_tables
-from diloco_lab.lan.records import Measurement
-from diloco_lab.lan.table import NOTHING, Table, percent, seconds, size_of
-from diloco_lab.lan.utilisation import Number, on_a_slower_line, utilisation
+from diloco_lab.bench.sizes import parameters_of, size_of
+from diloco_lab.driver import page
+from diloco_lab.driver.tables import NOTHING, Table, percent, rate_of, seconds
+from diloco_lab.network.lan import grid
+from diloco_lab.network.lan.founding import founding_tables
+from diloco_lab.network.lan.records import LanFile, Measurement
+from diloco_lab.network.lan.utilisation import Number, on_a_slower_line, utilisation
 
+# Tables that a page may ask for.
+KEYS = (
+    *("sync", "training", "heartbeats", "bytes"),
+    *("streaming", "mixed"),
+    *("plan", "plan-seconds", "costs"),
+)
 LINES = tuple(grid.LINES.values())
 Row = tuple[int, tuple[str, str]]  # parameters, codecs
 
@@ -25,6 +32,14 @@ def tables(measurements: Sequence[Measurement]) -> list[Table]:
         *founding_tables(measurements),
     ]
     return [each for each in found if each.rows]
+
+
+def blocks(found: LanFile) -> dict[str, str]:
+    """For the page."""
+    all_of_it = found.measurements
+    times, loads = [each.at for each in all_of_it], [each.load for each in all_of_it]
+    where = page.where(found.machine, times, loads, "measurement")
+    return page.blocks_of(KEYS, tables(all_of_it), where)
 
 
 def _rounds(measurements: Sequence[Measurement]) -> dict[Row, dict[float, Measurement]]:
@@ -68,7 +83,7 @@ def _of_rounds(rounds: dict[Row, dict[float, Measurement]]) -> Iterator[Table]:
         p99 = found.heartbeat_p99_s if found else None
         return NOTHING if p99 is None else f"{1e3 * p99:.0f} ms"
 
-    lines = tuple(map(grid.rate_of, LINES))
+    lines = tuple(map(rate_of, LINES))
     yield Table(
         "sync",
         "A sync, and how much of the line it used",
@@ -112,7 +127,7 @@ def _of_rounds(rounds: dict[Row, dict[float, Measurement]]) -> Iterator[Table]:
 
 def _left_out(rounds: dict[Row, dict[float, Measurement]]) -> Iterator[str]:
     missing = [
-        f"{size_of(row[0])} {'/'.join(row[1])} at {grid.rate_of(line)}"
+        f"{size_of(row[0])} {'/'.join(row[1])} at {rate_of(line)}"
         for row, by_line in rounds.items()
         for line in LINES
         if line not in by_line
@@ -142,7 +157,7 @@ def _streaming(found: Sequence[Measurement]) -> Iterator[Table]:
         tuple(
             (
                 *_labels((each.parameters, each.pair)),
-                grid.rate_of(each.broker_bits_per_s),
+                rate_of(each.broker_bits_per_s),
                 seconds(each.sync_seconds or 0.0),
                 f"{each.sync_every} of {seconds(each.step_s or 0.0)}",
                 seconds(each.median_s),
@@ -157,7 +172,7 @@ def _streaming(found: Sequence[Measurement]) -> Iterator[Table]:
 
 
 def _mixed(found: Sequence[Measurement]) -> Iterator[Table]:
-    slow = grid.rate_of(grid.SLOW)
+    slow = rate_of(grid.SLOW)
     yield Table(
         "mixed",
         f"One worker on {slow} beside {grid.FAST_WORKERS} on 1 Gb/s",

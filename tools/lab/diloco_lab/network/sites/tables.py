@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean, stdev
 
-from diloco_lab.lan.grid import rate_of
-from diloco_lab.lan.table import NOTHING, Table, seconds, size_of
-from diloco_lab.sites.records import BadFile, Loss, Measurement, SitesFile, Trained
+from diloco_lab.bench.sizes import size_of
+from diloco_lab.driver import page
+from diloco_lab.driver.tables import NOTHING, Table, rate_of, seconds
+from diloco_lab.network.sites.records import Loss, Measurement, SitesFile, Trained
 
-BLOCK = re.compile(r"<!-- table: (?P<key>[a-z-]+) -->\n.*?<!-- end -->", re.DOTALL)
+KEYS = ("rounds", "losses", "trained")  # of tables that a page may ask for
 NAMES = {
     "star": "all workers at the hub",
     "whole": "the same, pushes counted whole",
@@ -117,37 +116,10 @@ def _of_training(found: SitesFile) -> Table:
     return Table("trained", "Several rounds to a push", head, rows)
 
 
-def filled(page: str, found: SitesFile) -> str:
-    """The page with the tables of this file in its blocks; raises BadFile."""
-    blocks = {each.key: "\n".join(each.lines()) for each in tables(found)}
-    blocks["where"] = where(found)
-
-    def block(match: re.Match[str]) -> str:
-        key = match["key"]
-        if key not in blocks:
-            raise BadFile(f"the page asks for a table {key!r}, which was not measured")
-        return f"<!-- table: {key} -->\n{blocks[key]}\n<!-- end -->"
-
-    return BLOCK.sub(block, page)
-
-
-def write(found: SitesFile, path: Path) -> None:
-    """Put the tables into the page; raises BadFile where there is none, or it asks for others."""
-    try:
-        page = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadFile(f"{path} cannot be read ({error.strerror})") from None
-    path.write_text(filled(page, found), encoding="utf-8")
-
-
-def where(found: SitesFile) -> str:
-    """What the numbers should be read with: machine, time, load."""
-    about, loads = found.machine, [each.load for each in found.rounds]
-    times = sorted(each.at for rows in (found.rounds, found.losses, found.trained) for each in rows)
-    versions = ", ".join(f"{name} {about.get(name)}" for name in ("kernel", "python", "torch"))
-    load = f"{min(loads):.1f} to {max(loads):.1f}" if loads else "an unknown number of"
-    return (
-        f"Measured on {about.get('cores')} cores of a machine ({about.get('processor')}, {versions})\n"
-        f"from {times[0][:16]} to {times[-1][:16]}. In the minute before each configuration\n"
-        f"{load} processes wanted a core."
-    )
+def blocks(found: SitesFile) -> dict[str, str]:
+    """For the page."""
+    records = (found.rounds, found.losses, found.trained)
+    times = [each.at for rows in records for each in rows]
+    loads = [each.load for each in found.rounds]
+    where = page.where(found.machine, times, loads, "configuration")
+    return page.blocks_of(KEYS, tables(found), where)

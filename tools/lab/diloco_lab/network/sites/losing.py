@@ -11,14 +11,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from diloco_lab.bench.process_pool import BrokerProcess, ask_all
-from diloco_lab.sites.measuring import START_WITHIN_S, WAN, WORKERS, Place
-from diloco_lab.sites.network import HUB, LAN, STANDBY
-from diloco_lab.sites.records import Loss
+from diloco_lab.bench.process_pool import BrokerProcess
+from diloco_lab.network.namespaces import FAST, HUB, STANDBY
+from diloco_lab.network.place import Place, now
+from diloco_lab.network.sites.records import Loss
+from diloco_lab.network.sites.rounds import START_WITHIN_S, WAN, WORKERS, join, start_relay
 from diloco_protocol.feed import Snapshot
 from diloco_tools.processes import wait_for_line
 
@@ -37,21 +37,18 @@ class Tree:
         self.place, self.folder, self.with_standby = place, folder, with_standby
         self.sites = place.network.sites
         self.everybody = WORKERS * len(self.sites)
-        self.address = place.at(HUB, PORT)
+        self.address = place.network.at(HUB, PORT)
         self.hub = self.start_hub()
         self.parent = self.address
         if with_standby:
             self.standby = self._start_standby()
-            self.parent = f"{self.address},{place.at(STANDBY, PORT)}"
-        self.relays = [place.relay(self.parent, site, PAIR[0], PORT) for site in self.sites]
+            self.parent = f"{self.address},{place.network.at(STANDBY, PORT)}"
+        self.relays = [start_relay(place, self.parent, site, PAIR[0], PORT) for site in self.sites]
         for each in self.relays:
             wait_for_line(each, "control", START_WITHIN_S)
         self.trainers = place.trainers()
-        ask_all(self.trainers, "build", size=size)
-        for number, trainer in enumerate(self.trainers):
-            trainer.tell("join", address=place.at(f"relay-{number // WORKERS}", PORT))
-        for trainer in self.trainers:
-            trainer.hear()
+        servers = [place.network.at(f"relay-{site}", PORT) for site in self.sites]
+        join(self.trainers, size, servers)
         for trainer in self.trainers:
             trainer.tell("go_on", step_s=STEP_S, drift_every=EVERY)
 
@@ -61,7 +58,7 @@ class Tree:
 
     def _start_standby(self) -> BrokerProcess:
         words = ["standby", "--of", self.address]
-        return self._start(STANDBY, words, self.place.at(STANDBY, PORT))
+        return self._start(STANDBY, words, self.place.network.at(STANDBY, PORT))
 
     def _start(self, member: str, words: list[str], address: str) -> BrokerProcess:
         options = ["--bind", address, "--insecure", "--no-ipc", "--relays", "--durable"]
@@ -78,7 +75,7 @@ class Tree:
     def end(self) -> None:
         """Workers that wait for each other would not leave: they are killed, as all of it is."""
         self.hub.close()
-        self.place.pool.dismiss("worker-")
+        self.place.pool.dismiss("trainer-")
         for each in self.relays:
             each.end()
         self.hub.child.end()
@@ -103,7 +100,7 @@ def _averaged(snapshot: Snapshot) -> int:
 
 @contextlib.contextmanager
 def a_tree(place: Place, size: str, *, with_standby: bool = False) -> Iterator[Tree]:
-    place.network.set_wan(LAN)
+    place.network.set_wan(FAST)
     with TemporaryDirectory(prefix="diloco-") as folder:
         tree = Tree(place, size, Path(folder), with_standby=with_standby)
         try:
@@ -129,7 +126,7 @@ def losses(place: Place, size: str, say: Callable[[str], None]) -> Iterator[Loss
 
 def _relay(tree: Tree) -> Loss:
     def comes_back() -> None:
-        tree.relays[0] = tree.place.relay(tree.parent, 0, PAIR[0], PORT)
+        tree.relays[0] = start_relay(tree.place, tree.parent, 0, PAIR[0], PORT)
 
     return _of_a_site(tree, "relay killed (-9)", tree.relays[0].kill, comes_back)
 
@@ -151,7 +148,7 @@ def _of_a_site(
     made, back_at = tree.rounds - before, time.monotonic()
     comes_back()
     whole = tree.next_round_of(tree.everybody, back_at)
-    return Loss(what, back_at - lost_at, others, whole, made, _now())
+    return Loss(what, back_at - lost_at, others, whole, made, now())
 
 
 def _hub(tree: Tree) -> Loss:
@@ -161,7 +158,7 @@ def _hub(tree: Tree) -> Loss:
     back_at = time.monotonic()
     tree.hub = tree.start_hub()
     whole = tree.next_round_of(tree.everybody, back_at)
-    return Loss("hub killed (-9), started again at once", None, None, whole, 0, _now())
+    return Loss("hub killed (-9), started again at once", None, None, whole, 0, now())
 
 
 def _hub_with_a_standby(tree: Tree) -> Loss:
@@ -176,8 +173,4 @@ def _hub_with_a_standby(tree: Tree) -> Loss:
     number = -1 if made is None else made.number
     if number < before:
         raise tree.standby.child.failure(f"went back to round {number} from {before}")
-    return Loss("hub killed (-9), its standby takes over", None, None, whole, 0, _now())
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+    return Loss("hub killed (-9), its standby takes over", None, None, whole, 0, now())

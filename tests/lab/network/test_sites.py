@@ -16,12 +16,22 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco_lab.bench.limited_network import NAMES, PREFIX, NoNetwork
 from diloco_lab.bench.process_pool import ProcessPool
-from diloco_lab.sites import cli, tables
-from diloco_lab.sites.measuring import Place, rounds
-from diloco_lab.sites.network import SitesNetwork, sites_network
-from diloco_lab.sites.records import BadFile, Loss, Measurement, SitesFile, Trained, read
+from diloco_lab.driver import page
+from diloco_lab.driver.records import BadFile, text_of
+from diloco_lab.network import cli
+from diloco_lab.network.namespaces import (
+    NAMES,
+    PREFIX,
+    Network,
+    NoNetwork,
+    network,
+    several_sites,
+)
+from diloco_lab.network.place import Place
+from diloco_lab.network.sites.records import Loss, Measurement, SitesFile, Trained, read
+from diloco_lab.network.sites.rounds import rounds
+from diloco_lab.network.sites.tables import blocks, tables
 from kit.paths import LAB
 
 COMMITTED, PAGE = LAB / "sites.json", LAB / "SITES.md"
@@ -49,26 +59,27 @@ assert connection.recv(1) == b"!"
 
 
 @contextlib.contextmanager
-def a_network(folder: Path, **given: float) -> Iterator[SitesNetwork]:
+def a_network(folder: Path) -> Iterator[Network]:
     """Two sites of one worker, or the test is skipped with the reason why there are none."""
-    with contextlib.ExitStack() as made:
+    with contextlib.ExitStack() as stack:
         try:
-            made_of = {"wan": 2e7, "delay_s": DELAY_S} | given
-            network = made.enter_context(sites_network(folder, sites=2, workers=1, **made_of))
+            members = several_sites(2, 1)
+            made = stack.enter_context(network(members, folder=folder, delay_s=DELAY_S))
         except NoNetwork as error:
             pytest.skip(str(error))
-        yield network
+        made.set_wan(2e7)
+        yield made
 
 
-def give(network: SitesNetwork, member: str) -> float:
+def give(of: Network, member: str) -> float:
     """Move some bytes to the hub. Seconds until there was a connection."""
     python = (sys.executable, "-c")
-    with subprocess.Popen([*network.inside("hub"), *python, TAKE], stdout=subprocess.PIPE) as taker:
+    with subprocess.Popen([*of.inside("hub"), *python, TAKE], stdout=subprocess.PIPE) as taker:
         try:
             assert taker.stdout is not None
             assert taker.stdout.readline() == b"ready\n"
             found = subprocess.run(
-                [*network.inside(member), *python, GIVE],
+                [*of.inside(member), *python, GIVE],
                 capture_output=True,
                 text=True,
                 timeout=60,
@@ -100,7 +111,7 @@ def a_round(**changes: object) -> Measurement:
 
 
 def a_file(*rounds_: Measurement, losses: tuple[Loss, ...] = ()) -> SitesFile:
-    return SitesFile("python -m diloco_lab.sites", {"cores": 2}, rounds_, losses)
+    return SitesFile("python -m diloco_lab.network sites", {"cores": 2}, rounds_, losses)
 
 
 RELAYS = a_round(way="relays", seconds=(12.0,), bytes_up=4e7, bytes_down=8e7)
@@ -111,9 +122,9 @@ A_LOSS = Loss("relay killed", 9.0, 2.0, None, 6, "2026-01-01T00:01:00+00:00")
 
 
 def test_line_of_a_site_has_its_delay_and_counts_its_bytes(tmp_path: Path) -> None:
-    with a_network(tmp_path) as network:
-        until_connected = give(network, "worker-0-0")
-        there, elsewhere = network.carried(0), network.carried(1)
+    with a_network(tmp_path) as made:
+        until_connected = give(made, "worker-0-0")
+        there, elsewhere = made.wan_carried(0), made.wan_carried(1)
     assert until_connected >= 2 * DELAY_S
     assert MOVED < there.up < 1.2 * MOVED
     assert there.down < MOVED / 5  # acknowledgements
@@ -121,20 +132,20 @@ def test_line_of_a_site_has_its_delay_and_counts_its_bytes(tmp_path: Path) -> No
 
 
 def test_line_that_is_cut_carries_nothing_and_everything_after(tmp_path: Path) -> None:
-    with a_network(tmp_path) as network:
-        network.cut(0)
+    with a_network(tmp_path) as made:
+        made.cut(0)
         with pytest.raises(subprocess.CalledProcessError):
-            _ping(network)
-        network.mend(0)
+            _ping(made)
+        made.mend(0)
         end = time.monotonic() + 20
         while True:
             with contextlib.suppress(subprocess.CalledProcessError):
-                _ping(network)
+                _ping(made)
                 break
             assert time.monotonic() < end, "the line is mended, and carries nothing"
 
 
-def _ping(network: SitesNetwork) -> None:
+def _ping(of: Network) -> None:
     """One packet to the hub and back; raises CalledProcessError where none comes back."""
     program = (
         "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_STREAM); s.settimeout(0.5)\n"
@@ -142,7 +153,7 @@ def _ping(network: SitesNetwork) -> None:
         "except ConnectionRefusedError: pass\n"  # somebody is there, and says that nobody listens
     )
     subprocess.run(
-        [*network.inside("worker-0-0"), sys.executable, "-c", program],
+        [*of.inside("worker-0-0"), sys.executable, "-c", program],
         check=True,
         capture_output=True,
         timeout=20,
@@ -160,9 +171,12 @@ def test_nothing_is_left_of_a_network(tmp_path: Path) -> None:
 def test_relays_carry_a_third_of_the_bytes(tmp_path: Path) -> None:
     """Three workers at each site: by the token buckets, with all headers."""
     try:
-        network = sites_network(tmp_path, sites=2, workers=3, wan=5e7, delay_s=0.01)
-        with network as lines, ProcessPool(tmp_path, 0) as pool:
-            place = Place(lines, pool)
+        members = several_sites(2, 3)
+        with (
+            network(members, folder=tmp_path, delay_s=0.01) as made,
+            ProcessPool(tmp_path, 0) as pool,
+        ):
+            place = Place(made, pool)
             found = {
                 way: rounds(place, "0.4M", ("bf16", "fp32"), way, 1) for way in ("star", "relays")
             }
@@ -180,7 +194,7 @@ def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     trained = Trained("each round goes up", 0, 480, 2.1, 24, "2026-01-01T00:02:00+00:00")
     found = replace(a_file(a_round(), RELAYS, losses=(A_LOSS,)), trained=(trained,))
     path = tmp_path / "sites.json"
-    path.write_text(found.text())
+    path.write_text(text_of(found))
     assert read(path) == found
 
 
@@ -195,19 +209,19 @@ def test_what_is_no_file_of_measurements_gets_a_sentence(tmp_path: Path, text: s
 def test_relays_are_held_against_the_star_of_the_same_codecs() -> None:
     other = a_round(wire_dtype="int4z", reply_dtype="int4z", seconds=(3.0,))
     whole = a_round(way="whole", seconds=(36.0,))
-    (table,) = tables.tables(a_file(a_round(), whole, RELAYS, other))
+    (table,) = tables(a_file(a_round(), whole, RELAYS, other))
     assert table.rows[2][3:] == ("12.0 s", "0.40", "0.33", "120.0 MB, 1/3.0")
     assert table.rows[0][4:] == ("-", "-", "360.0 MB")
 
 
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
-    assert tables.filled(text, read(COMMITTED)) == text
+    assert page.filled(text, blocks(read(COMMITTED))) == text
 
 
-def test_page_asks_for_what_was_measured_only() -> None:
-    with pytest.raises(BadFile, match="'losses', which was not measured"):
-        tables.filled("<!-- table: losses -->\n<!-- end -->", a_file(a_round()))
+def test_page_may_ask_for_what_was_not_measured() -> None:
+    filled = page.filled("<!-- table: losses -->\n<!-- end -->", blocks(a_file(a_round())))
+    assert "Nothing was measured for this." in filled
 
 
 # The command
@@ -217,7 +231,7 @@ def test_command_without_root_says_why_it_measures_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    result = CliRunner().invoke(cli.app, ["--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(cli.app, ["sites", "--out", str(tmp_path / "out")])
     assert result.exit_code == cli.SKIPPED
     assert "takes root" in result.output
     assert not (tmp_path / "out").exists()
@@ -232,15 +246,15 @@ def test_command_without_root_says_why_it_measures_nothing(
     ],
 )
 def test_option_that_cannot_work_gets_a_sentence(options: list[str], sentence: str) -> None:
-    result = CliRunner().invoke(cli.app, options)
+    result = CliRunner().invoke(cli.app, ["sites", *options])
     assert result.exit_code == 2
     assert sentence in result.output
 
 
 def test_page_is_written_without_measuring(tmp_path: Path) -> None:
     into = tmp_path / "sites.json"
-    into.write_text(a_file(a_round(), RELAYS, losses=(A_LOSS,)).text())
-    (tmp_path / cli.PAGE).write_text("<!-- table: rounds -->\n<!-- end -->\n")
-    assert CliRunner().invoke(cli.app, ["--page", "--into", str(into)]).exit_code == 0
-    assert "| 0.40 |" in (tmp_path / cli.PAGE).read_text()
+    into.write_text(text_of(a_file(a_round(), RELAYS, losses=(A_LOSS,))))
+    (tmp_path / "SITES.md").write_text("<!-- table: rounds -->\n<!-- end -->\n")
+    assert CliRunner().invoke(cli.app, ["sites", "--page", "--into", str(into)]).exit_code == 0
+    assert "| 0.40 |" in (tmp_path / "SITES.md").read_text()
     assert json.loads(into.read_text())["losses"][0]["what"] == "relay killed"

@@ -13,16 +13,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco_lab.bench import limited_network as network_of
-from diloco_lab.bench.limited_network import NoNetwork, limited_network, why_not
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.lan import founding, grid, page, utilisation
-from diloco_lab.lan.cli import SKIPPED, app
-from diloco_lab.lan.grid import Choice, Part
-from diloco_lab.lan.measuring import SET_UP, Place, measure
-from diloco_lab.lan.records import INT4Z, USUAL, BadFile, LanFile, Measurement, read
-from diloco_lab.lan.tables import tables
+from diloco_lab.driver import page
+from diloco_lab.driver.records import BadFile, text_of
+from diloco_lab.network import namespaces
+from diloco_lab.network.cli import SKIPPED, app
+from diloco_lab.network.lan import founding, grid, utilisation
+from diloco_lab.network.lan.grid import Choice, Part
+from diloco_lab.network.lan.measuring import measure
+from diloco_lab.network.lan.records import INT4Z, USUAL, LanFile, Measurement, read
+from diloco_lab.network.lan.tables import KEYS, blocks, tables
+from diloco_lab.network.namespaces import NoNetwork, network, one_switch, why_not
+from diloco_lab.network.place import Place
 from kit.paths import LAB
 
 COMMITTED = LAB / "lan.json"
@@ -53,11 +56,13 @@ def a_round(**changes: object) -> Measurement:
 
 
 def a_file(*measurements: Measurement) -> LanFile:
-    return LanFile("python -m diloco_lab.lan", "2026-01-01T00:00:00", {"cores": 2}, measurements)
+    return LanFile(
+        "python -m diloco_lab.network lan", "2026-01-01T00:00:00", {"cores": 2}, measurements
+    )
 
 
 def filled(text: str, found: LanFile) -> str:
-    return page.filled(text, found, tables(found.measurements))
+    return page.filled(text, blocks(found))
 
 
 # What is computed
@@ -201,13 +206,13 @@ def test_choice_keeps_what_is_asked_for() -> None:
 def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = a_file(a_round(), a_round(kind="mixed", mode="quorum", quorum=2, slow_seconds=(3.0,)))
     path = tmp_path / "lan.json"
-    path.write_text(found.text())
+    path.write_text(text_of(found))
     assert read(path) == found
 
 
 def test_newer_measurements_take_the_place_of_older_ones_of_the_same() -> None:
     older = [a_round(seconds=(9.0,)), a_round(workers=2), a_round(parameters=1000)]
-    whole = a_file(a_round(seconds=(1.0,))).with_older(older)
+    whole = a_file(a_round(seconds=(1.0,))).with_older(a_file(*older))
     assert [(each.parameters, each.workers, each.seconds) for each in whole.measurements] == [
         (1000, 1, (0.4,)),
         (10**7, 1, (1.0,)),
@@ -227,7 +232,7 @@ def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
     assert filled(text, read(COMMITTED)) == text
     keys = {match["key"] for match in page.BLOCK.finditer(text)}
-    assert keys == {page.WHERE, *page.KEYS}
+    assert keys == {page.WHERE, *KEYS}
 
 
 def test_other_measurements_change_the_page_between_its_marks_only() -> None:
@@ -239,7 +244,7 @@ def test_other_measurements_change_the_page_between_its_marks_only() -> None:
 
 
 def test_every_table_of_the_page_was_measured() -> None:
-    assert {each.key for each in tables(read(COMMITTED).measurements)} == set(page.KEYS)
+    assert {each.key for each in tables(read(COMMITTED).measurements)} == set(KEYS)
 
 
 def test_table_of_nothing_says_so() -> None:
@@ -258,11 +263,11 @@ def test_table_that_there_is_not_is_named() -> None:
 def test_command_without_root_says_why_it_measures_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("diloco_lab.bench.limited_network.why_not", lambda: "it takes root")
-    done = CliRunner().invoke(app, ["--quick", "--out", str(tmp_path)])
+    monkeypatch.setattr("diloco_lab.network.cli.why_not", lambda: "it takes root")
+    done = CliRunner().invoke(app, ["lan", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == SKIPPED
-    assert done.stderr == "python -m diloco_lab.lan: skipped: it takes root\n"
-    as_make_has_it = ["--quick", "--out", str(tmp_path), "--skip-is-success"]
+    assert done.stderr == "python -m diloco_lab.network lan: skipped: it takes root\n"
+    as_make_has_it = ["lan", "--quick", "--out", str(tmp_path), "--skip-is-success"]
     assert CliRunner().invoke(app, as_make_has_it).exit_code == 0
 
 
@@ -278,19 +283,19 @@ def test_command_without_root_says_why_it_measures_nothing(
     ],
 )
 def test_options_that_cannot_be_get_a_sentence(options: list[str], sentence: str) -> None:
-    done = CliRunner().invoke(app, options)
+    done = CliRunner().invoke(app, ["lan", *options])
     assert done.exit_code == 2
     assert sentence in done.stderr
 
 
 def test_page_is_written_without_measuring(tmp_path: Path) -> None:
     file, written = tmp_path / "lan.json", tmp_path / "LAN.md"
-    file.write_text(a_file(a_round(workers=2)).text())
+    file.write_text(text_of(a_file(a_round(workers=2))))
     written.write_text("<!-- table: sync -->\n<!-- end -->\n")
-    assert CliRunner().invoke(app, ["--page", "--into", str(file)]).exit_code == 0
+    assert CliRunner().invoke(app, ["lan", "--page", "--into", str(file)]).exit_code == 0
     assert "0.40 s, 80%" in written.read_text()
     written.unlink()
-    done = CliRunner().invoke(app, ["--page", "--into", str(file)])
+    done = CliRunner().invoke(app, ["lan", "--page", "--into", str(file)])
     assert (done.exit_code, "LAN.md cannot be read" in done.stderr) == (2, True)
 
 
@@ -301,8 +306,8 @@ def test_page_is_written_without_measuring(tmp_path: Path) -> None:
 def place(tmp_path: Path) -> Iterator[Place]:
     """Lines for three workers, or the test is skipped with the reason why there are none."""
     try:
-        with limited_network(SET_UP, [SET_UP] * 3) as network, ProcessPool(tmp_path, 1) as pool:
-            yield Place(network, pool)
+        with network(one_switch(3)) as made, ProcessPool(tmp_path, 1) as pool:
+            yield Place(made, pool)
     except NoNetwork as error:
         pytest.skip(str(error))
 
@@ -364,16 +369,16 @@ def test_nothing_is_left_when_it_is_stopped_in_the_middle(
 ) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    command = [sys.executable, "-m", "diloco_lab.lan", "--quick", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "diloco_lab.network", "lan", "--quick", "--out", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as running:
         assert running.stderr is not None
         assert b"1/5" in running.stderr.readline()  # its networks and first processes are there
-        mine = f"{network_of.PREFIX}-{running.pid}-*"
-        assert list(network_of.NAMES.glob(mine))
+        mine = f"{namespaces.PREFIX}-{running.pid}-*"
+        assert list(namespaces.NAMES.glob(mine))
         running.send_signal(number)
         said = running.communicate(timeout=60)[1]
     assert running.returncode == (130 if number == signal.SIGINT else 143), said
-    assert not list(network_of.NAMES.glob(mine))
+    assert not list(namespaces.NAMES.glob(mine))
 
 
 @pytest.mark.slow
@@ -381,7 +386,7 @@ def test_nothing_is_left_when_it_is_stopped_in_the_middle(
 def test_json_of_the_command_is_its_file(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    command = [sys.executable, "-m", "diloco_lab.lan", "--quick", "--json"]
+    command = [sys.executable, "-m", "diloco_lab.network", "lan", "--quick", "--json"]
     command += ["--kinds", "round", "--codecs", "int4z/int4z", "--lines", "1G"]
     said = subprocess.check_output([*command, "--out", str(tmp_path)], timeout=200)
     assert json.loads(said) == json.loads((tmp_path / "lan.json").read_text())

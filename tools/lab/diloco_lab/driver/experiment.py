@@ -1,0 +1,146 @@
+"""The command line of an experiment: its folder, what it prints meanwhile, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import typer
+
+from diloco_tools import terminal
+from diloco_tools.demo.data import DataError
+from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
+
+T = TypeVar("T")
+
+
+class Experiment:
+    """One start of an experiment.
+
+    Args:
+        command: as it is started in a checkout; it begins each message to standard error.
+        out: the folder for its results and logs.
+        interrupted: what Ctrl-C leaves behind.
+        is_quiet: progress goes to standard error, since standard output is for the results.
+        width: of tables where there is no terminal.
+
+    Attributes:
+        has_failed: a part could not be measured.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        out: Path,
+        *,
+        interrupted: str = "all of its processes have ended",
+        is_quiet: bool = False,
+        width: int = 130,
+    ) -> None:
+        self.command, self.out = command, out.resolve()
+        self.shown = terminal.console_for_tables(width)
+        self.has_failed = False
+        self._progress = terminal.console(stderr=True) if is_quiet else self.shown
+        self._interrupted = interrupted
+        self._at, self._began = datetime.now().astimezone(), time.monotonic()
+
+    @property
+    def at(self) -> str:
+        """When it was started, in ISO 8601 with the offset of the time zone."""
+        return self._at.isoformat(timespec="seconds")
+
+    @property
+    def stamp(self) -> str:
+        """The same, for names of files."""
+        return f"{self._at:%Y%m%d-%H%M%S}"
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self._began
+
+    @property
+    def started_as(self) -> str:
+        """Its command with all options."""
+        return shlex.join([*self.command.split()[:3], *sys.argv[1:]])
+
+    def say(self, text: str) -> None:
+        self._progress.print(text, soft_wrap=True)
+
+    def tick(self, text: str) -> None:
+        """Say something with the seconds since the start."""
+        self.say(f"{self.seconds:4.0f} s  {text}")
+
+    def refuse(self, sentence: str) -> NoReturn:
+        """End: with these options it cannot be done."""
+        terminal.fail(self.command, sentence, 2)
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """The folder for results while the experiment runs; any error ends it with a sentence."""
+        end_like_an_error_on_signals()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            yield self.out
+        except DataError as error:
+            self.refuse(str(error))
+        except ChildFailed as error:
+            terminal.fail(self.command, str(error), 1)
+        except OSError as error:
+            self.refuse(f"cannot work in {self.out} ({error}); name another folder with --out")
+        except KeyboardInterrupt:
+            terminal.fail(self.command, f"interrupted; {self._interrupted}", 130)
+
+    def logs(self) -> Path:
+        """The folder for logs, which is made."""
+        logs = self.out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        return logs
+
+    def measure(
+        self,
+        parts: Mapping[str, Callable[[], Iterable[T]]],
+        failed: Callable[[str], None],
+        failures: tuple[type[Exception], ...] = (ChildFailed,),
+        each: Callable[[T], None] = lambda _: None,
+    ) -> list[T]:
+        """The results of all parts, in order. One that fails leaves those before and after it valid.
+
+        Args:
+            failed: is called with the name of a part that has failed, and cleans up.
+            each: is called with each result.
+        """
+        found: list[T] = []
+        for number, (name, part) in enumerate(parts.items(), start=1):
+            self.tick(f"{number}/{len(parts)}  {name}")
+            try:
+                for result in part():
+                    found.append(result)
+                    each(result)
+            except failures as error:
+                self.say(f"{self.command}: {error}")
+                self.has_failed = True
+                failed(name)
+        return found
+
+    def save(self, name: str, document: Any) -> Path:
+        """Write a document as JSON into the folder."""
+        path = self.out / name
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def end(self, tables: Iterable[Any], notes: Sequence[str], problems: Sequence[str]) -> None:
+        """Print tables, notes, and a line for each broken promise; exit code 1 where there is one."""
+        for table in tables:
+            self.shown.print(table)
+        for sentence in [*notes, *(f"BROKEN  {each}" for each in problems)]:
+            self.shown.print(sentence, soft_wrap=True)
+        if problems or self.has_failed:
+            raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Runs over slow lines in network namespaces: one switch (`lan`), or sites behind a WAN (`sites`)."""

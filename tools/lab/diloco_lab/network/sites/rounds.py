@@ -1,0 +1,124 @@
+"""Rounds of two sites: all workers at the hub, or a relay at each site.
+
+Workers are processes with the real hook and a GPT-shaped model; nothing is trained, parameters change
+by normal values before a sync (see `bench.roles.trainer`). Bytes are read from the WAN's token buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from diloco_lab.bench.parts.rounds import one_round
+from diloco_lab.bench.process_pool import BrokerProcess, RoleProcess, ask_all
+from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.network.namespaces import FAST
+from diloco_lab.network.place import Place, at_the_hub, dtypes, now
+from diloco_lab.network.sites.records import Measurement
+from diloco_tools.processes import Child, wait_for_line
+
+SITES, WORKERS = 2, 3  # and so many workers at each
+WAN, DELAY_S = 5e7, 0.04  # bits a second, and seconds each way
+START_WITHIN_S = 60.0
+WAYS_OF_A_HUB = {"star": {}, "whole": {"deterministic": True}, "relays": {"relays": True}}
+LAN_DTYPE = "bf16"  # of what workers send to a relay
+
+
+def start_relay(place: Place, hub: str, site: int, wire_dtype: str, port: int | str = "*") -> Child:
+    """A relay at its place in a site; its parent has this address."""
+    name, network = f"relay-{site}", place.network
+    words = ["relay", "--parent", hub, "--name", name, "--parent-wire-dtype", wire_dtype]
+    words += [
+        "--bind",
+        network.at(name, port),
+        "--feed",
+        network.at(name),
+        "--insecure",
+        "--no-ipc",
+    ]
+    words += ["--workers", str(WORKERS), "--wire-dtype", LAN_DTYPE]
+    command = [*network.inside(name), sys.executable, "-m", "diloco_broker", *words]
+    return place.pool.start(f"{name}-{len(place.pool.all)}", command)
+
+
+@contextlib.contextmanager
+def relays(place: Place, hub: str, wire_dtype: str) -> Iterator[list[str]]:
+    """One at each site; their addresses."""
+    children: list[Child] = []
+    try:
+        for site in place.network.sites:
+            children.append(start_relay(place, hub, site, wire_dtype))
+        yield [wait_for_line(each, "control", START_WITHIN_S) for each in children]
+    finally:
+        for each in children:
+            each.end()
+
+
+def join(trainers: Sequence[RoleProcess], size: str, servers: Sequence[str]) -> None:
+    """Have all workers join with a model of this size, those of a site at its server."""
+    ask_all(trainers, "build", size=size)
+    for number, trainer in enumerate(trainers):  # all of them before any answers: they wait
+        trainer.tell("join", address=servers[number // WORKERS])
+    for trainer in trainers:
+        trainer.hear()
+
+
+def rounds(place: Place, size: str, pair: tuple[str, str], way: str, repeats: int) -> Measurement:
+    """Syncs in which training waits, one after the other, by way of relays or without."""
+    network, trainers = place.network, place.trainers()
+    network.set_wan(FAST)  # the first copy of the model is not measured
+    with _run(place, trainers, size, pair, way) as broker:
+        one_round(trainers, broker, normal=True)  # memory is taken for the first time
+        network.set_wan(WAN)
+        load = os.getloadavg()[0]
+        before = [network.wan_carried(site) for site in network.sites]
+        found = [one_round(trainers, broker, normal=True).seconds for _ in range(repeats)]
+        after = [network.wan_carried(site) for site in network.sites]
+        network.set_wan(FAST)
+        averaged = broker.wait_for(lambda _: True).counts.averaged
+        ask_all(trainers, "leave")
+    carried = list(zip(before, after, strict=True))
+    return Measurement(
+        way=way,
+        parameters=parameters_of(size),
+        sites=len(network.sites),
+        workers=len(trainers),
+        wire_dtype=pair[0],
+        reply_dtype=pair[1],
+        wan_bits_per_s=WAN,
+        delay_s=DELAY_S,
+        seconds=tuple(found),
+        bytes_up=sum(now.up - then.up for then, now in carried) / repeats,
+        bytes_down=sum(now.down - then.down for then, now in carried) / repeats,
+        averaged=averaged,
+        load=load,
+        at=now(),
+    )
+
+
+@contextlib.contextmanager
+def _run(
+    place: Place,
+    trainers: Sequence[RoleProcess],
+    size: str,
+    pair: tuple[str, str],
+    way: str,
+) -> Iterator[BrokerProcess]:
+    """A run that all have joined, with a boundary behind each step."""
+    options: dict[str, Any] = {
+        **at_the_hub(place.network),
+        **dtypes(pair),
+        "sync_every": 1,
+        "workers": len(place.network.sites) if way == "relays" else len(trainers),
+        **WAYS_OF_A_HUB[way],
+    }
+    with contextlib.ExitStack() as begun:
+        broker = begun.enter_context(place.pool.broker(**options))
+        servers = [broker.address] * len(place.network.sites)
+        if way == "relays":
+            servers = begun.enter_context(relays(place, broker.address, pair[0]))
+        join(trainers, size, servers)
+        yield broker

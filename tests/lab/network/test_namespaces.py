@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from diloco_lab.network.namespaces import (
     one_switch,
     remove_abandoned,
     run,
+    several_sites,
     why_not,
 )
 
@@ -37,14 +39,25 @@ while piece := connection.recv(65536):
     taken += len(piece)
 connection.sendall(str(taken).encode())
 """
+# Prints how many bytes arrived, and the seconds until there was a connection.
 GIVE = f"""
-import socket
-connection = socket.create_connection(("198.18.0.1", 1000), 10)
+import socket, time
+began = time.monotonic()
+connection = socket.create_connection(("198.18.0.1", 1000), 20)
+connected = time.monotonic() - began
 connection.settimeout(30)
 connection.sendall(bytes({MOVED}))
 connection.shutdown(socket.SHUT_WR)
-print(connection.recv(100).decode())
+print(connection.recv(100).decode(), connected)
 """
+# A packet to the hub and back: it answers that nobody listens at this port.
+PING = """
+import socket
+end = socket.socket()
+end.settimeout(0.5)
+raise SystemExit(end.connect_ex(("198.18.0.1", 9)) != 111)
+"""
+DELAY_S = 0.03
 
 
 @contextlib.contextmanager
@@ -56,6 +69,19 @@ def a_network(workers: int = 1, **rates: float) -> Iterator[Network]:
         except NoNetwork as error:
             pytest.skip(str(error))
         made.set_rates({name.replace("_", "-"): rate for name, rate in rates.items()})
+        yield made
+
+
+@contextlib.contextmanager
+def two_sites(folder: Path) -> Iterator[Network]:
+    """Two sites of one worker behind slow lines, or the test is skipped with the reason."""
+    with contextlib.ExitStack() as stack:
+        try:
+            members = several_sites(2, 1)
+            made = stack.enter_context(network(members, folder=folder, delay_s=DELAY_S))
+        except NoNetwork as error:
+            pytest.skip(str(error))
+        made.set_wan(2e7)
         yield made
 
 
@@ -75,14 +101,15 @@ def rates(of: Network, member: str) -> list[int]:
     return found
 
 
-def move(of: Network, member: str) -> int:
-    """Bytes that arrived at the hub of those that a member sent there."""
+def move(of: Network, member: str) -> tuple[int, float]:
+    """Bytes that arrived at the hub of those that a member sent, and seconds until it was connected."""
     python = (sys.executable, "-c")
     with subprocess.Popen([*of.inside(HUB), *python, TAKE], stdout=subprocess.PIPE) as taker:
         try:
             assert taker.stdout is not None and taker.stdout.readline() == b"ready\n"
             give = [*of.inside(member), *python, GIVE]
-            return int(subprocess.check_output(give, timeout=60))
+            arrived, seconds = subprocess.check_output(give, timeout=60).split()
+            return int(arrived), float(seconds)
         finally:
             taker.kill()
 
@@ -95,7 +122,7 @@ def test_lines_have_their_rates_and_count_what_they_carry() -> None:
             "worker-2": [5 * 10**7] * 2,
         }
         before = {name: made.carried(name) for name in made.members}
-        assert move(made, "worker-1") == MOVED
+        assert move(made, "worker-1")[0] == MOVED
         after = {name: made.carried(name) for name in made.members}
         up = {name: after[name].up - before[name].up for name in made.members}
         down = {name: after[name].down - before[name].down for name in made.members}
@@ -113,7 +140,29 @@ def test_rates_change_while_connections_stay() -> None:
         made.set_rates({HUB: 1e8, "worker-1": 5e7})
         assert (rates(made, HUB), rates(made, "worker-1")) == ([10**8] * 2, [5 * 10**7] * 2)
         assert made.carried("worker-1").up >= carried.up
-        assert move(made, "worker-1") == MOVED
+        assert move(made, "worker-1")[0] == MOVED
+
+
+def test_line_of_a_site_has_its_delay_and_counts_its_bytes(tmp_path: Path) -> None:
+    with two_sites(tmp_path) as made:
+        _, until_connected = move(made, "worker-0-0")
+        there, elsewhere = made.wan_carried(0), made.wan_carried(1)
+    assert until_connected >= 2 * DELAY_S
+    assert MOVED < there.up < 1.2 * MOVED
+    assert there.down < MOVED / 5  # acknowledgements
+    assert elsewhere.up < MOVED / 10
+    assert own_namespaces() == []
+
+
+def test_line_that_is_cut_carries_nothing_and_everything_after(tmp_path: Path) -> None:
+    with two_sites(tmp_path) as made:
+        ping = [*made.inside("worker-0-0"), sys.executable, "-c", PING]
+        made.cut(0)
+        assert subprocess.run(ping, check=False, timeout=20).returncode != 0
+        made.mend(0)
+        deadline = time.monotonic() + 20
+        while subprocess.run(ping, check=False, timeout=20).returncode != 0:
+            assert time.monotonic() < deadline, "the line is mended, and carries nothing"
 
 
 def test_nothing_of_it_is_in_the_machines_own_network_and_all_is_removed() -> None:

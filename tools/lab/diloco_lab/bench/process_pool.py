@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from diloco_lab.bench.roles.wire import CALL_BYTES
 from diloco_lab.driver import machine
+from diloco_lab.driver.broker import ANYWHERE, broker_command
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.feed import Snapshot
 from diloco_protocol.roles import Role
@@ -192,8 +193,8 @@ class ProcessPool(Children):
         """A new folder of keys for these, and a monitor's."""
         folder = self.folder / "keys"
         shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, "-m", "diloco_broker", "keygen", str(folder)]
-        keygen = self.start("keygen", [*command, *(each.name for each in trainers)])
+        names = (each.name for each in trainers)
+        keygen = self.start("keygen", broker_command("keygen", str(folder), *names))
         if keygen.wait(START_WITHIN_S) != 0:
             raise keygen.failure()
         return folder
@@ -239,20 +240,16 @@ class ProcessPool(Children):
         # Where it runs inside, its network may be another than ours; its files are the same.
         folder = TemporaryDirectory(prefix="diloco-") if inside else nullcontext("")
         with folder as short:  # the path of a socket has at most 107 characters
-            feed = f"ipc://{short}/feed" if inside else "tcp://127.0.0.1:*"
-            options = {"bind": "tcp://127.0.0.1:*", "feed": feed} | options
+            feed = f"ipc://{short}/feed" if inside else ANYWHERE
+            options = {"bind": ANYWHERE, "feed": feed} | options
             with self._serve(inside, options) as broker:
                 yield broker
 
     @contextlib.contextmanager
     def _serve(self, inside: Sequence[str], options: dict[str, object]) -> Iterator[BrokerProcess]:
-        if not options.pop("ipc", False):
-            options["no_ipc"] = True
-        command = [*inside, sys.executable, "-m", "diloco_broker", "serve"]
-        for name, value in options.items():
-            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
-        if "save_dir" not in options:
-            command.append("--no-save")
+        options["no_ipc"] = not options.pop("ipc", False)
+        options["no_save"] = "save_dir" not in options
+        command = broker_command("serve", inside=inside, **options)
         keys = find_keys(str(options["keys"]), Role.MONITOR) if "keys" in options else None
         child = self.start(f"broker-{len(self.all) + 1}", command)
         try:

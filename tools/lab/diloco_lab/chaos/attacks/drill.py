@@ -20,6 +20,7 @@ from diloco_lab.chaos.attacks.report import MIB, Row
 from diloco_lab.chaos.attacks.table import ATTACKS, Attack
 from diloco_lab.chaos.attacks.words import MARK
 from diloco_lab.chaos.attacks.worker import SYNC_EVERY, description
+from diloco_lab.driver.broker import ANYWHERE, broker_command
 from diloco_protocol.clients import find_keys
 from diloco_protocol.errors import DilocoError
 from diloco_protocol.roles import Peer as Owner
@@ -93,26 +94,28 @@ class Stage(Children):
         return self
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "diloco_broker"]
-        locked = []
+        locked: dict[str, Any] = {}
         if self.keys_folder is not None:
-            others = [each.name for each in keyed.WORKERS]
-            made = [*command, "keygen", str(self.keys_folder), *WORKERS, *others]
-            made += ["--operator", keyed.OPERATOR.name, "--monitor", keyed.MONITOR.name]
+            names = (*WORKERS, *(each.name for each in keyed.WORKERS))
+            others = {"operator": keyed.OPERATOR.name, "monitor": keyed.MONITOR.name}
+            made = broker_command("keygen", str(self.keys_folder), *names, **others)
             keygen = self.start("keygen", made)
             if keygen.wait(STARTS_WITHIN_S) != 0:
                 raise keygen.failure()
-            locked = ["--keys", str(self.keys_folder)]
-        self.broker = self.start(
-            "broker",
-            [
-                *(*command, "serve", "--workers", str(len(WORKERS)), *locked),
-                *("--sync-every", str(SYNC_EVERY), "--outer-lr", "0.5"),
-                *("--stall-timeout", str(STALLS_S)),
-                *("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"),
-                *("--save-dir", str(self.folder / "run"), "--save-every", str(keyed.SAVE_EVERY)),
-            ],
+            locked = {"keys": self.keys_folder}
+        command = broker_command(
+            "serve",
+            **locked,
+            workers=len(WORKERS),
+            sync_every=SYNC_EVERY,
+            outer_lr=0.5,
+            stall_timeout=STALLS_S,
+            bind=ANYWHERE,
+            feed=ANYWHERE,
+            save_dir=self.folder / "run",
+            save_every=keyed.SAVE_EVERY,
         )
+        self.broker = self.start("broker", command)
         self.address = wait_for_line(self.broker, "control", STARTS_WITHIN_S)
         self.feed = wait_for_line(self.broker, "feed", STARTS_WITHIN_S)
         self._described.write_bytes(description())

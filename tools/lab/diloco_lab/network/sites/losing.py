@@ -8,15 +8,15 @@ Workers train all the time: steps are pauses of a given length, with parameters 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from diloco_lab.bench.process_pool import BrokerProcess
+from diloco_lab.driver.broker import broker_command
 from diloco_lab.network.namespaces import FAST, HUB, STANDBY
-from diloco_lab.network.place import Place, now
+from diloco_lab.network.place import Place, dtypes, now
 from diloco_lab.network.sites.records import Loss
 from diloco_lab.network.sites.rounds import START_WITHIN_S, WAN, WORKERS, join, start_relay
 from diloco_protocol.feed import Snapshot
@@ -53,22 +53,30 @@ class Tree:
             trainer.tell("go_on", step_s=STEP_S, drift_every=EVERY)
 
     def start_hub(self) -> BrokerProcess:
-        words = ["serve", *(["--standby"] if self.with_standby else [])]
-        return self._start(HUB, words, self.address)
+        return self._start("serve", HUB, self.address, standby=self.with_standby)
 
     def _start_standby(self) -> BrokerProcess:
-        words = ["standby", "--of", self.address]
-        return self._start(STANDBY, words, self.place.network.at(STANDBY, PORT))
+        return self._start(
+            "standby", STANDBY, self.place.network.at(STANDBY, PORT), of=self.address
+        )
 
-    def _start(self, member: str, words: list[str], address: str) -> BrokerProcess:
-        options = ["--bind", address, "--insecure", "--no-ipc", "--relays", "--durable"]
-        options += ["--feed", f"ipc://{self.folder}/{member}", "--sync-every", str(EVERY)]
-        options += ["--save-dir", str(self.folder / f"run-{member}")]
-        options += ["--workers", str(len(self.sites))]
-        options += ["--wire-dtype", PAIR[0], "--reply-dtype", PAIR[1]]
-        options += ["--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)]
-        inside = self.place.network.inside(member)
-        command = [*inside, sys.executable, "-m", "diloco_broker", *words, *options]
+    def _start(self, word: str, member: str, address: str, **options: object) -> BrokerProcess:
+        command = broker_command(
+            word,
+            inside=self.place.network.inside(member),
+            bind=address,
+            feed=f"ipc://{self.folder}/{member}",
+            insecure=True,
+            no_ipc=True,
+            relays=True,
+            durable=True,
+            workers=len(self.sites),
+            sync_every=EVERY,
+            save_dir=self.folder / f"run-{member}",
+            heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
+            **dtypes(PAIR),
+            **options,
+        )
         name = f"{member}-{len(self.place.pool.all)}"
         return BrokerProcess(self.place.pool.start(name, command))
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_lab.bench.parts.rounds import one_round
 from diloco_lab.bench.process_pool import BrokerProcess, RoleProcess, ask_all
 from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.driver.broker import broker_command
 from diloco_lab.network.namespaces import FAST
 from diloco_lab.network.place import Place, at_the_hub, dtypes, now
 from diloco_lab.network.sites.records import Measurement
@@ -30,17 +30,19 @@ LAN_DTYPE = "bf16"  # of what workers send to a relay
 def start_relay(place: Place, hub: str, site: int, wire_dtype: str, port: int | str = "*") -> Child:
     """A relay at its place in a site; its parent has this address."""
     name, network = f"relay-{site}", place.network
-    words = ["relay", "--parent", hub, "--name", name, "--parent-wire-dtype", wire_dtype]
-    words += [
-        "--bind",
-        network.at(name, port),
-        "--feed",
-        network.at(name),
-        "--insecure",
-        "--no-ipc",
-    ]
-    words += ["--workers", str(WORKERS), "--wire-dtype", LAN_DTYPE]
-    command = [*network.inside(name), sys.executable, "-m", "diloco_broker", *words]
+    command = broker_command(
+        "relay",
+        inside=network.inside(name),
+        parent=hub,
+        name=name,
+        parent_wire_dtype=wire_dtype,
+        bind=network.at(name, port),
+        feed=network.at(name),
+        insecure=True,
+        no_ipc=True,
+        workers=WORKERS,
+        wire_dtype=LAN_DTYPE,
+    )
     return place.pool.start(f"{name}-{len(place.pool.all)}", command)
 
 

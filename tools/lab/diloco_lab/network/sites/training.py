@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from diloco_lab.bench.process_pool import BrokerProcess
+from diloco_lab.driver.broker import ANYWHERE, broker_command
 from diloco_lab.network.place import now
 from diloco_lab.network.sites.records import Trained
 from diloco_tools.processes import Child, Children, wait_for_line
 
 SITES, WORKERS = 2, 2
 STEPS, SEEDS = 480, (0, 1, 2)
-OUTER = ("--outer-lr", "0.8", "--outer-momentum", "0.5")
+HERE: dict[str, Any] = {"bind": ANYWHERE, "feed": ANYWHERE}
+OUTER: dict[str, Any] = {"outer_lr": 0.8, "outer_momentum": 0.5}
 START_WITHIN_S, TRAIN_WITHIN_S = 60.0, 600.0
-LOCAL = ("--local-rounds", "4")
+LOCAL: dict[str, Any] = {"local_rounds": 4}
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Way:
 
     name: str
     sync_every: int
-    relay: tuple[str, ...] = ()
+    relay: Mapping[str, Any] = field(default_factory=dict)
 
 
 WAYS_OF_TRAINING = (
@@ -42,7 +45,7 @@ WAYS_OF_TRAINING = (
     Way(
         "four rounds to a push, with momentum",
         20,
-        (*LOCAL, "--local-outer-lr", "0.7", "--local-outer-momentum", "0.5"),
+        LOCAL | {"local_outer_lr": 0.7, "local_outer_momentum": 0.5},
     ),
 )
 
@@ -58,9 +61,15 @@ def training(folder: Path, seeds: tuple[int, ...] = SEEDS, steps: int = STEPS) -
 
 def _train(folder: Path, way: Way, seed: int, steps: int) -> Trained:
     with Children(folder) as children:
-        words = ["serve", "--relays", "--no-save", "--workers", str(SITES), *OUTER]
-        hub = _broker(children, "hub", *words, "--sync-every", str(way.sync_every))
-        with closing(BrokerProcess(hub)) as feed:
+        command = broker_command(
+            "serve",
+            **(HERE | OUTER),
+            relays=True,
+            no_save=True,
+            workers=SITES,
+            sync_every=way.sync_every,
+        )
+        with closing(BrokerProcess(children.start("hub", command))) as feed:
             relays = [_relay(children, feed.address, site, way.relay) for site in range(SITES)]
             workers = [
                 _worker(children, relays[each // WORKERS], each, seed, steps)
@@ -74,15 +83,11 @@ def _train(folder: Path, way: Way, seed: int, steps: int) -> Trained:
     return Trained(way.name, seed, steps, fmean(losses), pushes // SITES, now())
 
 
-def _broker(children: Children, name: str, *words: str) -> Child:
-    anywhere = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
-    return children.start(name, [sys.executable, "-m", "diloco_broker", *words, *anywhere])
-
-
-def _relay(children: Children, hub: str, site: int, options: tuple[str, ...]) -> str:
+def _relay(children: Children, hub: str, site: int, options: Mapping[str, Any]) -> str:
     name = f"relay-{site}"
-    words = ["relay", "--parent", hub, "--name", name, "--workers", str(WORKERS), *options]
-    return wait_for_line(_broker(children, name, *words), "control", START_WITHIN_S)
+    of_it = {"parent": hub, "name": name, "workers": WORKERS, **HERE, **options}
+    child = children.start(name, broker_command("relay", **of_it))
+    return wait_for_line(child, "control", START_WITHIN_S)
 
 
 def _worker(children: Children, server: str, number: int, seed: int, steps: int) -> Child:

@@ -66,6 +66,7 @@ def test_failing_input_is_written_and_the_command_that_replays_it_printed(
         run(path.read_bytes())
 
 
+@pytest.mark.slow
 def test_target_is_run_in_a_process_of_its_own_and_says_what_it_did() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fuzz", "decoding", "--seconds", "1", "--seed", "3"],

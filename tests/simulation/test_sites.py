@@ -41,6 +41,7 @@ def test_push_whose_verdict_is_not_heard_is_missed(monkeypatch: pytest.MonkeyPat
         run_trees(range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "has_model"), [(0, True), (1, True), (1, False)])
 def test_tree_outlives_its_hub(seed: int, has_model: bool) -> None:
     tree = Tree(seed, Faults(hubs=40, lost_disks=0.3), has_model=has_model).run(200.0)
@@ -55,6 +56,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_tree_keeps_its_promises_in_every_mode(mode: str) -> None:
     tree = Tree(1, replace(HEAVY, hubs=20, lost_disks=0.3), **MODES[mode]).run(60.0)

@@ -42,6 +42,7 @@ def of_fragments(*, is_tree: bool, pieces: int) -> dict[str, Tensor]:
         return turns(sites, range(2 * pieces), *EVERYBODY, pieces=pieces)
 
 
+@pytest.mark.slow
 def test_fragments_through_relays_come_to_what_one_broker_does() -> None:
     assert_close(of_fragments(is_tree=True, pieces=2), of_fragments(is_tree=False, pieces=2))
 

@@ -107,6 +107,7 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.slow
 def test_hub_shows_the_whole_tree_and_what_is_set_reaches_all_of_it(opened: ExitStack) -> None:
     tree = Tree(opened)
     tree.trains()

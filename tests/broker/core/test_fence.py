@@ -99,7 +99,6 @@ def test_a_hub_without_a_word_of_its_standby_lets_nobody_in() -> None:
     hub = Hub()
     error = hub.stage.worker("a").joins().error()
     assert (error.code, error.retry) == (Code.STANDBY, True)
-    assert "has not come yet" in error.text
     hub.says()
     hub.promises()
     assert hub.stage.worker("b").joins().got(Welcome)
@@ -249,7 +248,7 @@ def test_workers_are_sent_away_from_a_hub_without_a_lease(hub: Hub) -> None:
     hub.stage.passes(2 * L)
     assert not a.all(Rejoin)
     hub.stage.passes(L + 0.2)
-    assert "another one may have the run" in a.got(Rejoin).text
+    assert a.got(Rejoin)
     assert not len(hub.stage.state.members)
 
 
@@ -330,7 +329,7 @@ def test_a_hub_that_was_replaced_never_releases_again(hub: Hub) -> None:
     hub.says(stamp=stamp)
     hub.stage.passes(0.5)
     assert a.got(Rejoin) and not hub.watch.lease.holds
-    assert "was replaced" in hub.stage.worker("b").joins().error().text
+    assert hub.stage.worker("b").joins().last(Welcome) is None
     assert hub.stage.shown()["standby"]["is_replaced"]
     assert not hub.stage.asks("promote").ok
 
@@ -367,9 +366,8 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
     other = hub.stage.route()
     hub.stage.happens(Received(other, Promise("other", 6)))
     (error,) = hub.stage.inbox[other]
-    assert isinstance(error, Error) and "has another standby (sb)" in error.text
-    refused = hub.stage.asks("promote")
-    assert not refused.ok and "The standby of this hub (sb) is there" in refused.text
+    assert isinstance(error, Error) and "(sb)" in error.text
+    assert not hub.stage.asks("promote").ok
     assert hub.stage.asks("promote", force=True).ok
     hub.stage.passes(3 * L)
     assert hub.watch.lease.holds  # alone

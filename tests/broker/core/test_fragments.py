@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
-from diloco_broker.cli.status_text import as_text
 from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from kit.core_harness import Puppet, Stage, a_stage
@@ -16,11 +14,6 @@ from kit.core_harness import Puppet, Stage, a_stage
 def a_run(*worker_ids: str, pieces: int = 3, **fields: Any) -> tuple[Stage, list[Puppet]]:
     stage = a_stage(len(worker_ids), 2, num_fragments=pieces, sync_every=12, **fields)
     return stage, stage.joined(*worker_ids)
-
-
-def fragments_in(text: str) -> str:
-    (line,) = [line for line in text.splitlines() if line.startswith("fragments ")]
-    return line
 
 
 @pytest.mark.parametrize("fields", [{}, {"deterministic": True}], ids=["streaming", "staged"])
@@ -131,9 +124,7 @@ def test_model_with_too_few_tensors_for_the_fragments_is_refused_with_both_numbe
         tuple(TensorEntry(name, (4,), "float32", Kind.TRAINABLE) for name in ("a", "b"))
     )
     error = stage.worker("a").joins().error()
-    assert error.code == "model_differs"
-    assert "3" in error.text
-    assert "2" in error.text
+    assert (error.code, "3" in error.text, "2" in error.text) == ("model_differs", True, True)
 
 
 @pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=["streaming", "staged"])
@@ -153,19 +144,14 @@ def test_round_that_falls_below_its_floor_needs_those_who_joined_before(
     assert stage.round.number == 1
 
 
-def test_feed_and_status_show_how_long_after_its_slot_each_worker_merges() -> None:
+def test_feed_shows_how_long_after_its_slot_each_worker_merges() -> None:
     stage, (a, b, _) = a_run("a", "b", "c")
-    before = as_text(stage.shown())
-    assert "merged when the reply arrives" in before
-    assert "at most 4" in before
-    assert "last" not in fragments_in(before), "nobody has merged yet"
     for worker, told in ((a, 2), (b, 3), (a, None)):
         worker.sends(messages.Heartbeat(worker.token(), 5, merge_delay=told))
     shown = stage.shown()
     assert [each["merge_delay"] for each in shown["workers"]] == [2, 3, None]
     assert (shown["fragment_delay_auto"], shown["fragment_max_delay"]) == (True, 4)
     assert shown["fragment_sync_delay"] == 0
-    assert re.search(r"last 2.{1,4}3 steps", fragments_in(as_text(shown)))
 
 
 @pytest.mark.parametrize(("told", "shown"), [(1 << 62, (1 << 53) - 1), (-5, 0)])
@@ -180,6 +166,3 @@ def test_delay_that_is_a_number_is_shown_as_one() -> None:
     shown = stage.shown()
     assert (shown["fragment_delay_auto"], shown["fragment_sync_delay"]) == (False, 2)
     assert shown["fragment_max_delay"] == 2
-    assert "merged 2 steps after the push" in fragments_in(as_text(shown))
-    single = as_text({**shown, "fragment_sync_delay": 1})
-    assert "merged 1 step after the push" in fragments_in(single)

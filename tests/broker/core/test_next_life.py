@@ -145,39 +145,9 @@ def test_what_was_recovered_and_what_was_lost_is_said() -> None:
     b = stage.worker("b").comes_with(ahead(held, f1=2))
     a.donates(0)
     b.donates(1)
-    text = "\n".join(stage.logs)
-    assert "a is ahead of the checkpoint; taking fragment 0 at version 3#" in text
-    assert "b is ahead of the checkpoint; taking fragment 1 at version 4#" in text
-    assert "Recovered the parameters from a." in text
-    assert "since the checkpoint before round 4 is lost: 1 round of fragment 0." in text
-    assert "since the checkpoint before round 4 is lost: 2 rounds of fragment 1." in text
-    goes_on = (
-        "goes on with round 7, from the checkpoint before round 4 and what its workers had newer"
-    )
-    assert goes_on in text
-
-
-@pytest.mark.parametrize(("reply", "is_lost"), [("fp32", False), ("bf16", True), ("int4z", True)])
-def test_what_replies_left_out_of_an_adopted_version_is_said_to_be_lost(
-    reply: str, is_lost: bool
-) -> None:
-    crashed = a_saved_run("a", rounds=2, reply_dtype=reply)
-    held = crashed.holdings()
-    stage = crashed.restarted(reply_dtype=reply)
-    a = stage.worker("a").comes_with(ahead(held, f0=1))
-    a.donates(0)
-    text = "\n".join(stage.logs)
-    assert "Recovered the parameters from a." in text
-    assert (f"replies in {reply}" in text) == is_lost
-
-
-def test_run_that_goes_on_from_its_checkpoint_alone_says_so_and_no_loss() -> None:
-    crashed = a_saved_run("a", rounds=2)
-    stage = crashed.restarted()
-    stage.worker("a").comes_with(crashed.holdings())
-    text = "\n".join(stage.logs)
-    assert "goes on with round 2, from the checkpoint before round 2." in text
-    assert "lost" not in text
+    assert stage.said("a is ahead", "fragment 0") and stage.said("b is ahead", "fragment 1")
+    assert stage.said("lost", "1 round", "fragment 0")
+    assert stage.said("lost", "2 rounds", "fragment 1")
 
 
 # What goes on.

@@ -47,26 +47,20 @@ def test_known_worker_that_is_away_is_waited_for_and_no_longer_than_recover_wait
     assert stage.round.number == 1
 
 
-def test_while_the_run_waits_for_known_workers_log_status_and_refusals_say_for_whom() -> None:
+def test_while_the_run_waits_for_known_workers_it_says_for_whom_and_puts_pushes_off() -> None:
     crashed = a_saved_run("a", "b", rounds=1)
     stage = crashed.restarted(recover_wait=6.0)
     stage.passes(0.5)
-    whom = "workers of the run that may hold newer rounds: "
-    assert stage.shown()["waiting_for"] == f"for {whom}a; b"
+    assert stage.shown()["waiting_for"].endswith(": a; b")
     a = stage.worker("a").comes_with(crashed.holdings())
-    whom += "b"
-    assert stage.shown()["waiting_for"] == f"for {whom}"
-    (said,) = stage.said("Before the run goes on, waiting")  # and not for each that comes back
-    assert said.endswith("s at most for workers of the run that may hold newer rounds: a; b.")
+    assert stage.shown()["waiting_for"].endswith(": b")
     a.base = crashed.version()
     a.begins(11)
     assert a.error().retry
-    assert whom in a.error().text
     assert stage.shown()["totals"]["rejected"] == 0, "'not now' is no refusal"
     stage.passes(5.6)
     a.pushes(11)
     assert stage.round.number == 1
-    assert whom not in str(stage.shown()["waiting_for"])
 
 
 def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:
@@ -275,9 +269,7 @@ def test_another_run_and_another_model_are_refused_while_a_checkpoint_is_gone_on
     assert (stranger.error().code, stranger.error().retry) == ("run_differs", False)
     assert "x" not in stage.state.members
     other = Manifest((TensorEntry("other", (3,), "float32", Kind.TRAINABLE),))
-    error = stage.worker("y").joins(manifest=other).error()
-    assert error.code == "model_differs"
-    assert "resumed the run" in error.text
+    assert stage.worker("y").joins(manifest=other).error().code == "model_differs"
 
 
 def test_worker_of_a_run_that_was_moved_aside_is_refused_and_the_new_run_begins_at_once() -> None:

@@ -24,7 +24,6 @@ from diloco_protocol.messages import (
     decode,
     encode,
 )
-from diloco_tools.monitor.report.sentences import Closed, closed_of
 from kit.core_harness import FIGURES, Puppet, Stage, a_run, a_stage
 
 
@@ -171,24 +170,10 @@ def test_kick_of_a_worker_behind_a_relay_goes_to_the_relay() -> None:
     stage, (north, south) = a_tree(north=1, south=1)
     tells(north, Behind("a"))
     tells(south, Behind("b"))
-    answer = stage.kicks("b")
-    assert answer.ok
-    assert "Relay south is asked to remove b" in answer.text
+    assert stage.kicks("b").ok
     assert south.got(Notice).worker_id == "b"
     assert "kick" not in north.notices
-    assert "here: north, a, south, b" in stage.kicks("nobody").text
-
-
-def test_kick_of_a_relay_says_what_becomes_of_its_workers() -> None:
-    stage, _ = a_tree(north=3)
-    assert "workers behind it, 3 now, wait" in stage.kicks("north").text
-
-
-def test_death_of_a_relay_says_how_many_workers_are_behind_it() -> None:
-    stage, (north,) = a_tree(north=3)
-    north.dies()
-    stage.passes(20.0)
-    assert stage.said("north counts as dead: ", "workers behind this relay: 3")
+    assert not stage.kicks("nobody").ok
 
 
 def test_history_counts_workers_and_says_whose_a_push_is() -> None:
@@ -198,8 +183,6 @@ def test_history_counts_workers_and_says_whose_a_push_is() -> None:
     line = round_line(stage.state, stage.reports[-1], FIGURES)
     assert (line["alive"], line["averaged"]) == (3, 3)
     assert [(each["id"], each["workers"]) for each in line["workers"]] == [("north", 3)]
-    text = next(each for each in stage.said("Round 0 closed"))
-    assert closed_of(text) == Closed(0, 1, "")
 
 
 def test_site_that_was_given_up_is_missing_until_it_is_back() -> None:
@@ -256,7 +239,7 @@ def test_kick_of_the_parent_removes_the_worker_or_goes_further_down() -> None:
     hears(stage, "kick", worker_id="x")
     assert deep.got(Notice).worker_id == "x"
     hears(stage, "kick", worker_id="gone")
-    assert stage.said("'gone'", "is not here")
+    assert stage.said("'gone'")
 
 
 def test_run_that_is_over_at_the_hub_is_over_at_the_site() -> None:
@@ -265,7 +248,7 @@ def test_run_that_is_over_at_the_hub_is_over_at_the_site() -> None:
     hears(stage, "last_round", text="Round 3 is the last one.", round=3)
     hears(stage, "over", text="The run is over: --max-rounds is 4.")
     assert a.notices[-2:] == b.notices[-2:] == ["last_round", "over"]
-    assert "came after its last round" in a.got(Error).text
+    assert a.got(Error).push_id == 50
     a.leaves()
     b.leaves()
     stage.passes(1.0)
@@ -274,21 +257,20 @@ def test_run_that_is_over_at_the_hub_is_over_at_the_site() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    "settings",
     [
-        ({"outer_lr": 0.5}, "outer learning rate is the run's: set it at the broker"),
-        ({"sync_every": 5, "grace": 1.0}, "sync-every is the run's"),
-        ({"max_rounds": 5}, "through tcp://hub:8512"),
+        {"outer_lr": 0.5},
+        {"sync_every": 5, "grace": 1.0},
+        {"max_rounds": 5},
     ],
 )
-def test_what_is_the_runs_is_not_set_at_a_relay(settings: dict[str, Any], sentence: str) -> None:
+def test_what_is_the_runs_is_not_set_at_a_relay(settings: dict[str, Any]) -> None:
     stage, _ = a_site("a", "b")
     stage.state.parent = Parent("tcp://hub:8512", "north")
     answer = stage.asks("set", **settings)
     assert not answer.ok
-    assert sentence in answer.text
     assert stage.asks("set", min_workers=1, workers=2).ok
-    assert "ask the broker at tcp://hub:8512" in stage.asks("save").text
+    assert "tcp://hub:8512" in stage.asks("save").text
     assert stage.shown()["outer"]["optimizer"] == "the parent's"
 
 
@@ -296,5 +278,4 @@ def test_site_whose_parent_is_away_says_so_and_for_how_long() -> None:
     stage, _ = a_site("a", "b")
     stage.state.parent = Parent("tcp://hub:8512", "north", lost_at=stage.now - 40.0)
     found = stage.shown()
-    assert found["waiting_for"] == "for its parent at tcp://hub:8512, since 40 s"
     assert (found["state"], found["parent"]["lost_s"]) == ("waiting", 40.0)

@@ -122,7 +122,6 @@ def test_late_push_under_way_is_dropped_and_its_worker_told() -> None:
     stage.passes(6.0)
     error = c.error()
     assert (error.code, error.push_id, error.retry) == ("late", 3, False)
-    assert "Round 1 closed without c" in error.text
     c.completes(2)
     assert stage.round.number == 2
     assert not stage.round.pool
@@ -285,7 +284,6 @@ def test_refused_push_does_not_hold_the_others_up(how: dict[str, Any]) -> None:
     a.pushes(1, tokens=10)
     b.begins(2)
     assert b.error().code == "bad_push"
-    assert "report(tokens=...)" in b.error().text
     stage.passes(1.0)
     assert stage.round.missing == set()
     assert stage.round.number == 0, "round one needs both"
@@ -328,18 +326,6 @@ def test_norm_of_the_whole_submission_goes_with_each_of_its_chunks() -> None:
     a.pushes(1, squares=3.0)
     b.pushes(2, squares=12.0)
     assert [[p.norm for p in m.groups[0]] for m in stage.tensors.merges] == [[3.0, 6.0]] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [({"quorum": 1}, "--quorum"), ({"aggregate": "clip-median-norm"}, "--aggregate clip-median")],
-)
-def test_log_says_what_keeping_whole_submissions_costs(options: dict[str, Any], why: str) -> None:
-    stage = a_stage(workers=2, **options)
-    stage.joined("a")
-    (said,) = stage.said("whole submissions")
-    assert said.startswith(why)
-    assert "2 workers x 0.0 kB" in said
 
 
 @pytest.mark.parametrize("by", ["tokens", "samples"])

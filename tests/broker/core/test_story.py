@@ -75,18 +75,6 @@ def test_mistake_of_ours_in_a_run_tells_what_came_before(monkeypatch: pytest.Mon
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_what_comes_often_does_not_push_out_what_comes_once_a_round() -> None:
-    stage, a, b = a_run(by_hand=True)
-    a.begins(1)
-    b.begins(2)
-    chunk = Chunk(0, 0, session=b.session, push_id=2)
-    for number in range(2 * KEPT):
-        stage.core.handle(events.Received(b.control, Heartbeat(b.token(), number)), stage.now)
-        stage.core.handle(events.Received(b.bulk, chunk, Payload(4 * CHUNK_ELEMENTS)), stage.now)
-        stage.core.handle(events.Tick(), stage.now)
-    assert "Push of a, fragment 0, push 1" in broken_by(stage, "a")
-
-
 def test_story_stays_small_whatever_happens() -> None:
     stage, a, b = a_run()
     a.begins(1)

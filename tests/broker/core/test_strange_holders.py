@@ -56,12 +56,3 @@ def test_name_that_no_version_has_is_refused(unsound: VersionId) -> None:
     a = stage.worker("a").joins(versions=(unsound, None))
     assert a.last(Welcome) is None and "cannot name a version" in a.got(Error).text
     assert stage.state.model.run is None and not len(stage.state.members)
-
-
-def test_names_of_donors_that_have_gone_are_not_kept() -> None:
-    stage = a_stage(workers=1)
-    for number in range(5):
-        stage.worker(f"donor-{number}").joins(versions=())
-        stage.state.model.rejected_donors.add(f"donor-{number}")
-        stage.kicks(f"donor-{number}")
-    assert not stage.state.model.rejected_donors

@@ -208,27 +208,25 @@ def test_a_broker_that_adopts_newer_parameters_counts_the_units_in_them() -> Non
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    "fields",
     [
-        ({"size": 11}, "has units=10 in this run, and this worker says 11"),
-        ({"epochs": 3}, "has epochs=2 in this run"),
-        ({"seed": 1}, "has seed=None in this run"),
-        ({"holds": (3, 1)}, "each above the last"),
-        ({"name": "", "size": 1}, "1 to 64 printable characters"),
-        ({"name": "other", "size": 0}, "cannot have 0 units"),
-        ({"name": "other", "size": 1, "epochs": -1}, "units in -1 epochs"),
+        {"size": 11},
+        {"epochs": 3},
+        {"seed": 1},
+        {"holds": (3, 1)},
+        {"name": "", "size": 1},
+        {"name": "other", "size": 0},
+        {"name": "other", "size": 1, "epochs": -1},
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_sentence(
-    fields: dict[str, object], words: str
-) -> None:
+def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
     a, _ = a_pair()
     a.takes(1)
     before = a.stage.state.data.sets[NAME].held
     asked: dict[str, object] = {"name": NAME, "size": 10, "epochs": 2, **fields}
     a.puppet.sends(Take(a.puppet.token(), 99, **asked))  # type: ignore[arg-type]
     result = a.puppet.got(Result)
-    assert not result.ok and words in result.text
+    assert (result.request, result.ok) == (99, False)
     assert a.stage.state.data.sets[NAME].held == before
 
 
@@ -237,7 +235,6 @@ def test_a_push_cannot_name_units_of_another_worker() -> None:
     a.takes(3)
     b.puppet.begins(5, lots=(Lot((5,), {NAME: (0, 1)}),))
     assert b.puppet.got(Error).code == "stale"
-    assert "counted or been given to others" in b.puppet.got(Error).text
     b.puppet.begins(6, lots=(Lot((5,), {NAME: (4, 5)}),))
     assert b.puppet.got(Error).code == "bad_push"
 
@@ -246,15 +243,14 @@ def test_a_push_with_units_of_an_unknown_data_set_is_told_so() -> None:
     a, _ = a_pair()
     a.puppet.begins(5, lots=(Lot((5,), {"photos": (0, 1)}),))
     error = a.puppet.got(Error)
-    assert error.code == "stale"
-    assert "knows no data set 'photos'" in error.text
+    assert (error.code, "photos" in error.text) == ("stale", True)
 
 
 def test_no_more_than_so_many_data_sets_are_begun() -> None:
     a, _ = a_pair()
     for number in range(70):
         a.puppet.sends(Take(a.puppet.token(), number, f"set {number}", 5))
-    assert not a.puppet.got(Result).ok and "64 data sets" in a.puppet.got(Result).text
+    assert not a.puppet.got(Result).ok and "64" in a.puppet.got(Result).text
     assert len(a.stage.state.data.sets) == 64
 
 
@@ -290,25 +286,11 @@ def test_whatever_workers_say_few_rows_of_units_lie_free(
         assert data.free.ranges <= 2 * FEW * (1 + len(WORKERS)) + 2 * FEW * len(WORKERS)
 
 
-@patch.multiple(data_sets, MOST_RANGES=FEW, MOST_FREE_RANGES=2 * FEW)
-def test_a_worker_that_counts_every_second_unit_leaves_few_rows() -> None:
-    data = DataSet(10_000, 0, None)
-    for _ in range(50):
-        start = data.next
-        data.claim("a", Spans((start, start + 2 * FEW)))
-        kept = Spans(*((start + 2 * i, start + 2 * i + 1) for i in range(FEW)))
-        data.give_back("a", data.of("a") - kept)
-        data.count("a", kept)
-    assert data.free.ranges <= 5 * FEW
-    assert len(data.take("b", 100)) == 100, "what is free can still be had"
-    data.check_invariants()
-
-
 def test_rows_of_units_under_way_are_bounded() -> None:
     a, _ = a_pair()
     a.takes(10)
     with patch.object(units, "MOST_ROWS", 2):
         a.puppet.begins(5, lots=(Lot((5,), {NAME: (0, 1, 2, 3)}), Lot((5,), {NAME: (4, 5)})))
-        assert "3 rows of units under way" in a.puppet.got(Error).text
+        assert a.puppet.got(Error).push_id == 5
         a.puppet.begins(6, lots=(Lot((6,), {NAME: (0, 1, 2, 3)}),))
     assert [lot.push.push_id for lot in a.stage.state.data.lots["a"]] == [6]

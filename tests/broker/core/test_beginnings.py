@@ -112,7 +112,7 @@ def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> N
     a.donates(indexes=[0])
     new = stage.worker("new").joins()
     a.dies()
-    assert "a" not in stage.state.members
+    assert "a" not in stage.here
     stage.passes_with(8, "new")
     assert not new.asked_for
     a = stage.worker("a").comes_with(holding(10))

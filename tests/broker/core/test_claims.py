@@ -133,7 +133,7 @@ def test_workers_are_refused_past_the_number_that_may_be_here() -> None:
     c = stage.worker("c").joins()
     assert c.last(Welcome) is None
     a.joins()  # back on a new connection
-    assert len(stage.state.members) == 2
+    assert len(stage.here) == 2
     a.leaves()
     assert stage.worker("c").joins().last(Welcome) is not None
 

@@ -46,10 +46,7 @@ def pushes_for(relay: Puppet, push_id: int, **contents: int) -> None:
 
 def named(stage: Stage) -> dict[str, list[int]]:
     """The push ids of the ledger, by worker."""
-    return {
-        name: [each.push_id for each in pushes]
-        for name, pushes in stage.state.versions[0].ledger.pushes.items()
-    }
+    return {name: [each.push_id for each in pushes] for name, pushes in stage.ledger.pushes.items()}
 
 
 def test_ledger_names_what_is_in_the_push_of_a_relay() -> None:
@@ -57,7 +54,7 @@ def test_ledger_names_what_is_in_the_push_of_a_relay() -> None:
     c.pushes(1)
     pushes_for(north, 2, a=10, b=11)
     assert named(stage) == {"c": [1], "a": [10], "b": [11], "north": [2]}
-    ledger = stage.state.versions[0].ledger
+    ledger = stage.ledger
     assert all(ledger.names_whole(*each) for each in (("a", 10), ("b", 11), ("north", 2)))
 
 

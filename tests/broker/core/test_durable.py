@@ -55,7 +55,7 @@ def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None
     eye.pulls()
     assert eye.got(Welcome).versions[0] == stage.version()
     assert stage.version().counter == 0
-    assert stage.state.totals.rounds == 0
+    assert stage.shown()["totals"]["rounds"] == 0
     assert released(a) == released(b) == released(eye) == [0]
     assert a.offers(1).standing is not Standing.COUNTED
     stage.is_saved()
@@ -78,7 +78,7 @@ def test_checkpoint_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> 
     assert all(("a", 1) in wire.contents for wire in saved.tensors[0].chunks)  # type: ignore[attr-defined]
     stage.is_saved()
     assert stage.version() == each.version, "what was saved is what is told"
-    assert stage.state.versions[0].ledger == each.ledger
+    assert stage.ledger == each.ledger
 
 
 def test_checkpoint_of_a_version_that_waits_has_the_other_fragments_as_they_are() -> None:
@@ -88,7 +88,7 @@ def test_checkpoint_of_a_version_that_waits_has_the_other_fragments_as_they_are(
     a_round([a, b], 1)
     assert versions(stage.checkpoints[-1]) == [1, 1]
     assert stage.version(1).counter == 0
-    assert stage.checkpoints[-1].record.fragments[0].ledger == stage.state.versions[0].ledger
+    assert stage.checkpoints[-1].record.fragments[0].ledger == stage.ledger
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -111,7 +111,7 @@ def test_worker_that_dies_while_its_version_waits_is_in_it() -> None:
     b.beats()
     stage.is_saved()
     assert stage.version().counter == 1
-    assert stage.state.versions[0].ledger.names_whole("a", 1)
+    assert stage.ledger.names_whole("a", 1)
     assert stage.expected == {"b"}
 
 

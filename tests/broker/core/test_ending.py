@@ -270,7 +270,7 @@ def test_tokens_of_counted_work_end_the_run() -> None:
     stage, (a, b) = a_run("a", "b", rounds=1, token_budget=100)
     a.pushes(11, tokens=60)
     b.pushes(12, tokens=39)
-    assert stage.state.totals.tokens == 99
+    assert stage.shown()["totals"]["tokens"] == 99
     assert "over" not in a.notices
     a.pushes(21, tokens=1)
     b.pushes(22)

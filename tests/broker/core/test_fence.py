@@ -249,7 +249,7 @@ def test_workers_are_sent_away_from_a_hub_without_a_lease(hub: Hub) -> None:
     assert not a.all(Rejoin)
     hub.stage.passes(L + 0.2)
     assert a.got(Rejoin)
-    assert not len(hub.stage.state.members)
+    assert not len(hub.stage.here)
 
 
 def test_worker_that_was_sent_away_does_not_replace_a_dead_one_when_it_rejoins() -> None:

@@ -111,19 +111,19 @@ def with_extremes(plain: Any) -> Iterator[Any]:
 
 def trains(stage: Stage, *workers: Puppet) -> None:
     """Whoever else came is removed, a and b join again, and push until versions are made."""
-    for stranger in {member.worker_id for member in stage.state.members} - {"a", "b"}:
+    for stranger in stage.here - {"a", "b"}:
         stage.kicks(stranger)
     for worker in workers:
         worker.joins()
     stage.asks("set", outer_lr=0.5, outer_momentum=0.5, workers=2, grace=1.0)
-    before = stage.state.totals.rounds
+    before = stage.shown()["totals"]["rounds"]
     for _ in range(stage.config.num_fragments):
         fragment = stage.round.fragment
         for worker in workers:
             worker.base = stage.version(fragment)
             worker.pushes(stage.state.draw(), fragment=fragment, tokens=3, samples=3)
         stage.passes(1.2)
-    assert stage.state.totals.rounds > before, "no version is made any more"
+    assert stage.shown()["totals"]["rounds"] > before, "no version is made any more"
 
 
 def hears(stage: Stage, worker: Puppet, plain: dict[str, Any]) -> None:

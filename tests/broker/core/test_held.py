@@ -1,4 +1,4 @@
-"""A run that is held, by a pause or for want of a lease: its deadlines stand still and nothing ends."""
+"""A run that is held by a pause, for want of a lease, or with its broker: its deadlines stand still."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ class Hold(ABC):
     @abstractmethod
     def begins(self, stage: Stage) -> None: ...
 
+    def lasts(self, stage: Stage) -> None:
+        stage.passes(HELD_S)
+
     @abstractmethod
     def ends(self, stage: Stage) -> None: ...
 
@@ -70,6 +73,19 @@ class LapsedLease(Hold):
     def ends(self, stage: Stage) -> None:
         stamp = next(m.stamp for m in stage.inbox[self.route][::-1] if isinstance(m, Lease))
         stage.happens(Received(self.route, Promise("sb", 5, stamp)))
+
+
+class StoppedBroker(Hold):
+    """The broker's process is stopped, or its machine sleeps for a night."""
+
+    def begins(self, stage: Stage) -> None:
+        stage.stands_still(30_000.0)
+
+    def lasts(self, stage: Stage) -> None:
+        """All of it is over when it goes on."""
+
+    def ends(self, stage: Stage) -> None:
+        """It goes on by itself."""
 
 
 HOLDS = pytest.mark.parametrize("hold", [Pause(), LapsedLease()], ids=lambda h: type(h).__name__)
@@ -150,7 +166,10 @@ DEADLINES = (
 )
 
 
-@HOLDS
+ALL = [Pause(), LapsedLease(), StoppedBroker()]
+
+
+@pytest.mark.parametrize("hold", ALL, ids=lambda h: type(h).__name__)
 @pytest.mark.parametrize("deadline", DEADLINES, ids=lambda d: d.__name__)
 def test_deadlines_stand_still_while_the_run_is_held(
     deadline: Callable[[Hold], Deadline], hold: Hold
@@ -159,7 +178,7 @@ def test_deadlines_stand_still_while_the_run_is_held(
         stage, is_over, seconds = deadline(hold)
         stage.passes(BEFORE_S + 0.2)
         hold.begins(stage)
-        stage.passes(HELD_S)
+        hold.lasts(stage)
         assert not is_over(), "it ran out while the run was held"
         hold.ends(stage)
         stage.passes(seconds - BEFORE_S - short_of_it)

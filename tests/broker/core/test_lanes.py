@@ -122,7 +122,7 @@ def test_chunks_of_one_push_over_all_lanes_count_once() -> None:
     made.puppet.commits()
     a.pushes(1)  # the group itself is expected from the next round on
     assert made.stage.version(0).counter == version.counter + 1
-    assert made.stage.state.versions[0].ledger.names_whole("g", 7)
+    assert made.stage.ledger.names_whole("g", 7)
     made.stage.core.check_invariants()
 
 
@@ -157,7 +157,7 @@ def test_lost_lane_is_no_death_and_the_worker_comes_back_with_all() -> None:
     made.binds_all()
     made.puppet.pulls()
     made.stage.happens(PeerGone(made.lanes[1]))
-    assert made.stage.state.members.named("g") is not None
+    assert "g" in made.stage.here
     made.puppet.joins(processes=2)
     made.lanes = [made.stage.route() for _ in range(2)]
     made.puppet.pulls()
@@ -172,7 +172,7 @@ def test_lanes_keep_no_worker_alive_whose_control_connection_is_gone() -> None:
     made.stage.happens(PeerGone(made.puppet.control))
     made.stage.happens(Received(made.lanes[1], Credit(1, made.puppet.session)))
     made.stage.passes(made.stage.config.disconnect_grace + 0.2)
-    assert made.stage.state.members.named("g") is None
+    assert "g" not in made.stage.here
     made.stage.happens(Received(made.lanes[1], Credit(1, made.puppet.session)))
     assert any(isinstance(m, Rejoin) for m in made.stage.inbox[made.lanes[1]])
 
@@ -253,7 +253,7 @@ def test_removed_worker_has_no_lanes() -> None:
     made.stage.happens(
         Received(made.stage.route(), messages.Control("kick", 1, {"worker": "g", "who": "me"}))
     )
-    assert made.stage.state.members.named("g") is None
+    assert "g" not in made.stage.here
     made.binds(1)
     made.delivers(0, [0])
     for lane in made.lanes:

@@ -39,7 +39,7 @@ def test_round_closes_when_the_worker_it_waits_for_stands_still() -> None:
     beating.goes_on(10, a="waiting", b="standing")
     assert stage.version().counter == 2, "at once, with the heartbeat that shows it"
     assert stage.said("b", "70 s")
-    assert "b" in stage.state.members
+    assert "b" in stage.here
     assert stage.expected == {"a"}
     assert [w["health"] for w in stage.shown()["workers"]] == ["ok", "stalled"]
 
@@ -68,7 +68,7 @@ def test_push_of_a_worker_that_stood_still_counts_and_shows_that_it_goes_on(
     stage.pushes(b=12, a=11)
     stage.passes(2.0)
     assert stage.version().counter == 2
-    assert stage.state.last_report.averaged == 2
+    assert stage.reports[-1].averaged == 2
     assert stage.expected == {"a", "b"}
 
 
@@ -176,7 +176,7 @@ def test_worker_without_heartbeats_is_never_silent_nor_stands_still() -> None:
     stage, _ = a_run("a", "b", heartbeat_timeout=0.0, stall_timeout=60.0)
     stage.passes(100_000.0)
     assert stage.expected == {"a", "b"}
-    assert len(stage.state.members) == 2
+    assert len(stage.here) == 2
     stage.pushes(a=11)
     assert stage.version().counter == 1
     stage.pushes(b=12)
@@ -214,7 +214,7 @@ def test_silent_worker_counts_as_dead_after_the_time_out_and_the_round_closes() 
     assert stage.version().counter == 1
     stage.passes(0.6)
     assert stage.version().counter == 2
-    assert stage.state.totals.deaths == 1
+    assert stage.shown()["totals"]["deaths"] == 1
     b.beats()
     assert b.last(Rejoin) is not None
 
@@ -228,7 +228,7 @@ def test_progress_of_an_upload_is_a_sign_of_life(options: dict[str, Any]) -> Non
         a.delivers([index])
     a.commits()
     assert stage.version().counter == 1
-    assert stage.state.totals.deaths == 0
+    assert stage.shown()["totals"]["deaths"] == 0
 
 
 def test_donation_is_a_sign_of_life() -> None:
@@ -255,10 +255,10 @@ def test_closed_connection_makes_the_broker_look_for_whose_it_was() -> None:
     assert [x - y for x, y in zip(probes(puppets), before, strict=True)] == [1, 0, 1]
     assert stage.state.members.named("b").liveness.disconnected_at == stage.now
     stage.passes(0.9)
-    assert "b" in stage.state.members
+    assert "b" in stage.here
     assert stage.version().counter == 1
     stage.passes(0.3)
-    assert "b" not in stage.state.members
+    assert "b" not in stage.here
     assert stage.version().counter == 2, "the round of the others closes"
 
 
@@ -292,7 +292,7 @@ def test_worker_that_comes_back_within_the_grace_keeps_its_place(grace: float, a
     b.joins()
     stage.passes(5.0)
     assert stage.expected == {"a", "b"}
-    assert stage.state.totals.deaths == 0
+    assert stage.shown()["totals"]["deaths"] == 0
     a.pushes(11)
     assert stage.version().counter == 1
 
@@ -318,7 +318,7 @@ def test_kick_of_no_known_worker_says_who_is_here(arguments: dict[str, Any]) -> 
     stage, _ = a_run("a", "b")
     result = stage.asks("kick", **arguments)
     assert (result.request, result.ok) == (1, False)
-    assert len(stage.state.members) == 2
+    assert len(stage.here) == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)

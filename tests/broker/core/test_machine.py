@@ -184,7 +184,7 @@ class BrokerLife(RuleBasedStateMachine):
         if not self._has_version():
             return
         chunks: list[Counter[tuple[str, int]]] = self.stage.counted()
-        ledger = self.stage.state.versions[0].ledger
+        ledger = self.stage.ledger
         for worker_id, pushes in ledger.pushes.items():
             for counted in pushes:
                 standing = ledger.standing(worker_id, counted.push_id, CHUNKS)

@@ -154,7 +154,7 @@ def test_restarted_worker_takes_its_place_when_the_first_is_gone() -> None:
     stage.passes(1.2)
     twin.joins()
     assert twin.last(messages.Welcome) is not None
-    assert len(stage.state.members) == 1
+    assert len(stage.here) == 1
 
 
 def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
@@ -163,7 +163,7 @@ def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
     told: dict[str, Any] = {"step": 17, "inner_step": 3, "loss": 2.5, "steps_per_s": 4.0}
     a.sends(messages.Heartbeat(a.token(), **told))
     assert a.got(messages.Notice).what == "alive"
-    assert vars(stage.state.members.named("a").figures).items() >= told.items()
+    assert stage.row("a").items() >= told.items()
 
 
 def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoin() -> None:
@@ -178,7 +178,7 @@ def test_unreadable_message_costs_its_sender_an_error_and_a_counter() -> None:
     stage = a_stage()
     route = stage.route()
     stage.happens(Malformed(route, "bad_header", "The header is not a msgpack map."))
-    assert stage.state.totals.malformed == 1
+    assert stage.shown()["totals"]["malformed"] == 1
     assert stage.inbox[route] == [messages.Error("bad_header", "The header is not a msgpack map.")]
 
 

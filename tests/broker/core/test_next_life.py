@@ -23,7 +23,7 @@ def test_first_round_waits_for_all_workers_and_then_goes_on_with_those_that_came
     assert stage.round.number == 1
     a_round([a, b], 1)
     assert stage.version().counter == 2
-    assert stage.state.last_report.averaged == 2
+    assert stage.reports[-1].averaged == 2
 
 
 def test_workers_that_left_before_the_checkpoint_are_not_waited_for() -> None:
@@ -77,7 +77,7 @@ def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str)
     b.begins(12, wire_dtype="bf16")
     b.delivers([0, 1], size=2 * CHUNK_ELEMENTS)
     b.commits()
-    assert stage.state.totals.rejected == 0
+    assert stage.shown()["totals"]["rejected"] == 0
     assert [(chunk["a", 11], chunk["b", 12]) for chunk in stage.counted()] == [(1, 1), (1, 1)]
 
 

@@ -109,7 +109,7 @@ def test_bound_follows_when_everybody_makes_longer_steps() -> None:
     for number, norm in enumerate((1, 1, 30, 30, 900, 0.1)):
         a_round_of(puppets, number, norm, norm, norm)
     assert stage.counters == [6]
-    assert stage.state.totals.rejected == 0
+    assert stage.shown()["totals"]["rejected"] == 0
 
 
 def test_bound_follows_in_asynchronous_mode_once_most_have_longer_steps() -> None:
@@ -118,7 +118,7 @@ def test_bound_follows_in_asynchronous_mode_once_most_have_longer_steps() -> Non
     assert stage.counters == [5]
     a_round_of(puppets, 1, 30, 30, 30, 30, 30)
     # Of the first two the median is still 1; the third makes it 30.
-    assert stage.state.totals.rejected == 2
+    assert stage.shown()["totals"]["rejected"] == 2
     assert [bool(p.last(Error)) for p in puppets] == [True, True, False, False, False]
     assert stage.counters == [8]
 
@@ -171,7 +171,7 @@ def test_zeros_are_no_vote_and_do_not_make_others_too_large() -> None:
     stage, puppets = a_run_of(*FIVE, max_delta_norm="auto")
     a_round_of(puppets, 0, 0, 0, 1, 1, 1)
     assert stage.counters == [1]
-    assert stage.state.totals.rejected == 0
+    assert stage.shown()["totals"]["rejected"] == 0
 
 
 def test_many_tiny_pushes_of_one_worker_have_one_vote() -> None:

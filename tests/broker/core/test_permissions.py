@@ -109,4 +109,4 @@ def test_log_of_actions_has_the_name_that_the_key_proves(stage: Stage) -> None:
 def test_worker_whose_key_is_revoked_is_gone_at_once(stage: Stage) -> None:
     answers(stage, Join("w0", a_manifest()), W0)
     stage.happens(KeysRevoked(frozenset({W0, DISPLAY})))
-    assert "w0" not in stage.state.members
+    assert "w0" not in stage.here

@@ -100,7 +100,7 @@ def test_worker_on_a_thin_link_goes_on_and_one_that_never_reads_is_given_up() ->
         slow.sends(Credit(1, slow.session), on=slow.bulk)
     assert silent.bulk in stage.gone
     assert silent.bulk not in stage.state.versions.readers
-    assert silent.worker_id in stage.state.members, "its heartbeats come: it may read anew"
+    assert silent.worker_id in stage.here, "its heartbeats come: it may read anew"
 
 
 def test_reader_that_waited_for_long_has_its_time_once_its_credit_is_used_up() -> None:

@@ -22,7 +22,7 @@ def test_same_cause_is_said_once_a_minute_with_how_often_it_came() -> None:
     assert "999" in stage.logs[-1]
     stage.happens(Malformed(stage.route(), "bad_frames", "A message has a header."))
     assert "A message has a header." in stage.logs[-1]
-    assert stage.state.totals.malformed == 1002
+    assert stage.shown()["totals"]["malformed"] == 1002
 
 
 def test_stranger_who_sends_noise_is_cut_off() -> None:

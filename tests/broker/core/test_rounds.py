@@ -43,7 +43,7 @@ def test_round_one_waits_for_the_workers_asked_for() -> None:
     stage.joined("c")
     stage.pushes(c=3)
     assert stage.version().counter == 1
-    assert stage.state.last_report.averaged == 3
+    assert stage.reports[-1].averaged == 3
 
 
 def test_newcomer_is_expected_in_an_open_round_that_lacks_workers() -> None:
@@ -81,7 +81,7 @@ def test_open_round_closes_when_the_last_expected_worker_goes(
     a.pushes(3)
     goes(b)
     assert stage.version().counter == 2
-    assert stage.state.totals.deaths == deaths
+    assert stage.shown()["totals"]["deaths"] == deaths
 
 
 @pytest.mark.parametrize(("came", "counted"), [([0], [1, 2]), ([], [1])])
@@ -168,7 +168,7 @@ def test_another_push_id_abandons_the_unfinished_push() -> None:
     assert a.error().code == "bad_push"
     b.pushes(3)
     assert contents(stage) == ["a1 b3", "a2 b3", "a2 b3"]
-    assert stage.state.last_report.averaged == 2
+    assert stage.reports[-1].averaged == 2
 
 
 @pytest.mark.parametrize("is_folded", [True, False])
@@ -186,7 +186,7 @@ def test_worker_killed_in_its_upload_has_one_vote_on_each_chunk_of_the_round(
     b.pushes(3)
     stage.work()
     assert contents(stage) == ["a1 b3", "a2 b3", "a1 b3"]
-    ledger = stage.state.versions[0].ledger
+    ledger = stage.ledger
     assert ledger.names_whole("a", 2) and not ledger.names_whole("a", 1)
     added = {each.push.push_id: list(each.added) for each in stage.audits[-1].pushes}
     assert added == {1: [0, 2], 2: [1], 3: [0, 1, 2]}
@@ -281,7 +281,7 @@ def test_non_finite_chunk_voids_its_push_and_the_round_goes_on() -> None:
     stage.pushes(c=3, b=2)
     assert stage.version().counter == 1
     assert contents(stage) == ["a1 b2 c3", "b2 c3", "b2 c3"]
-    assert stage.state.totals.rejected == 1
+    assert stage.shown()["totals"]["rejected"] == 1
 
 
 def test_worker_of_a_refused_push_learns_which_chunks_of_its_pushes_count() -> None:
@@ -295,7 +295,7 @@ def test_worker_of_a_refused_push_learns_which_chunks_of_its_pushes_count() -> N
     a.delivers([1])
     stage.pushes(b=2)
     assert contents(stage) == ["a1 b2", "a11 b2", "a1 b2"]
-    ledger = stage.state.versions[0].ledger
+    ledger = stage.ledger
     for push_id, own in ((1, [0, 2]), (11, [1]), (2, [0, 1, 2])):
         worker_id = "b" if push_id == 2 else "a"
         assert list(ledger.own_chunks(worker_id, push_id, 3)) == own
@@ -348,7 +348,7 @@ def test_push_of_a_worker_that_is_ahead_of_the_broker_counts() -> None:
     a.base = VersionId(stage.version().run, 9, 12345)
     a.pushes(1)
     assert stage.version().counter == 1
-    assert stage.state.members.named("a").figures.staleness == 0
+    assert stage.row("a")["staleness"] == 0
 
 
 def test_sender_without_a_session_has_no_effect() -> None:

@@ -44,10 +44,10 @@ def test_version_that_is_being_made_is_finished_with_the_old_setting() -> None:
     result = stage.asks("set", outer_lr=0.5)
     assert "version 2" in result.text
     assert not stage.tensors.tunes
-    assert stage.state.config.outer_lr == 0.7
+    assert stage.shown()["outer"]["lr"] == 0.7
     stage.work()
     assert [config.outer_lr for config in stage.tensors.tunes] == [0.5]
-    assert stage.state.config.outer_lr == 0.5
+    assert stage.shown()["outer"]["lr"] == 0.5
 
 
 def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
@@ -264,7 +264,7 @@ def test_round_that_has_ended_is_reported_with_its_workers() -> None:
 def test_refused_work_is_counted_by_its_reason() -> None:
     stage, (a,) = a_run("a")
     a.begins(11, fragment=7)
-    assert sum(stage.state.refused.values()) == stage.state.totals.rejected == 1
+    assert sum(stage.state.refused.values()) == stage.shown()["totals"]["rejected"] == 1
     (rejection,) = stage.state.rejections
     assert (rejection.worker_id, rejection.code) == ("a", next(iter(stage.state.refused)))
 

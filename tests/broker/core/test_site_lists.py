@@ -235,7 +235,7 @@ def test_kick_of_the_parent_removes_the_worker_or_goes_further_down() -> None:
     tells(deep, Behind("x"))
     hears(stage, "kick", worker_id="a")
     assert a.notices[-1] == "kicked"
-    assert stage.state.members.named("a") is None
+    assert "a" not in stage.here
     hears(stage, "kick", worker_id="x")
     assert deep.got(Notice).worker_id == "x"
     hears(stage, "kick", worker_id="gone")

@@ -111,7 +111,7 @@ def test_push_that_begins_after_its_round_closed_goes_into_the_open_one() -> Non
     stage.passes(6.0)
     grant = c.offers(3)
     assert (grant.standing, grant.round) == (Standing.NEW, 2)
-    assert stage.state.members.named("c").figures.last_round == 2
+    assert stage.row("c")["round"] == 2
 
 
 def test_late_push_under_way_is_dropped_and_its_worker_told() -> None:
@@ -294,7 +294,7 @@ def test_refused_push_does_not_hold_the_others_up(how: dict[str, Any]) -> None:
     a.pushes(4, tokens=10)
     b.begins(5)
     assert stage.round.number == 2
-    assert stage.state.last_report.averaged == 1
+    assert stage.reports[-1].averaged == 1
 
 
 def test_commit_for_a_fragment_that_does_not_exist_leaves_no_trace() -> None:
@@ -335,4 +335,4 @@ def test_contributions_weigh_by_what_they_report(by: str) -> None:
     a.pushes(1, **{by: 300})
     b.pushes(2, **{by: 100})
     assert [p.weight for p in stage.tensors.merges[0].groups[0]] == [300.0, 100.0]
-    assert stage.state.last_report.weight == 400.0
+    assert stage.reports[-1].weight == 400.0

@@ -55,4 +55,4 @@ def test_name_that_no_version_has_is_refused(unsound: VersionId) -> None:
     stage = a_broker_without_parameters()
     a = stage.worker("a").joins(versions=(unsound, None))
     assert a.last(Welcome) is None and "cannot name a version" in a.got(Error).text
-    assert stage.state.model.run is None and not len(stage.state.members)
+    assert stage.state.model.run is None and not len(stage.here)

@@ -156,17 +156,6 @@ def test_chunk_to_which_an_earlier_push_contributed_keeps_its_residual(is_abando
     assert site.is_kept
 
 
-def test_residual_that_is_left_out_is_missed() -> None:
-    site = Site("int4")
-    push, mean, sent = site.sends()
-    site.is_counted(mean, sent)
-    site.hears(push)
-    assert site.is_kept
-    site.residuals.lay_out(a_layout(200))  # of another model
-    assert not site.residuals.of(0)
-    assert not site.is_kept
-
-
 def test_push_that_is_not_named_leaves_the_residual() -> None:
     site = Site("int4")
     first, *told = site.sends()

@@ -59,9 +59,9 @@ def test_whoever_was_there_before_the_broker_is_let_in_at_its_first_turn(
             operator.disable_monitor()
 
 
-@pytest.mark.parametrize("is_revoked", [True, False])
+@pytest.mark.parametrize("meanwhile", ["its key is removed", "its key is replaced", "nothing"])
 def test_message_that_waited_while_its_key_was_taken_back_is_dropped(
-    loop: Loop, folder: KeyFolder, is_revoked: bool
+    loop: Loop, folder: KeyFolder, meanwhile: str
 ) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as operator:
         operator.linger = 0
@@ -71,11 +71,14 @@ def test_message_that_waited_while_its_key_was_taken_back_is_dropped(
         turn_until(loop, lambda: operator.poll(0))
         operator.send(control("pause"))
         assert loop.sockets._router.poll(int(1000 * PATIENCE_S))  # it is here, and the loop is busy
-        if is_revoked:
+        if meanwhile != "nothing":
             public_of(folder, "anna").unlink()
+        if meanwhile == "its key is replaced":
+            file_of(folder, "anna").unlink()
+            folder.add_all([Peer(Role.OPERATOR, "anna")])
         loop._see_changed_keys(loop.now() + 10)
         loop._turn()
-        assert (loop.core.state.paused_at is None) is is_revoked
+        assert (loop.core.state.paused_at is None) is (meanwhile != "nothing")
 
 
 def test_largest_buffer_comes_through_under_a_key(loop: Loop, folder: KeyFolder) -> None:
@@ -116,26 +119,6 @@ def test_trouble_of_the_system_takes_no_key_back_and_is_said_once(
     changes = doorkeeper.look(40.0)
     assert changes is not None
     assert changes.revoked == {anna}
-
-
-def test_message_that_waited_while_its_key_was_replaced_is_dropped(
-    loop: Loop, folder: KeyFolder
-) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as operator:
-        operator.linger = 0
-        key(folder, "anna").lock(operator)
-        operator.connect(loop.sockets.address)
-        operator.send(control("pause"))
-        until = time.monotonic() + PATIENCE_S
-        while not loop.sockets.wait(0.1, loop.now):
-            assert time.monotonic() < until
-        file_of(folder, "anna").unlink()
-        public_of(folder, "anna").unlink()
-        folder.add_all([Peer(Role.OPERATOR, "anna")])
-        loop._see_changed_keys(loop.now() + 10)
-        loop._turn()
-        assert loop.core.state.paused_at is None
-        assert loop.sockets.receive() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")

@@ -184,13 +184,6 @@ def test_member_that_never_reads_is_given_up_and_one_that_reads_is_not(on: Watch
     assert on.looks(A) == ["answers that were not read for 300 s"]
 
 
-def test_bytes_that_nobody_counts_do_not_add_up(on: Watching) -> None:
-    for _ in range(10_000):
-        on.wire.taken += 70
-        on.named().heard += 60
-        assert on.looks() == []
-
-
 def test_bytes_of_zeromq_itself_do_not_add_up(on: Watching) -> None:
     on.named()
     for _ in range(10_000):
@@ -213,17 +206,6 @@ def test_members_may_leave_more_and_take_their_time(on: Watching) -> None:
     assert on.looks(A) == on.looks(A) == []
     on.named().sent += 4000
     assert len(on.looks(A)) == 1
-
-
-def test_message_that_waits_for_its_turn_is_not_taken_for_one_that_has_not_ended(
-    on: Watching,
-) -> None:
-    on.named()
-    for _ in range(100):  # the loop is busy with something else
-        on.wire.taken += STRANGERS_MAY_OWE
-        assert on.look(turns=0) == []
-    on.named().heard += on.wire.taken
-    assert on.looks() == []
 
 
 def test_whole_messages_that_wait_are_no_message_that_has_not_ended(on: Watching) -> None:
@@ -435,14 +417,6 @@ def test_name_that_was_of_another_number_is_taken_back(on: Watching) -> None:
     assert wrong.route is None
     on.watch.end(b"b")
     assert (other.is_shut, on.wire.is_shut) == (True, False)
-
-
-def test_workers_that_come_back_at_once_have_room() -> None:
-    watch = ConnectionWatch(most_strangers=MOST_STRANGERS + 2 * 100)
-    wires = [Wire() for _ in range(MOST_STRANGERS + 2 * 100 + 1)]
-    for number, wire in enumerate(wires):
-        watch.opened(number, wire)
-    assert len(watch.look((), 1.0)) == 1
 
 
 def test_flood_of_connections_gets_no_more_looks_than_their_share() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from diloco_broker.core.state.data_sets import DataSets
 from diloco_broker.core.state.run_record import DataSetRecord
@@ -53,15 +52,6 @@ def test_state_of_a_torch_optimizer_survives(tmp_path: Path) -> None:
     for name, value in optimizer.state[weight].items():
         assert torch.equal(again.state[weight][name], value)
     assert again.param_groups[0]["lr"] == 0.1
-
-
-def test_files_are_plain_safetensors(tmp_path: Path) -> None:
-    made = a_checkpoint()
-    path = checkpoint.save(tmp_path, made, keep=1)
-    tensors = load_file(path / "fragment-1.safetensors")
-    assert set(tensors) == {"parameters", "buffers", "integers", "outer.momentum"}
-    assert torch.equal(tensors["parameters"], torch.cat(list(made.tensors[1].chunks[:2])))
-    assert tensors["integers"].dtype == torch.int64
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

@@ -66,12 +66,6 @@ def test_link_to_the_folder_leads_to_the_new_run(tmp_path: Path) -> None:
     assert train(tmp_path / "run").resumed.endswith("1 round")
 
 
-def test_each_fresh_start_keeps_the_run_before(tmp_path: Path) -> None:
-    for _ in range(3):
-        train(tmp_path / "run", fresh=True)
-    assert len(list(tmp_path.glob("run-20*"))) == 2
-
-
 def test_fresh_start_leaves_the_folder_of_a_running_broker_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(folder)

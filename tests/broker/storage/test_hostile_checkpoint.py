@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from diloco_broker import BrokerConfig
-from diloco_broker.cli.checkpoint_report import as_text, describe
+from diloco_broker.cli.checkpoint_report import describe
 from diloco_broker.storage import checkpoint, checkpoint_format
 from diloco_broker.storage.checkpoint import MANIFEST, MOST_JSON_BYTES, Damaged
 from diloco_broker.storage.resume import newest_checkpoint
@@ -172,21 +172,3 @@ def test_trouble_of_the_machine_damages_no_checkpoint(
     monkeypatch.setattr(checkpoint, "load", checkpoint.load_record)
     with pytest.raises(UsageError, match="no older one is taken"):
         newest_checkpoint(BrokerConfig(save_dir=str(tmp_path)))
-
-
-def test_checkpoint_of_a_size_that_cannot_be_is_called_damaged(tmp_path: Path) -> None:
-    path = a_saved(tmp_path)
-    body = checkpoint.read_manifest(path)
-    body["files"][FILE]["bytes"] = 10**400
-    write_body(path, body)
-    assert not describe(path, quick=True)["sound"]
-
-
-@pytest.mark.parametrize("name", ["totals", "workers", "config"])
-def test_checkpoint_without_figures_is_shown(tmp_path: Path, name: str) -> None:
-    path = a_saved(tmp_path)
-    body = checkpoint.read_manifest(path)
-    body[name] = []
-    write_body(path, body)
-    report = describe(path, quick=True)
-    assert not report["sound"] or "checkpoint" in as_text(tmp_path, [report])

@@ -103,13 +103,6 @@ def test_bad_name_leaves_nothing_behind(path: Path, name: str) -> None:
     assert not path.exists()
 
 
-def test_call_that_makes_nothing_says_so(path: Path) -> None:
-    keygen(path)
-    code, said = keygen(path)
-    assert code == 2
-    assert "There is no key to make" in said
-
-
 def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in ("file", "file/below"):

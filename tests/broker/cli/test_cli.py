@@ -39,7 +39,7 @@ def logging_as_it_was() -> Iterator[None]:
         (["--workers", "2", "--quorum", "3"], "--quorum"),
         (["--no-save", "--resume", "old-run"], "old-run"),
         (["--fresh", "--resume", "old-run"], "old-run"),
-        (["--fresh", "--save-dir", "run", "--keys", "run/keys"], "run/keys"),
+        (["--fresh", "--save-dir", "run", "--keys", "run/keys"], "--keys"),
         (["--fresh", "--no-save"], "--fresh"),
         (["--model", "/nowhere/model.pt"], "/nowhere/model.pt"),
         (["--model", str(Path(__file__))], "cannot be read"),

@@ -46,21 +46,6 @@ def test_paper_s_form_reads_the_groups_at_each_step_and_never_steps_the_optimize
     assert not made[0].state
 
 
-@pytest.mark.parametrize("rule", ["each", "direct"])
-def test_learning_rate_that_changes_later_is_used(rule: Any) -> None:
-    made: list[torch.optim.Optimizer] = []
-
-    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
-        made.append(torch.optim.SGD(parameters, lr=1.0))
-        return made[-1]
-
-    model = ChunkedModel(TorchOuter(factory, rule, N))
-    made[0].param_groups[0]["lr"] = 0.25
-    gradient = torch.randn_like(model.start[0])
-    model.merges(gradient)
-    torch.testing.assert_close(model.theta(), model.start[0] - 0.25 * gradient)
-
-
 def test_factory_is_called_once_for_each_fragment_with_its_parameters_in_order() -> None:
     calls: list[FragmentParameters] = []
     values: list[list[Tensor]] = []

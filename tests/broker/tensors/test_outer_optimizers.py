@@ -15,7 +15,6 @@ from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_protocol.tensors.codecs import as_bytes
 from kit.chunked_model import ChunkedModel, read, same, wire
 from kit.outers import BUFFERED, BY_FACTORY, BY_GROUP, CASES, ETA, EVERY, MU, N, sgd
-from kit.reference import nesterov
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 4, 7, 64])
@@ -46,18 +45,6 @@ def test_streamed_and_staged_steps_are_the_same(name: str) -> None:
         chunks = [streamed.steps(gradient), staged.merges(gradient)]
         assert [bytes(one.wire) for one in chunks[0]] == [bytes(one.wire) for one in chunks[1]]
     assert not torch.equal(streamed.theta(), streamed.start[0])
-
-
-@pytest.mark.parametrize("size", [1, N])
-def test_delayed_nesterov_from_one_base_is_one_synchronous_step_on_the_mean(size: int) -> None:
-    model, synchronous = ChunkedModel(DelayedNesterov(ETA, MU, size)), nesterov(ETA, MU)(0)
-    theta = {"": model.start[0]}
-    for _ in range(4):
-        gradients = [torch.randn_like(model.start[0]) for _ in range(size)]
-        for gradient in gradients:
-            model.merges(gradient)
-        theta = synchronous(theta, {"": torch.stack(gradients).mean(0)})
-        torch.testing.assert_close(model.theta(), theta[""], rtol=2e-5, atol=2e-5)
 
 
 # Promises that every optimizer keeps.

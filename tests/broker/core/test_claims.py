@@ -40,6 +40,10 @@ def test_model_that_is_larger_than_allowed_is_refused_with_both_numbers() -> Non
         ({"outer": "sgd"}, 8),
         ({"outer": "dn"}, 16),
         ({"reply_dtype": "bf16"}, 14),
+        (
+            {"reply_dtype": "int8"},
+            24,
+        ),  # the copy that workers hold, and the codes of eight versions
         ({"num_fragments": 4}, 9),  # the sum of one fragment at a time
         ({"workers": 5, "deterministic": True}, 18),  # 5 submissions in bf16 instead of the sum
         ({"workers": 5, "deterministic": True, "wire_dtype": "fp32"}, 28),

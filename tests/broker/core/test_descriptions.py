@@ -150,6 +150,14 @@ def test_worker_whose_description_stood_still_may_join_again(stage: Stage) -> No
     assert any(isinstance(each, Welcome) for each in stage.inbox[route])
 
 
+def test_described_model_that_has_no_room_is_refused_as_a_join(stage: Stage) -> None:
+    stage.state.memory_bytes = 1
+    route = asks(stage, "a")
+    describes(stage, route, *PIECES)
+    refused = told(stage, route)
+    assert isinstance(refused, Error) and refused.about == "join"
+
+
 @pytest.mark.parametrize("size", [0, -1, 1 << 40])
 def test_claim_of_a_size_that_cannot_be_is_refused(stage: Stage, size: int) -> None:
     route = stage.route()

@@ -213,6 +213,13 @@ def test_version_that_is_being_made_is_released_though_the_run_is_paused() -> No
     assert stage.version().counter == 1
 
 
+def test_pausing_and_resuming_twice_changes_nothing() -> None:
+    stage, _ = a_run("a")
+    for action in ("resume", "pause", "pause", "resume", "resume"):
+        assert stage.asks(action).ok
+    assert [act.what for act in stage.acts] == ["pause", "resume"]
+
+
 @pytest.mark.parametrize("restarting", [False, True])
 def test_shutdown_is_handed_on_with_who_asked_and_whether_the_run_is_over(restarting: bool) -> None:
     stage, (a,) = a_run("a")

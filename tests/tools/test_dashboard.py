@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ import pytest
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.clients.operator import ask_once
 from diloco_protocol.feed import Snapshot, parse_snapshot
-from diloco_tools.monitor.feed.series import RunSeries
+from diloco_protocol.monitor.fields import columns
+from diloco_tools.monitor.feed.model import Freshness
+from diloco_tools.monitor.feed.series import Rate, RunSeries
 from diloco_tools.monitor.web import app
 from diloco_tools.monitor.web import serving as streams
 from diloco_tools.monitor.web.orders import read_order, steering_address
 from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal, new_token
 from diloco_tools.monitor.web.serving import EventStream, Streams
 from diloco_tools.monitor.web.source import FeedSource, encoded, history, picture, thinned
+from diloco_tools.monitor.web.words import BELOW, titles, words
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
 from kit.feed_snapshots import PATIENCE_S, frame
 from kit.process_kit import wait_for
@@ -204,6 +207,32 @@ class TestPicture:
             assert len(kept) <= 10
             assert kept[-1] == count - 1
         assert thinned(range(10), 10) == range(10)
+
+
+class TestWords:
+    def test_each_column_of_the_catalogue_has_a_place_in_the_table(self) -> None:
+        shown = {each["key"] for each in titles()} | set(BELOW.values())
+        assert shown == {field.path for field in columns("dashboard")}
+
+    def test_cells_have_what_a_row_is_sorted_by(self) -> None:
+        crew = [a_worker("b", steps_per_s=2.0, host="desk"), a_worker("a", health="lost")]
+        said = words(snapshot(workers=crew), Freshness.LIVE, lambda _: Rate(0.0, 5e6, 1e6))
+        by_key = [
+            dict(zip([each["key"] for each in titles()], zip(*row, strict=True), strict=True))
+            for row in ((each["cells"], each["sort"]) for each in said["workers"])
+        ]
+        assert by_key[0]["id"] == (("b", "", "desk"), "b")
+        assert by_key[0]["rate_up"] == (("5.0 MB/s", "", "1.0 MB/s"), 6e6)
+        assert by_key[1]["health"] == (("lost", "bad", ""), 0)
+
+    def test_of_a_recorded_moment_nothing_is_said_that_was_not_recorded(self) -> None:
+        said = words(snapshot(), None, lambda _: None)
+        assert not {"rejected", "checkpoint"} & {label for label, _ in said["rows"]}
+        keys = [each["key"] for each in titles()]
+        (health, *_), (heard, *_) = (
+            said["workers"][0]["cells"][keys.index(key)] for key in ("health", "beat_age_s")
+        )
+        assert (health, heard) == ("—", "—")
 
 
 class TestPage:
@@ -408,10 +437,17 @@ class TestEvents:
             publisher.says(sequence=1)
             assert events.next("state")["picture"]["snapshot"]["sequence"] == 1
             publisher.says(sequence=2)
-            ages = [events.next("pulse")["age_s"] for _ in range(2)]
-            assert 0 <= ages[0] < ages[1]
+            pulses = [events.next("pulse") for _ in range(2)]
+            assert 0 <= pulses[0]["age_s"] < pulses[1]["age_s"]
+            assert pulses[1]["words"] is None, "of a snapshot that the page does not show"
             assert site.streams is not None
             assert site.streams.source.received == 2, "heard, but not due"
+
+    def test_words_go_on_while_the_broker_is_silent(self, publisher: Publisher) -> None:
+        with serving(publisher.address) as site, site.events() as events:
+            publisher.says()
+            said = [events.next("state")["words"], *(events.next("pulse")["words"] for _ in "ab")]
+            assert len({each["header"]["round-more"] for each in said}) > 1
 
     def test_refresh_interval_is_1_to_30_s(self, site: Site) -> None:
         for every in ("0", "0.5", "30.5", "nan", "inf", "-1", "often", ""):
@@ -487,19 +523,19 @@ class TestEnd:
     def test_server_ends_at_once_though_pages_are_open_and_one_reads_nothing(
         self, publisher: Publisher
     ) -> None:
-        with serving(publisher.address) as site:
-            many = [a_worker(f"w{n}", host="h" * 500) for n in range(2000)]
-            publisher.says(workers=many)
-            silent = socket.create_connection(("127.0.0.1", site.port), PATIENCE_S)
-            silent.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            with silent, site.events() as events:
-                events.next("state")
-                began = time.monotonic()
-                site.server.should_exit = True
-                events.response.read()  # raises if the stream is cut off and not ended
-                while site.server.server_state.connections and time.monotonic() < began + 10:
-                    time.sleep(0.01)
-                assert time.monotonic() - began < 5
+        with ExitStack() as after:
+            with serving(publisher.address) as site:
+                publisher.says(workers=[a_worker(f"w{n}", host="h" * 500) for n in range(2000)])
+                silent = socket.create_connection(("127.0.0.1", site.port), PATIENCE_S)
+                after.enter_context(silent).sendall(
+                    b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                )
+                with site.events() as events:
+                    events.next("state")
+                    began = time.monotonic()
+                    site.server.should_exit = True
+                    events.response.read()  # raises if the stream is cut off and not ended
+            assert time.monotonic() - began < streams.PATIENCE_S / 2, "it waits for no page"
 
 
 def plotted(source: FeedSource) -> list[int]:

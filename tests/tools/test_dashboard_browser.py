@@ -119,14 +119,14 @@ class TestLive:
 
     def test_settings_change_after_old_and_new_were_shown(self, live: Page) -> None:
         page = live
-        sees(page, "#metrics", "Outer learning rate0.7")
+        sees(page, "#metrics", "lr 0.7")
         assert page.locator("#set-optimizer").is_disabled()
         page.get_by_label("Outer learning rate").fill("0.5")
         page.keyboard.press("Enter")
         sees(page, "#ask-text", "Outer learning rate 0.7 → 0.5.")
         page.get_by_role("button", name="Change", exact=True).click()
         sees(page, "#result-text", "uter learning rate 0.7 -> 0.5")
-        sees(page, "#metrics", "Outer learning rate0.5")
+        sees(page, "#metrics", "lr 0.5")
 
         page.get_by_label("Workers wanted").fill("3")
         page.locator("#set-workers").click()
@@ -197,7 +197,7 @@ class TestLive:
         sees(page, "#fresh-word", "STALE")
         sees(page, "#notice", "The broker has sent nothing for")
         sees(page, "#announce", "The feed is stale.")
-        beat = page.locator("#worker-rows tr:first-child .beat")
+        beat = page.locator("#worker-rows tr:first-child .beat_age_s .main")
         then = beat.inner_text()
         playwright.expect(beat).not_to_have_text(then, timeout=PATIENCE_MS)
         assert page.locator("#worker-rows .kick").first.is_disabled()
@@ -291,10 +291,10 @@ class TestLook:
         assert names.all_text_contents() == below
         page.get_by_role("button", name="Steps/s").click()
         assert names.all_text_contents() == [
-            *("zeta", "north (3)", "\u2003cellar (1)", "\u2003\u2003x", "\u2003b", "\u2003a")
+            *("zeta", "north (3)", "\u2003b", "\u2003a", "\u2003cellar (1)", "\u2003\u2003x")
         ]
         assert is_no_wider_than_the_screen(page)
-        sees(page, "#server", re.compile(r"tcp://hub:8512 as top, not there for \d+ s"))
+        sees(page, "#server", re.compile(r"tcp://hub:8512 as top.* \d+ s"))
 
     def test_text_of_strangers_is_never_markup(self, page: Page, publisher: Publisher) -> None:
         publisher.says(
@@ -328,25 +328,23 @@ class TestLook:
         ]
         publisher.says(workers=workers, dead=[a_worker("zed", health="dead", sync_age_s=None)])
         sees(page, "#round", "412")
-        for text in (
-            "1 of 4 arrived; missing mac, rtx; training: xeon",
-            "120 to 500",
-            "4 alive, 3 participating, 4 averaged",
-            "1644 counted, 1650 pushes",
-            "6: bad_push 2, non_finite 4",
-            "round 411, ",
-            "310 MB",
-            "4.8 ms",
-            "5 min in all",
-        ):
-            sees(page, "#metrics", text)
+        for row, said in {
+            "Missing": "mac, rtx",
+            "Training": "xeon",
+            "Workers": "4 alive, 3 participating, 4 averaged",
+            "Rejected": "6: 4 non finite, 2 bad push",
+            "Checkpoint": "round 411",
+            "Traffic": "150 GB up, 300 GB down",
+            "Broker": "310 MB",
+        }.items():
+            sees(page, f'#metrics > div:has(dt:text-is("{row}"))', said)
         sees(page, "#model", "151M parameters, 605 MB")
         sees(page, "#uptime", "02:13:2")
         sees(page, "#event-list", "◐ warning: mac-mini left")
         sees(page, "#rejection-list", "rtx: non_finite: Chunk 3 has a NaN.")
         health = page.locator("#worker-rows .health .main").all_inner_texts()
         assert health == ["● ok", "○ lost", "◐ slow", "● ok", "○ dead"]
-        sees(page, "#worker-rows tr:last-child .sync", "—")
+        sees(page, "#worker-rows tr:last-child .sync_age_s", "—")
 
     def test_columns_sort_and_focus_stays_where_it_was(
         self, page: Page, publisher: Publisher
@@ -390,31 +388,7 @@ class TestLook:
         sees(page, "#plot-loss-now", "round 0: 4")
         assert is_drawn(page, "#plot-loss")
 
-    def test_server_panel_has_what_the_run_was_told(self, page: Page, publisher: Publisher) -> None:
-        publisher.says(
-            liveness={
-                "heartbeat_timeout_s": 90.0,
-                "stall_timeout_s": 0.0,
-                "disconnect_grace_s": 4.0,
-            },
-            asynchronous={"dylu": True, "dylu_min_steps": 8, "max_staleness": 6, "slots": 2},
-            fragments=[{"fragment": number, "version": 9} for number in range(2)],
-            fragment_pattern="balanced",
-            fragment_sync_delay=3,
-            fragment_max_delay=9,
-            fragment_update_alpha=0.5,
-        )
-        for title, text in {
-            "Dead after": "90 s of silence",
-            "Stalled after": "never",
-            "Time to reconnect": "4 s",
-            "Staleness": "up to 6 versions, not weighed",
-            "Merging": "after 3 steps, at most 9, alpha 0.5",
-        }.items():
-            row = page.locator("#metrics > div", has=page.get_by_text(title, exact=True))
-            playwright.expect(row.locator("dd")).to_have_text(text, timeout=PATIENCE_MS)
-
-    def test_end_orders_and_work_queue_have_rows_and_go_again(
+    def test_rows_of_the_server_come_and_go_with_what_there_is_to_say(
         self, page: Page, publisher: Publisher
     ) -> None:
         text = {"name": "text", "size": 100, "epochs": 3, "epoch": 1, "counted": 130, "held": 12}
@@ -423,23 +397,14 @@ class TestLook:
             orders=[{"action": "stop_all", "waiting": ["rtx"], "saved": 0, "left": 2}],
             data_sets=[text, {"name": HOSTILE, "size": 9, "epoch": 4, "counted": 40}],
         )
-        rows = {
-            "Ends": "411 of 500 rounds, 60 min of 2 h",
-            "Asked to stop": "◐ no answer from rtx, 2 left",
-            "Data set text": "epoch 2 of 3, 130 of 300 units counted, 12 handed out, 158 left",
-            f"Data set {HOSTILE}": "epoch 5, 40 units counted",
-        }
-        for title, told in rows.items():
-            row = page.locator("#metrics > div", has=page.get_by_text(title, exact=True))
-            playwright.expect(row.locator("dd")).to_have_text(told, timeout=PATIENCE_MS)
-        titles = page.locator("#metrics dt").all_inner_texts()
-        assert titles[: len(rows)] == list(rows)
+        rows = page.locator("#metrics > div")
+        for title, said in {"End": "411 of 500", "Commands": "rtx", "Data": HOSTILE}.items():
+            playwright.expect(rows.filter(has_text=title).first).to_contain_text(said)
         assert is_no_wider_than_the_screen(page)
-        publisher.says(
-            sequence=8, orders=[], end={"max_rounds": 500, "rounds": 500, "is_over": True}
-        )
-        sees(page, "#metrics", "500 of 500 rounds, the run is over")
-        playwright.expect(page.get_by_text("Asked to stop", exact=True)).to_have_count(0)
+        publisher.says(sequence=8, orders=[], end=None)
+        for title in ("Commands", "End"):
+            gone = page.locator("#metrics dt", has_text=title)
+            playwright.expect(gone).to_have_count(0, timeout=PATIENCE_MS)
 
     def test_inner_steps_go_on_by_the_pace_and_are_marked(
         self, page: Page, publisher: Publisher
@@ -453,7 +418,7 @@ class TestLook:
                 a_worker("d", **told | {"inner_age_s": 25.0, "steps_per_s": 100.0}),
             ]
         )
-        cells = page.locator("#worker-rows .inner .main")
+        cells = page.locator("#worker-rows .inner_step .main")
         playwright.expect(cells.nth(0)).to_have_text(re.compile(r"^~5\d/500$"))
         playwright.expect(cells.nth(1)).to_have_text("0/500")
         playwright.expect(cells.nth(3)).to_have_text("~500/500", timeout=PATIENCE_MS)

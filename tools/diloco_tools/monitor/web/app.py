@@ -30,6 +30,7 @@ from diloco_tools.monitor.web.orders import read_order, steering_address
 from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal
 from diloco_tools.monitor.web.serving import EventStream, Streams
 from diloco_tools.monitor.web.source import ReplaySource
+from diloco_tools.monitor.web.words import titles
 
 LONGEST_BODY = 4096  # bytes: the longest order is a worker's name
 BODY_S = 5.0  # seconds for a body of that size to arrive
@@ -89,6 +90,7 @@ class Dashboard:
                 "reason": refusal and refusal.text,
                 "live_below_s": LIVE_BELOW_S,
                 "stale_above_s": STALE_ABOVE_S,
+                "columns": titles(),
             }
         )
 

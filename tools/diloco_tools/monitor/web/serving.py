@@ -16,7 +16,7 @@ import uvicorn
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diloco_tools.monitor.web.source import FeedSource, encoded
+from diloco_tools.monitor.web.source import FeedSource
 
 MOST_STREAMS = 16  # a browser opens six at most; several people may look
 TURN_S = 0.1  # between two looks at the source: a snapshot shows that much later
@@ -48,7 +48,8 @@ class Streams:
                 yield f"event: state\ndata: {state}\n\n"
             elif now - said_at >= PULSE_S:
                 said_at = now
-                yield f"event: pulse\ndata: {encoded(self.source.pulse())}\n\n"
+                pulse = self.source.pulse(is_shown=self.source.received == received)
+                yield f"event: pulse\ndata: {pulse}\n\n"
             await asyncio.sleep(TURN_S)
 
 

@@ -12,7 +12,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +21,16 @@ from diloco_protocol.clients import Keys
 from diloco_protocol.feed import MAX_DEPTH, FeedError, FeedRefusedError, Snapshot, json_safe
 from diloco_protocol.records import to_plain
 from diloco_tools.monitor.feed.listener import FeedWatcher
+from diloco_tools.monitor.feed.model import Freshness
 from diloco_tools.monitor.feed.replay import HISTORY, History, read_history, rounds_of
 from diloco_tools.monitor.feed.series import RunSeries
+from diloco_tools.monitor.web.words import words
 
 POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second
 REPLAY_POINTS = 2_000  # moments of a recorded run that are plotted: more than a plot has columns
 SPEED_POINTS = 20_000  # of all workers in one message: some 500 kB
 LEAST_SPEED_POINTS = 60  # of one worker
+MOST_WORDED = 300  # workers whose words come with a pulse: some 100 kB
 
 P = TypeVar("P")
 
@@ -41,11 +44,19 @@ class FeedSource(FeedWatcher):
         self._problem: str | None = None
         self._recalled_at = -math.inf  # when the past was read: pages lack it that are older
         self._encoded = (0, "null")  # `received` and JSON of the newest picture that was asked for
+        self._words: tuple[object, str] = (None, "null")  # the moment and JSON of the newest words
 
-    def pulse(self) -> dict[str, Any]:
-        """How alive the feed is: age of the newest snapshot in seconds (None before the first)."""
+    def pulse(self, *, is_shown: bool = False) -> str:
+        """JSON: how alive the feed is; `age_s` of the newest snapshot in seconds, null before the first.
+
+        For a page that shows this snapshot also the words of this moment, unless there are many workers.
+        """
         with self.lock:
-            return self._pulse(time.monotonic())
+            now, snapshot = time.monotonic(), self.model.snapshot
+            few = snapshot is not None and len(snapshot.listed) <= MOST_WORDED
+            return _joined(
+                self._pulse(now), words=self._worded(now) if few and is_shown else "null"
+            )
 
     def state(self, after: float = -math.inf) -> tuple[str, float]:
         """Everything for a page that has the points up to `after`, as JSON, and the new `after`."""
@@ -62,7 +73,18 @@ class FeedSource(FeedWatcher):
                 "whole": after == -math.inf,
                 "series": history(self._series, now, after),
             }
-            return f'{encoded(head)[:-1]},"picture":{self._encoded[1]}}}', now
+            return _joined(head, words=self._worded(now), picture=self._encoded[1]), now
+
+    def _worded(self, now: float) -> str:
+        """The JSON of the words of this moment; the same for all pages that ask within half a second."""
+        key = (self.received, math.floor(2 * now))
+        if self._words[0] != key and (snapshot := self.model.at(now)) is not None:
+            fresh, series = self.model.freshness(now), self._series
+            if fresh is not Freshness.STALE:
+                snapshot = replace(snapshot, uptime_s=snapshot.uptime_s + self.model.age_s(now))
+            said = words(snapshot, fresh, series.rate_of, series.cpu)
+            self._words = (key, encoded(said))
+        return self._words[1]
 
     def _pulse(self, now: float) -> dict[str, Any]:
         return {
@@ -136,9 +158,18 @@ class ReplaySource:
         """JSON of one moment as `FeedSource.state` has it, without series; None beyond the ends."""
         if not 0 <= index < len(self.history):
             return None
-        moment = self.history[index]
-        head = json.dumps({"index": index, "at": moment.at, "verdict": "healthy", "reasons": []})
-        return f'{head[:-1]},"picture":{picture(moment.snapshot, RunSeries(points=1))}}}'
+        moment, series = self.history[index], RunSeries(points=1)
+        return _joined(
+            {"index": index, "at": moment.at, "verdict": "healthy", "reasons": []},
+            words=encoded(words(moment.snapshot, None, series.rate_of)),
+            picture=picture(moment.snapshot, series),
+        )
+
+
+def _joined(head: dict[str, Any], **encoded_values: str) -> str:
+    """JSON of `head` and of values that are JSON already."""
+    more = "".join(f',"{name}":{value}' for name, value in encoded_values.items())
+    return f"{encoded(head)[:-1]}{more}}}"
 
 
 def encoded(value: object) -> str:

@@ -4,9 +4,9 @@
 import { Control, UNHEARD } from "./control.js";
 import { SIGNS, duration, make, plural, say } from "./format.js";
 import { History } from "./history.js";
-import { Log, Metrics, facts, metrics, recordedMetrics } from "./server.js";
+import { Log, Rows } from "./panels.js";
 import { Stream, get, keepToken, takeToken } from "./stream.js";
-import { WorkerTable, usualSilence } from "./workers.js";
+import { WorkerTable } from "./workers.js";
 
 const $ = (id) => document.getElementById(id);
 const seconds = () => performance.now() / 1000;
@@ -16,7 +16,7 @@ const REFRESH_KEY = "diloco-refresh";
 
 const view = {
   session: null,
-  picture: null, // {snapshot, rates}
+  snapshot: null,
   pulse: { missed: 0, restarts: 0, malformed: 0, problem: null, refusal: "" },
   verdict: "healthy",
   reasons: [],
@@ -24,7 +24,6 @@ const view = {
   heardAt: null, // the same of the newest snapshot
   loss: "", // why the dashboard program is not heard
   word: "",
-  cpu: null, // {epoch, uptime, cpu_s, share}
 };
 
 takeToken();
@@ -41,7 +40,7 @@ const table = new WorkerTable({
   empty: $("no-workers"),
   onKick: (worker) => control.kick(worker),
 });
-const server = new Metrics($("metrics"));
+const server = new Rows($("metrics"));
 const events = new Log($("event-list"));
 const rejections = new Log($("rejection-list"));
 let history = null;
@@ -51,11 +50,7 @@ const stream = new Stream({
     const now = seconds();
     heard(state, now);
     if (state.picture) {
-      view.picture = state.picture;
-      view.verdict = state.verdict;
-      view.reasons = state.reasons;
-      view.madeAt = view.heardAt;
-      note(state.picture.snapshot);
+      Object.assign(view, { snapshot: state.picture.snapshot, verdict: state.verdict, reasons: state.reasons, madeAt: view.heardAt });
       history.take(state.series, now, state.whole);
     }
     render();
@@ -75,14 +70,19 @@ function heard(pulse, now) {
   view.loss = "";
   view.pulse = pulse;
   view.heardAt = pulse.age_s === null ? null : now - pulse.age_s;
+  if (pulse.words) shows(pulse.words);
 }
 
-/** The broker tells how much CPU it has used so far: what it uses now is the difference. */
-function note({ epoch, uptime_s, loop }) {
-  const last = view.cpu;
-  if (loop.cpu_s === null || last?.uptime_s === uptime_s) return;
-  const share = last && last.epoch === epoch && uptime_s > last.uptime_s ? (loop.cpu_s - last.cpu_s) / (uptime_s - last.uptime_s) : null;
-  view.cpu = { epoch, uptime_s, cpu_s: loop.cpu_s, share };
+/** What the server says in words, of the moment at which it was sent. */
+function shows({ header, counts, rows, workers }) {
+  const { arrived, ...texts } = header;
+  for (const [id, text] of Object.entries(texts)) say($(id), text);
+  say($("counts"), counts);
+  $("arrived").hidden = arrived[1] === 0;
+  $("arrived").max = Math.max(1, arrived[1]);
+  $("arrived").value = arrived[0];
+  server.show(rows);
+  table.show(workers);
 }
 
 function freshness() {
@@ -93,34 +93,20 @@ function freshness() {
   return [age < live ? "LIVE" : age <= stale ? "LATE" : "STALE", age];
 }
 
-/** Everything that a new snapshot changes. */
+/** Everything that a new snapshot changes, but for its words. */
 function render() {
-  if (!view.picture) return tick();
-  const { snapshot, rates } = view.picture;
+  const { snapshot } = view;
+  if (!snapshot) return tick();
   const isRecorded = view.session.mode === "replay";
-  // A history has no health and no heartbeats.
-  const workers = isRecorded ? snapshot.workers.map((worker) => ({ ...worker, health: null, beat_age_s: null })) : [...snapshot.workers, ...(snapshot.dead ?? [])];
-  table.show(workers, rates);
   say($("no-workers"), snapshot.ended ? "All workers have left." : "No workers yet.");
-  const now = seconds();
-  const keyed = snapshot.events.map((event) => ({ ...event, key: `${snapshot.epoch} ${event.sequence}` }));
-  events.show(keyed, isRecorded ? now : view.madeAt, { keep: !isRecorded });
+  const at = isRecorded ? view.shownAt : view.madeAt;
+  events.show(snapshot.events.map((event) => ({ ...event, key: `${snapshot.epoch} ${event.sequence}` })), at, { keep: !isRecorded });
   $("no-events").hidden = events.rows.size > 0;
-  const refused = (snapshot.rejections ?? []).map(({ age_s, worker, code, text }, index) => ({
-    // Nothing numbers them, so the moment at which each happened has to.
-    key: `${snapshot.epoch} ${worker} ${code} ${isRecorded ? index : (snapshot.uptime_s - age_s).toFixed(1)} ${text}`,
-    age_s,
-    level: "warning",
-    text: `${worker}: ${code}: ${text}`,
-  }));
-  rejections.show(refused, isRecorded ? now : view.madeAt, { keep: false });
+  const refused = snapshot.rejections.map(({ age_s, worker, code, text }, key) => ({ key, age_s, level: "warning", text: `${worker}: ${code}: ${text}` }));
+  rejections.show(refused, at, { keep: false });
   $("rejections").hidden = refused.length === 0;
-  const { round } = snapshot;
-  $("arrived").hidden = snapshot.mode === "async" || !round?.expected.length;
-  $("arrived").max = Math.max(1, round?.expected.length ?? 1);
-  $("arrived").value = round?.arrived.length ?? 0;
   $("insecure").hidden = snapshot.security !== "INSECURE";
-  say($("epoch"), `broker ${snapshot.version}, life ${snapshot.epoch.slice(0, 8)}`);
+  say($("epoch"), `broker ${snapshot.version}, incarnation ${snapshot.epoch.slice(0, 8)}`);
   return tick();
 }
 
@@ -141,20 +127,10 @@ function tick() {
   }
   const { missed, restarts, malformed } = view.pulse;
   say($("missed"), isRecorded ? "—" : [String(missed), restarts ? plural(restarts, "restart") : "", malformed ? `${malformed} unreadable` : ""].filter(Boolean).join(", "));
-  const snapshot = view.picture?.snapshot ?? null;
-  const elapsed = isRecorded || view.madeAt === null ? 0 : seconds() - view.madeAt;
-  if (snapshot) {
-    const shown = facts(snapshot, elapsed, word !== "STALE");
-    for (const [id, text] of Object.entries(shown)) say($(id), text);
-    document.title = `${word} ${shown["round-title"].toLowerCase()} ${shown.round} – DiLoCo`;
-    server.show(isRecorded ? recordedMetrics(snapshot) : metrics(snapshot, elapsed, view.cpu?.share ?? null));
-    table.tick(elapsed, isRecorded || word === "STALE" ? -1 : usualSilence(snapshot));
-    if (isRecorded) rejections.tick(view.shownAt);
-    else rejections.tick(seconds());
-    events.tick(isRecorded ? view.shownAt : seconds());
-  } else {
-    document.title = `${word} – DiLoCo`;
-  }
+  const { snapshot } = view;
+  const round = snapshot ? ` ${$("round-title").textContent.toLowerCase()} ${$("round").textContent}` : "";
+  document.title = `${word}${round} – DiLoCo`;
+  for (const log of [events, rejections]) log.tick(isRecorded ? view.shownAt : seconds());
   const stale = word === "STALE" ? "The broker is silent, so it cannot be asked for anything." : view.loss;
   const silence = view.pulse.refusal || (snapshot ? stale : view.loss || UNHEARD);
   control.show(view.session, snapshot, isRecorded ? "" : silence);
@@ -210,14 +186,14 @@ async function begin() {
     return;
   }
   const isRecorded = view.session.mode === "replay";
+  if (!history) table.begin(view.session.columns);
   history ??= new History($("plot-list"), isRecorded);
   $("refresh-label").hidden = isRecorded;
   if (isRecorded) {
     const { replay } = await import("./replay.js");
-    await replay(history, (picture) => {
-      Object.assign(view, { picture, shownAt: seconds() });
-      events.clear();
-      rejections.clear();
+    await replay(history, ({ words, picture }) => {
+      Object.assign(view, { snapshot: picture.snapshot, shownAt: seconds() });
+      shows(words);
       render();
     });
   } else {

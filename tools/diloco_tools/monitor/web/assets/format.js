@@ -1,4 +1,4 @@
-// How quantities and conditions are written: as diloco-top does, with units spelt for a page.
+// How quantities are written, as diloco_protocol.quantities does.
 
 export const NONE = "—";
 const known = (value) => typeof value === "number" && Number.isFinite(value);
@@ -37,7 +37,6 @@ export function scaled(value, unit = "") {
   return `${rest.toPrecision(3)}${space}E${unit}`;
 }
 
-export const bytes = (value) => scaled(value, "B");
 export const rate = (value) => (known(value) ? scaled(value, "B/s") : NONE);
 
 /** A loss, or a dash: three decimals where they mean something, else an exponent. */
@@ -55,16 +54,7 @@ export const plural = (count, one, many = `${one}s`) => `${count} ${count === 1 
 /** Signs beside every colour: filled, half, empty, as in the terminal. */
 export const SIGNS = { good: "●", uneasy: "◐", bad: "○", quiet: "·" };
 
-/** Tone of a worker's health; a word unknown here is shown as it is, uneasy; null was not recorded. */
-export const healthTone = (health) => (health === null ? "quiet" : health === "ok" ? "good" : ["lost", "dead"].includes(health) ? "bad" : "uneasy");
-
 export const levelTone = (level) => ({ info: "quiet", warning: "uneasy", error: "bad" })[level] ?? "uneasy";
-
-/** The first names and how many more. */
-export function names(list, most = 6) {
-  const shown = [...list].sort().slice(0, most).join(", ");
-  return list.length > most ? `${shown} and ${list.length - most} more` : shown;
-}
 
 /** Set the text of a node only where it differs: selections and screen readers are left in peace. */
 export function say(node, text) {

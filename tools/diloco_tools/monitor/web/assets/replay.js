@@ -30,7 +30,7 @@ export async function replay(history, show) {
         const when = `${new Date(1000 * moment.at).toLocaleString()}, ${clock(elapsed)} after the start`;
         say($("moment-at"), when);
         slider.setAttribute("aria-valuetext", when);
-        show(moment.picture);
+        show(moment);
         history.draw(0, { number: moment.picture.snapshot.last_round?.number ?? null, elapsed });
       }
     } catch {

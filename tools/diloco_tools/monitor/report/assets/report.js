@@ -79,7 +79,7 @@ class Timeline {
       const at = Math.round(this.back(place));
       return at % DAY ? iso(at).slice(11, this.length < 360 ? 19 : 16) : DATE.format(1000 * at);
     };
-    return { steps: TIME_STEPS, over: "time", text: (place) => moment(this.back(place)), mark, splits: { splits: (_, __, ___, ____, step) => this.marks(step) } };
+    return { steps: TIME_STEPS, over: "time", text: (place) => moment(this.back(place)), mark, splits: { splits: (_, __, low, high, step) => this.marks(step).filter((place) => low <= place && place <= high) } };
   }
 }
 
@@ -153,9 +153,12 @@ function legend() {
 }
 
 if (data.workers.length) {
-  const step = TIME_STEPS.find((each) => 6 * each >= timeline.length) ?? timeline.length / 6;
-  const { mark } = axes.time;
-  const texts = timeline.marks(step).map((place) => element("text", { x: `${(100 * place) / timeline.length}%`, y: 12 }, mark(place)));
+  const step = TIME_STEPS.find((each) => 5 * each >= timeline.length) ?? timeline.length / 5;
+  const texts = timeline.marks(step).map((place) => {
+    const share = place / timeline.length;
+    const anchor = share < 0.08 ? "start" : share > 0.92 ? "end" : "middle";
+    return element("text", { x: `${100 * share}%`, y: 12, "text-anchor": anchor }, axes.time.mark(place));
+  });
   const foot = row("", ...texts);
   foot.classList.add("foot");
   document.getElementById("strip").append(make("ol", {}, ...data.workers.map(rowOf), foot), legend());

@@ -525,7 +525,7 @@ class TestEnd:
     ) -> None:
         with ExitStack() as after:
             with serving(publisher.address) as site:
-                publisher.says(workers=[a_worker(f"w{n}", host="h" * 500) for n in range(2000)])
+                publisher.says(workers=[a_worker(f"w{n}", host="h" * 500) for n in range(500)])
                 silent = socket.create_connection(("127.0.0.1", site.port), PATIENCE_S)
                 after.enter_context(silent).sendall(
                     b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -266,6 +266,7 @@ def test_some_python_of_the_pages_is_complete() -> None:
     assert all(any(part in each.text for each in PYTHON) for part in PYTHON_NOT_RUN)
 
 
+@pytest.mark.slow
 def test_first_run_of_the_front_page_trains(processes: Processes, place: Place) -> None:
     page = ROOT / "README.md"
     script = next(each.text for each in fences(page) if each.language == "python")

@@ -85,6 +85,7 @@ def check_fields(found: dict[str, Any], allowed: dict[str, set[str]]) -> None:
             assert set(each) <= fields, f"{path}: {set(each) - fields}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -262,6 +263,7 @@ def lay_out(objects: list[dict[str, Any]], kind: str, secret: str, folder: Path)
     return pod
 
 
+@pytest.mark.slow
 def test_commands_of_the_pods_make_a_run(
     keys: Path,
     processes: Processes,
@@ -289,6 +291,7 @@ def test_commands_of_the_pods_make_a_run(
     assert broker.ends() == 0
 
 
+@pytest.mark.slow
 def test_broker_that_is_told_to_go_saves_and_goes(
     keys: Path, broker_of: Callable[[KubernetesRun], Container]
 ) -> None:
@@ -329,6 +332,7 @@ def test_wrong_use_gets_a_sentence_and_makes_no_keys(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_second_call_prints_the_same(tmp_path: Path) -> None:
     words = shlex.split("--islands 2 --broker-image b --worker-image w -- python train.py")
     texts = [

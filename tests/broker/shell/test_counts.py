@@ -58,6 +58,7 @@ def traffic() -> Traffic:
     return Traffic(wire_dtype="bf16")
 
 
+@pytest.mark.slow
 def test_round_takes_one_push_one_commit_and_one_release_of_each_worker(traffic: Traffic) -> None:
     up, down = traffic.count(up=True), traffic.count(up=False)
     pushes, versions = WORKERS * ROUNDS, WORKERS * (ROUNDS + 1)  # the first comes without a push

@@ -234,6 +234,7 @@ def test_noise_of_one_who_comes_again_and_again_is_said_once(
     assert "cannot be read" not in (tmp_path / HISTORY).read_text()
 
 
+@pytest.mark.slow
 def test_description_of_a_model_of_many_tensors_comes_through(broker: Broker) -> None:
     model = torch.nn.ParameterDict(
         {f"{number:05}_{'of_a_long_name' * 6}": torch.zeros(1) for number in range(12_000)}

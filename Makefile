@@ -11,6 +11,9 @@ STAMP := $(VENV)/.ready
 LIBRARIES := $(VENV)/.integrations
 ENGINES := $(VENV)-ray/.ready
 BOOK := $(VENV)/.book
+# Compiled files are kept, whatever the environment says (containers often say no): without them pytest rewrites
+# all tests in each of its processes, and each process that a test starts compiles our modules.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests run in two processes for each core, up to 8: half of them wait for processes or clocks.
 SPREAD = -n $$($(BIN)/python -c 'import os; print(min(8, 2 * (os.cpu_count() or 1)))') --dist=worksteal
 MUTANTS ?= 300

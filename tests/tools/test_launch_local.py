@@ -107,6 +107,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_no_process_that_a_command_has_started_outlives_a_restart_or_the_launcher(
     processes: Processes,
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_script_that_never_joins_is_named(processes: Processes) -> None:
         made.says(f"{name} ended without joining the run")
 
 
+@pytest.mark.slow
 def test_workers_that_end_before_the_first_round_are_a_failure(processes: Processes) -> None:
     script = str(FOLDER / "plain_loop.py")
     made = launch(processes, "-n", "1", "--sync-every", "500", "--", script, "--steps", "5")

@@ -77,6 +77,7 @@ def test_broker_of_the_unit_starts_with_what_the_page_says(keys: Path) -> None:
     assert "good" in run([*words, *shlex.split(given[1]), "--check"], keys.parent).stdout
 
 
+@pytest.mark.slow
 def test_worker_of_the_unit_starts_its_script_with_its_key(keys: Path) -> None:
     words = start_of(SERVICES / "diloco-worker@.service")
     assert words.pop() == "$DILOCO_TRAIN"
@@ -96,6 +97,7 @@ def test_broker_of_the_compose_file_starts(keys: Path) -> None:
     assert "./keys:/keys:ro" in broker["volumes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpu-0", "gpu-1"])
 def test_worker_of_the_compose_file_has_its_one_key(keys: Path, name: str) -> None:
     worker = COMPOSE[name]

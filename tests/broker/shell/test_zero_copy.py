@@ -35,6 +35,7 @@ def gradient(worker: int, number: int) -> dict[str, Tensor]:
     return {"weight": torch.randn(7 * CHUNK + 5, generator=generator)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", ["fp32", "bf16"])
 def test_every_reader_of_a_version_gets_the_same_bytes_while_others_push(reply: str) -> None:
     """Observers read at any time, also the version before, while its successor is being made."""

@@ -81,16 +81,6 @@ def test_checkpoint_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> 
     assert stage.ledger == each.ledger
 
 
-def test_checkpoint_of_a_version_that_waits_has_the_other_fragments_as_they_are() -> None:
-    stage, a, b = a_run(durable=True, num_fragments=2, sync_every=8)
-    a_round([a, b], 0)
-    stage.is_saved()
-    a_round([a, b], 1)
-    assert versions(stage.checkpoints[-1]) == [1, 1]
-    assert stage.version(1).counter == 0
-    assert stage.checkpoints[-1].record.fragments[0].ledger == stage.ledger
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved(mode: str) -> None:
     stage, *_ = a_run(mode, durable=True)
@@ -102,17 +92,6 @@ def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved
         a = again.worker("a").comes_with(held)
         again.worker("b").comes_with(held)
         assert (a.offers(1).standing is Standing.COUNTED) == is_in
-
-
-def test_worker_that_dies_while_its_version_waits_is_in_it() -> None:
-    stage, a, b = a_run(durable=True)
-    a_round([a, b], 0)
-    a.dies()
-    b.beats()
-    stage.is_saved()
-    assert stage.version().counter == 1
-    assert stage.ledger.names_whole("a", 1)
-    assert stage.expected == {"b"}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -247,15 +226,6 @@ def test_checkpoints_are_asked_for_every_so_many_rounds(every: int, saves: list[
     for number in range(7):
         a_round([a, b], number)
     assert stage.saves == saves
-
-
-def test_checkpoints_count_rounds_of_all_fragments() -> None:
-    stage, a, b = a_run(save_every=2, num_fragments=3, sync_every=12)
-    for number in range(7):
-        a_round([a, b], number)
-    assert stage.saves == [0, 2, 4, 6]
-    made = [[0, 0, 0], [1, 1, 0], [2, 1, 1], [2, 2, 2]]
-    assert [versions(saved) for saved in stage.checkpoints] == made
 
 
 # By an operator.

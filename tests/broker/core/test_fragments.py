@@ -159,10 +159,3 @@ def test_delay_that_makes_no_sense_is_shown_as_one_that_does(told: int, shown: i
     stage, (a,) = a_run("a")
     a.sends(messages.decode(messages.encode(messages.Heartbeat(a.token(), 5, merge_delay=told))))
     assert stage.shown()["workers"][0]["merge_delay"] == shown
-
-
-def test_delay_that_is_a_number_is_shown_as_one() -> None:
-    stage, _ = a_run("a", fragment_sync_delay=2)
-    shown = stage.shown()
-    assert (shown["fragment_delay_auto"], shown["fragment_sync_delay"]) == (False, 2)
-    assert shown["fragment_max_delay"] == 2

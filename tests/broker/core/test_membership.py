@@ -316,22 +316,6 @@ def test_manifest_is_open_to_observers() -> None:
     assert result.data["manifest"]["entries"][0]["name"] == "weight"
 
 
-def test_frozen_parameters_and_buffers_have_their_places() -> None:
-    manifest = a_manifest(
-        2,
-        mean=TensorEntry("mean", (3,), "float32", Kind.BUFFER),
-        count=TensorEntry("count", (), "int64", Kind.BUFFER),
-        table=TensorEntry("table", (CHUNK_ELEMENTS + 1,), "bfloat16", Kind.FROZEN),
-    )
-    stage = Stage(a_config(1), manifest)
-    stage.joined("a")
-    trained, frozen = (each.layout for each in stage.state.versions.fragments)
-    segments = ["parameters", "parameters", "buffers", "integers"]
-    assert [span.segment.value for span in trained.spans] == segments
-    assert [span.elements for span in frozen.spans] == [CHUNK_ELEMENTS, 1]
-    assert stage.version(1).counter == 0
-
-
 @pytest.mark.parametrize("field", ["extra", "wants"])
 def test_nested_values_where_displays_show_them_are_refused(field: str) -> None:
     nested: Any = 1

@@ -239,18 +239,6 @@ def test_second_whole_push_of_a_worker_waits_for_the_next_round() -> None:
     assert contents(stage)[0] == "a1 a2 b3 b4"
 
 
-def test_push_during_closing_waits_for_the_next_round() -> None:
-    stage, a, b = two()
-    a.begins(1)
-    b.begins(2)
-    (c,) = stage.joined("c")
-    assert c.offers(3).standing is messages.Standing.WAIT
-    a.delivers([0, 1, 2])
-    b.delivers([0, 1, 2])
-    assert c.got(messages.Grant).standing is messages.Standing.NEW
-    assert [push[0] for push in stage.round.contributions] == ["c"]
-
-
 def test_chunks_are_handed_out_while_later_ones_still_arrive() -> None:
     stage, a, b = two()
     a.pulls(after=0)

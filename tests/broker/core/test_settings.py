@@ -258,16 +258,6 @@ def test_name_of_an_operator_is_short() -> None:
     assert act.who == "y" * 100
 
 
-def test_round_that_has_ended_is_reported_with_its_workers() -> None:
-    stage, _ = a_run("a", "b")
-    stage.pushes(a=11, b=12)
-    report = stage.reports[-1]
-    assert (report.number, report.fragment, report.version, report.averaged) == (1, 0, 2, 2)
-    assert sorted(report.workers) == ["a", "b"]
-    assert stage.state.totals.contributions == 4
-    assert stage.state.versions[0].contributions == 4
-
-
 def test_refused_work_is_counted_by_its_reason() -> None:
     stage, (a,) = a_run("a")
     a.begins(11, fragment=7)

@@ -297,15 +297,6 @@ def test_refused_push_does_not_hold_the_others_up(how: dict[str, Any]) -> None:
     assert stage.reports[-1].averaged == 1
 
 
-def test_commit_for_a_fragment_that_does_not_exist_leaves_no_trace() -> None:
-    stage, c = three()
-    before = len(stage.state.submissions.pools)
-    for fragment in range(50, 100):
-        c.fragment = fragment
-        c.commits()
-    assert len(stage.state.submissions.pools) == before
-
-
 # How it is merged.
 
 

@@ -1,7 +1,6 @@
 """The commands and the Python that the pages show, as they stand there.
 
-An indented block of a page is commands, one to a line; a fence has a language. Nothing here runs any:
-`page_place` does.
+An indented block of a page is commands, one to a line; a fence has a language. Nothing here runs any.
 """
 
 from __future__ import annotations

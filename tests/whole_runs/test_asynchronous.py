@@ -5,7 +5,6 @@ One thread drives all workers, so that the order in which pseudo-gradients are a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
 
 from diloco_broker import Broker
 from diloco_worker import DiLoCoClient
 from kit.reference import (
     Buffered,
-    ByTorch,
     DelayedNesterov,
     GlobalModel,
     MakeOuter,
@@ -212,60 +209,3 @@ def test_one_asynchronous_worker_is_a_synchronous_one() -> None:
     plan = Plan(7, strided(3), delay=1, alpha=0.25)
     make = partial(an_mlp, make_optimizer=adamw)
     check(plan, make, workers=1, steps=23, exact=False, config={"mode": "async"})
-
-
-Make = Callable[[int, dict[str, nn.Parameter]], Optimizer]  # from fragment and parameters
-
-
-def adam(fragment: int, named: dict[str, nn.Parameter]) -> Optimizer:
-    return Adam(named.values(), lr=0.02 * (1 + fragment))
-
-
-RATE_OF_FIRST = 0.05
-
-
-def grouped(fragment: int, named: dict[str, nn.Parameter]) -> Optimizer:
-    first, *rest = named.values()
-    groups: list[dict[str, Any]] = [{"params": [first], "lr": RATE_OF_FIRST}, {"params": rest}]
-    return SGD(groups, lr=LR, momentum=MU, nesterov=True)
-
-
-def by_torch(make: Make) -> MakeOuter:
-    return lambda fragment: ByTorch(lambda named: make(fragment, named))
-
-
-def delayed_by_name(fragment: int) -> DelayedNesterov:
-    first, *rest = strided(2)[fragment]
-    return DelayedNesterov({first: RATE_OF_FIRST} | dict.fromkeys(rest, LR), MU, WORKERS)
-
-
-@pytest.mark.parametrize(
-    ("options", "make", "make_outer"),
-    [
-        ({"outer": "fedbuff"}, adam, lambda f: Buffered(by_torch(adam)(f), WORKERS)),
-        ({"outer": "dn"}, grouped, delayed_by_name),
-    ],
-    ids=["fedbuff adam", "dn groups"],
-)
-def test_any_torch_optimizer_steps_the_fragments_of_an_asynchronous_run(
-    options: dict[str, Any], make: Make, make_outer: MakeOuter
-) -> None:
-    config = make_config(mode="async", workers=WORKERS, num_fragments=2, **options)
-    with Broker(config, outer_optimizer_factory=lambda p: make(p.fragment, p.named)) as broker:
-        drive(broker, alternating(2), strided(2), make_outer)
-
-
-def test_lines_of_versions_are_in_the_log_and_leave_room_for_other_events(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, logger="diloco.broker")
-    model = nn.Linear(4, 2)
-    zeros = {name: torch.zeros_like(value) for name, value in state_of(model).items()}
-    with Broker(make_config(mode="async")) as broker, joined(broker, model, 1) as (client,):
-        for counter in range(1, 3):
-            client.push(zeros, steps=5)
-            client.pull(after=counter - 1)
-        events = [event["text"] for event in client.status()["events"]]
-    assert "Version 1 contains the push of w0 (0 versions old)." in caplog.messages
-    assert not [text for text in events if "contain" in text]
-    assert [text for text in events if "all zeros twice in a row" in text]

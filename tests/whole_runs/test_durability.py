@@ -23,13 +23,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load
 from diloco_protocol.version import VersionId
 from diloco_worker import DiLoCoClient, GlobalParameters
 from kit import process_kit
 from kit.layers import Layers, a_client, delta, name_of, pushes_and_pulls, serve_options
-from kit.process_kit import LOCAL, PATIENCE_S, Processes, a_free_address, wait_for
+from kit.process_kit import PATIENCE_S, Processes, a_free_address, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
 
@@ -131,45 +130,6 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_run_in_few_bits_goes_on_from_master_and_shadow_bit_for_bit(
-    processes: Processes, tmp_path: Path
-) -> None:
-    """Killed behind each of its rounds, or not at all; a reader that comes late has the same bits."""
-    ends = []
-    for kills in (0, 3):
-        options: dict[str, Any] = {"save_dir": str(tmp_path / f"run {kills}"), "durable": True}
-        options |= {"wire_dtype": "int8", "reply_dtype": "int4", "chunk_elements": 512}
-        options |= {"workers": 1, "bind": a_free_address()}
-        broker = processes.broker(**options)
-        patience = process_kit.PATIENCE_S
-        with DiLoCoClient(broker.address(), worker_id="w0", timeout=patience) as client:
-            client.join(Wide())
-            for round_ in range(4):
-                torch.manual_seed(round_)
-                client.push({name: torch.randn(v.shape) for name, v in Wide().state_dict().items()})
-                held = client.pull()
-                if round_ < kills:
-                    broker.kill()
-                    broker = processes.broker(**options)
-                    broker.address()
-        late = final_of(options["bind"])
-        assert late.versions == held.versions
-        for name, value in held.tensors.items():
-            assert torch.equal(late.tensors[name], value), "what comes whole is what others hold"
-        ends.append(late.tensors)
-    for name, value in ends[0].items():
-        assert torch.equal(ends[1][name], value), name
-
-
-class Wide(nn.Module):
-    """Chunks of several blocks, which are shorter in few bits than whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(40, 40)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_everything_counts_exactly_once_through_kills_of_the_broker(
@@ -245,53 +205,7 @@ def test_rewound_run_goes_on_with_workers_that_were_ahead(
     assert len(before - set(counted)) >= 4, "rounds 8 and 9 at least"
 
 
-def test_line_of_the_audit_log_that_a_crash_cut_spoils_no_other(tmp_path: Path) -> None:
-    audit = tmp_path / "audit"
-    audit.write_text('{"version": ["0123", 1, "ab')
-    with Broker(BrokerConfig(**LOCAL, audit=str(audit))) as broker, a_client(broker.address):
-        pass
-    lines = audit.read_text().splitlines()
-    assert lines[0] == '{"version": ["0123", 1, "ab'
-    assert json.loads(lines[1])["round"] == 0
-
-
 # Processes that end.
-
-
-def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
-    processes: Processes, tmp_path: Path
-) -> None:
-    with (
-        Broker(BrokerConfig(**LOCAL, workers=1)) as broker,
-        a_client(broker.address, "other") as other,
-    ):
-        victim = processes.start(process_kit.stay, broker.address, "victim", Layers())
-        victim.says("joined")
-        pushes_and_pulls(other, 0, 1)  # a newcomer is expected from the next round
-        other.push({name_of(0): delta(0, 1)})
-        round_ = other.status()["round"]
-        assert (round_["phase"], round_["missing"]) == ("open", ("victim",))
-        os.kill(victim.pid, signal.SIGKILL)
-        began = time.monotonic()
-        other.pull()
-        assert time.monotonic() - began < 2.0
-
-
-def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(
-    processes: Processes,
-) -> None:
-    options = {"bind": a_free_address(), "workers": 1}
-    broker = processes.broker(**options)
-    address = broker.address()
-    with (
-        DiLoCoClient(address, worker_id="old", timeout=PATIENCE_S) as old,
-        DiLoCoClient(address, worker_id="new", timeout=PATIENCE_S) as new,
-    ):
-        old.join(Layers())
-        version = pushes_and_pulls(old, 0, 3).version
-        broker.kill()
-        processes.broker(**options).address()
-        assert new.join(Layers()).version == version
 
 
 def test_broker_that_was_stopped_goes_on_with_all_its_workers(processes: Processes) -> None:

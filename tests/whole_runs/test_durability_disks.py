@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.storage import checkpoint, writer
+from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, found, load
 from diloco_broker.storage.folder_lock import LOCK, FolderLock
 from diloco_protocol import UsageError
@@ -141,29 +141,6 @@ def test_run_goes_on_from_the_newest_or_the_one_that_is_named(tmp_path: Path) ->
     assert lives_and_numbers(tmp_path) == [(3, 7), (3, 6)]
 
 
-@pytest.mark.slow
-def test_run_that_begins_afresh_loses_nothing_of_the_one_before(tmp_path: Path) -> None:
-    one = some_rounds(a_config(tmp_path, keep=2), 0, 4)
-    other = some_rounds(a_config(tmp_path, keep=2, resume="none"), 0, 9)
-    assert one.version.run != other.version.run
-    assert lives_and_numbers(tmp_path) == [(2, 9), (2, 8), (1, 4), (1, 3)]
-    of_one = found(tmp_path)[2]
-    assert load(of_one).record.fragments[0].version == one.version
-    assert some_rounds(a_config(tmp_path, keep=2), 9, 10).version.run == other.version.run
-    again = some_rounds(a_config(tmp_path, keep=2, resume=str(of_one)), 4, 5)
-    assert again.version.run == one.version.run
-
-
-def test_other_number_of_fragments_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    some_rounds(a_config(tmp_path), 0, 1)
-    config = a_config(tmp_path, num_fragments=2, sync_every=8)
-    with pytest.raises(
-        UsageError, match=r"--num-fragments is 2, the checkpoint .* has 1; give the"
-    ):
-        Broker(config)
-    Broker(replace(config, resume="none")).close()
-
-
 def test_folder_has_one_broker_at_a_time_and_is_free_when_it_is_killed(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -280,20 +257,3 @@ def test_checkpoint_that_is_written_again_is_never_away(
 
     monkeypatch.setattr(Path, "rename", look)
     assert_equal(load(checkpoint.save(tmp_path, made, keep=1)), made)
-
-
-def test_what_is_wrong_with_the_disk_is_the_same_sentence_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Path, **_: Any) -> None:
-        raise OSError(28, "No space left on device", str(self))
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    saver = writer.CheckpointWriter(FolderLock(tmp_path / "run"), 3, lambda: None)
-    for number in (4, 5):
-        saver.save(a_checkpoint(number))
-        assert saver.finish(PATIENCE_S)
-    saver.close()
-    first, second = (getattr(result, "error", "") for result in saver.results)
-    assert first == second
-    assert "No space left on device" in str(first)

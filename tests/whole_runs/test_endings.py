@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from diloco_broker import Broker
-from diloco_broker.core.rules import orders
-from diloco_protocol.clients.operator import Operator
 from kit.paths import KIT
-from kit.process_kit import Processes, wait_for
-from kit.whole_run import make_config
+from kit.process_kit import Processes
 
 pytest_plugins = ("kit.process_fixtures",)
 
@@ -48,21 +43,6 @@ def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
 
 
 @pytest.mark.slow
-def test_a_worker_that_leaves_without_having_closed_a_round_says_so_at_both_ends(
-    processes: Processes,
-) -> None:
-    broker, address = processes.serve("--sync-every", "5", "--no-save")
-    words = "left without having closed a round"
-    idle, busy = (processes.train(name, address, steps=3 + len(name)) for name in ("a", "bb"))
-    for worker in (idle, busy):
-        assert worker.ends() == 0
-    assert words in idle.output and words not in busy.output
-    assert processes.asks("shutdown", "--address", address, "--yes") == 0
-    broker.ends()
-    assert f"a {words}" in broker.output and f"bb {words}" not in broker.output
-
-
-@pytest.mark.slow
 def test_an_operator_has_all_workers_save_and_then_stop(processes: Processes) -> None:
     _, address = processes.serve("--workers", "2", "--sync-every", "5", "--no-save")
     script = str(KIT / "saving_script.py")
@@ -77,17 +57,3 @@ def test_an_operator_has_all_workers_save_and_then_stop(processes: Processes) ->
         worker.says("saves")
     assert processes.asks("stop-all", "--address", address, "--yes") == 0
     assert [worker.ends() for worker in workers] == [3, 3]
-
-
-def test_who_waits_for_a_round_that_never_closes_stops_too(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(orders, "STOP_WITHIN_S", 0.5)
-    config = make_config(workers=2, min_workers=2, sync_every=5)
-    with Broker(config) as broker, closing(Operator(broker.address)) as operator:
-        script = str(KIT / "saving_script.py")
-        worker = processes.run(script, "100000", DILOCO_SERVER=broker.address, DILOCO_WORKER_ID="a")
-        wait_for(lambda: operator.ask("status").data["round"]["arrived"])
-        operator.ask("stop_all")
-        assert worker.ends() == 3
-        assert not operator.ask("status").data["counts"]["alive"]

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from diloco_broker import Broker
-from diloco_worker import DiLoCoClient
 from kit.raw_codecs import decode, encode
 from kit.reference import Plan, State, Trainee
-from kit.whole_run import PATIENCE_S, adamw, an_mlp, check, make_config, run, strided, trainees
+from kit.whole_run import adamw, an_mlp, check, make_config, run, strided, trainees
 
 CHUNK = 300  # a block and a part of one
 FEW_BITS = ["int8", "int4", "int4z"]
@@ -53,21 +52,6 @@ def with_adamw(worker: int) -> Trainee:
     return an_mlp(worker, adamw)
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
-@pytest.mark.parametrize(
-    "plan",
-    [Plan(3, strided(1)), Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)],
-    ids=["whole", "fragments", "rebase"],
-)
-def test_run_equals_the_loop_bit_for_bit(wire: str, plan: Plan) -> None:
-    check(
-        plan,
-        with_adamw,
-        config={"wire_dtype": wire, "chunk_elements": CHUNK},
-        travels=WithFeedback(wire),
-    )
-
-
 @pytest.mark.parametrize("codec", FEW_BITS)
 @pytest.mark.parametrize(
     "plan",
@@ -93,46 +77,3 @@ def test_run_in_top64_comes_to_its_end_with_what_it_has_learnt(mode: str) -> Non
         first, last = run(broker, trainees(1), 4).final, run(broker, trainees(1), 40).final
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert all(bool(torch.isfinite(value).all()) for value in last.values())
-
-
-@pytest.mark.parametrize("threads", [2, 5])
-def test_threads_of_the_broker_change_no_bit(threads: int) -> None:
-    options = {"wire_dtype": "int4z", "reply_dtype": "int4z", "chunk_elements": CHUNK}
-    check(
-        Plan(7, strided(2), 1, 0.25),
-        with_adamw,
-        config={**options, "tensor_threads": threads},
-        travels=WithFeedback("int4z"),
-        replies=partial(as_read, wire="int4z"),
-    )
-
-
-@pytest.mark.parametrize("wire", FEW_BITS)
-def test_asynchronous_run_stays_near_that_in_fp32(wire: str) -> None:
-    """Alone, so the order of the pushes is known."""
-    options: dict[str, Any] = {"mode": "async", "sync_every": 4, "chunk_elements": CHUNK}
-    ends = []
-    for dtype in ("fp32", wire):
-        with Broker(make_config(**options, wire_dtype=dtype)) as broker:
-            ends.append(run(broker, trainees(1), 24).final)
-    exact, coded = ends
-    for name, value in exact.items():
-        assert not torch.equal(coded[name], value)
-        torch.testing.assert_close(coded[name], value, rtol=0.2, atol=0.05)
-
-
-@pytest.mark.parametrize("wire", FEW_BITS)
-def test_client_may_choose_one_in_a_run_of_another_dtype(wire: str) -> None:
-    model = an_mlp(0).model
-    names = [name for name, _ in model.named_parameters()]
-    config = make_config(chunk_elements=CHUNK, outer_lr=1.0, outer_momentum=0.0)
-    with (
-        Broker(config) as broker,
-        DiLoCoClient(broker.address, wants={"wire_dtype": wire}, timeout=PATIENCE_S) as client,
-    ):
-        start = client.join(model).tensors
-        delta = {name: torch.randn(start[name].shape) for name in names}
-        client.push(delta)
-        moved = client.pull().tensors
-    for name, value in as_read(delta, wire).items():
-        assert torch.equal(moved[name], start[name] - value)

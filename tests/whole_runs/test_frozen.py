@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -77,20 +76,3 @@ def test_who_has_other_frozen_parameters_fetches_them(broker: Broker) -> None:
     _, down = joins(broker, second, "second")
     assert down > 4 * 100_000
     assert torch.equal(second.base, first.base)
-
-
-def test_who_cannot_name_its_frozen_parameters_fetches_them_and_says_why(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def out_of_memory(*_: object) -> int:
-        raise MemoryError("no room")
-
-    joins(broker, Adapted(elements=100_000), "first")
-    monkeypatch.setattr("diloco_worker.training.stay.frozen_tag", out_of_memory)
-    second = Adapted(elements=100_000)
-    _, down = joins(broker, second, "second")
-    assert down > 4 * 100_000
-    troubles = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    assert [each for each in troubles if "frozen" in each or "Unexpected" in each] == [
-        "The frozen parameters here cannot be read (MemoryError('no room')): the run's are fetched."
-    ]

@@ -80,18 +80,6 @@ def test_operators_steer_and_others_read(
     assert is_done or name in result.text
 
 
-@pytest.mark.parametrize("given", [None, "other"])
-def test_steering_without_the_right_key_is_refused_at_once(
-    keyed: Broker, folder: KeyFolder, given: str | None
-) -> None:
-    keys = forged(folder, "anna") if given else None
-    with (
-        Operator(keyed.address, timeout=PATIENCE_S, keys=keys) as operator,
-        pytest.raises(UsageError, match=r"The broker (asks for a key|does not let this key in)"),
-    ):
-        operator.ask("pause")
-
-
 def test_token_of_a_session_is_worth_nothing_on_the_connection_of_another(
     keyed: Broker, folder: KeyFolder
 ) -> None:

@@ -110,24 +110,6 @@ def test_model_file_is_where_the_run_begins(processes: Processes, tmp_path: Path
         assert "begins with the parameters of the model file" in broker.output
 
 
-def test_model_file_of_another_model_is_refused_and_named(
-    processes: Processes, tmp_path: Path
-) -> None:
-    save_file({"0.weight": torch.zeros(4, 4)}, tmp_path / "m.safetensors")
-    _, address = processes.serve("--model", str(tmp_path / "m.safetensors"))
-    worker = processes.train("a", address, 3)
-    assert worker.ends() == 1
-    assert "0.weight is [32, 8] in the worker and [4, 4] in the file" in worker.output
-
-
-def test_port_in_use_is_one_sentence_and_exit_2(processes: Processes) -> None:
-    _, address = processes.serve()
-    process = processes.run("-m", "diloco_broker", "serve", "--no-save", "--bind", address)
-    assert process.ends() == 2
-    assert "something else listens there" in process.output
-    assert len(process.output.splitlines()) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_demo_runs_from_end_to_end(processes: Processes, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from kit.sites import Sites, assert_close, assert_same, ledger_of, star
 
@@ -79,24 +78,3 @@ def test_sites_weigh_what_their_workers_weigh(by: str) -> None:
             return final
 
     assert_close(come_to(is_tree=True), come_to(is_tree=False))
-
-
-def test_versions_come_down_as_the_hub_has_them() -> None:
-    with Sites() as sites:
-        hub = sites.hub(1, reply_dtype="bf16")
-        relay = sites.relay(hub, 2, "north")
-        a, _ = sites.workers(relay, "a", "b")
-        sites.rounds(ROUNDS, "a", "b")
-        theirs, ours = hub._loop.core.state.versions[0], relay._loop.core.state.versions[0]
-        assert theirs.version == ours.version == a.pull().versions[0]
-        assert [bytes(each) for each in theirs.wires] == [bytes(each) for each in ours.wires]
-        assert theirs.ledger == ours.ledger
-
-
-def test_site_and_parent_have_dtypes_of_their_own() -> None:
-    with Sites() as sites:
-        hub = sites.hub(1, wire_dtype="int4z", reply_dtype="int4z")
-        sites.workers(sites.relay(hub, 2, "north", dtype="bf16", wire_dtype="fp32"), "a", "b")
-        final = sites.rounds(ROUNDS, "a", "b")
-        assert all(torch.isfinite(each).all() for each in final.values())
-        assert ledger_of(hub).keys() == {"a", "b", "north"}

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco_broker.storage.model_file import write_model
-from diloco_protocol.errors import Refused
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address, wait_for
 from kit.sites import Sites, a_model, asking, assert_close, star
@@ -125,17 +124,6 @@ def test_hub_killed_with_a_site_in_loses_nothing(tree: Tree) -> None:
 
 
 @pytest.mark.slow
-def test_relay_ends_in_good_order_and_its_site_waits_for_the_next(tree: Tree) -> None:
-    final(tree, range(2))
-    tree.children["north"].gets(signal.SIGTERM)
-    assert tree.children["north"].ends() == 0
-    tree.children["hub"].says("north leaves: ")
-    tree.begins("north")
-    tree.sites.rounds(range(2, 3), *"abcd")
-    assert_close(final(tree, range(3, 4)), expected())
-
-
-@pytest.mark.slow
 def test_training_goes_on_when_its_relay_is_started_again(processes: Processes) -> None:
     _, hub = processes.serve("--no-save", "--relays", "--sync-every", "10", *FP32)
     address = a_free_address()
@@ -154,32 +142,6 @@ def test_training_goes_on_when_its_relay_is_started_again(processes: Processes) 
 # The command line.
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (("--parent-wire-dtype", "int3"), "Unknown wire dtype 'int3'"),
-        (("--name", "x" * 65), "it must be 1 to 64 printable characters"),
-        (("--min-workers", "3"), "at most --workers, which is 1"),
-    ],
-)
-def test_option_that_cannot_work_is_refused(
-    processes: Processes, options: tuple[str, ...], sentence: str
-) -> None:
-    anywhere = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
-    words = ("relay", "--parent", "tcp://127.0.0.1:1", *anywhere, *options)
-    child = processes.run("-m", "diloco_broker", *words)
-    assert child.ends() == 2
-    assert sentence in " ".join(child.output.split())
-
-
-def test_options_are_looked_at_without_a_relay(processes: Processes) -> None:
-    child = processes.run(
-        "-m", "diloco_broker", "relay", "--parent", "tcp://127.0.0.1:1", "--check"
-    )
-    assert child.ends() == 0
-    assert "The options are good." in child.output
-
-
 @pytest.mark.slow
 def test_relay_of_a_broker_that_takes_none_ends_with_a_sentence(processes: Processes) -> None:
     _, hub = processes.serve("--no-save")
@@ -188,17 +150,3 @@ def test_relay_of_a_broker_that_takes_none_ends_with_a_sentence(processes: Proce
     with asking(child.address()):
         assert child.ends() == 2
     assert "Start the broker with --relays" in child.output
-
-
-def test_model_that_the_parent_does_not_take_is_refused_with_its_sentence() -> None:
-    with Sites() as sites:
-        hub = sites.hub(2)
-        sites.workers(hub, "w")
-        relay = sites.relay(hub, 1, "north")
-        with (
-            DiLoCoClient(relay.address, worker_id="odd", timeout=PATIENCE_S) as odd,
-            pytest.raises(Refused, match="differs"),
-        ):
-            odd.join(nn.Linear(3, 3))
-        sites.workers(relay, "a")
-        sites.rounds(range(1), "a", "w")

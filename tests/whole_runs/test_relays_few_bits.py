@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from diloco_broker.relay.daemon import RelayBroker
-from diloco_protocol import Segment
 from diloco_tools.tcp_proxy import Gate, TcpProxy
 from kit.process_kit import a_free_address
 from kit.sites import Sites, assert_same, ledger_of, until
@@ -84,15 +83,6 @@ def test_each_fragment_has_a_residual_of_its_own() -> None:
             assert torch.equal(learnt[fragment], left - final[names[fragment]][0])
 
 
-def test_site_sends_in_the_dtype_of_its_parents_run_where_it_is_told_of_none() -> None:
-    with Sites(zeros) as sites:
-        hub = sites.hub(1, wire_dtype="int8")
-        relay = sites.relay(hub, 1, "north", dtype=None)
-        sites.workers(relay, "a")
-        sites.rounds(range(1), "a")
-        assert residual_of(relay).any()
-
-
 def test_versions_that_come_as_differences_are_the_parents_to_the_bit() -> None:
     with Sites() as sites:
         hub = sites.hub(2, reply_dtype="int4z", chunk_elements=CHUNK)
@@ -105,21 +95,6 @@ def test_versions_that_come_as_differences_are_the_parents_to_the_bit() -> None:
             sites.push("a", "b", "c", number=number)
             sites.pull("a", "b", "c")  # which are the same
         assert ledger_of(hub).keys() == {*"abc", "north", "deep"}
-
-
-def test_copy_that_is_not_the_parents_is_noticed_and_fetched_whole() -> None:
-    with Sites() as sites:
-        hub = sites.hub(2, reply_dtype="int4z")
-        relay = sites.relay(hub, 1, "north", dtype="fp32")
-        sites.workers(relay, "a")
-        sites.workers(hub, "b")
-        sites.rounds(range(2), "a", "b")
-        sites.push("a", number=2)  # the relay waits for what comes of it
-        held = relay._relay_loop._relay_tensors._held[0]
-        held.vectors[Segment.PARAMETERS][0] += 1.0
-        sites.push("b", number=2)
-        sites.pull("a", "b")
-        sites.rounds(range(3, 4), "a", "b")
 
 
 def test_float_and_integer_buffers_go_up_as_they_are() -> None:

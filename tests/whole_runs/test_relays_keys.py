@@ -108,30 +108,6 @@ def test_relay_that_its_parent_does_not_let_in_ends_with_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("parent", "sentence"),
-    [
-        ("another hub", "a broker that asks for a key or another one"),
-        ("a stopped hub", "No broker answers"),
-    ],
-)
-def test_relay_logs_why_it_does_not_reach_its_parent(
-    sites: Keyed,
-    of_hub: KeyFolder,
-    of_site: KeyFolder,
-    caplog: pytest.LogCaptureFixture,
-    parent: str,
-    sentence: str,
-) -> None:
-    hub = sites.hub(1, keys=str(of_hub.path))
-    of_another = KeyFolder.make(of_site.path.parent / "another")
-    of_another.add_all([Peer(Role.WORKER, "north")])
-    if parent == "a stopped hub":
-        hub.stop()
-    with asking(sites.site(hub, key_of_north(of_another), None).address):
-        until(lambda: any(sentence in each for each in caplog.messages), "the relay says why")
-
-
-@pytest.mark.parametrize(
     ("key", "sentence"),
     [
         ("anna", "--parent-keys is the key of the operator anna; a relay takes that of a worker"),

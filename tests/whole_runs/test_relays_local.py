@@ -66,30 +66,6 @@ def test_sites_step_by_themselves_between_two_pushes(outer: LocalOuter) -> None:
         assert {*"abc", "north", "south"} == ledger_of(hub).keys()
 
 
-def test_in_between_each_site_is_where_its_own_workers_are() -> None:
-    with Sites() as sites:
-        hub = sites.hub(2, **HUB)
-        sites.workers(sites.relay(hub, 1, "north", local=PLAIN), "a")
-        sites.workers(sites.relay(hub, 1, "south", local=PLAIN), "b")
-        sites.push("a", "b", number=0)
-        ours, theirs = sites.pull("a"), sites.pull("b")
-        start = {name: each.detach() for name, each in a_model().named_parameters()}
-        for came_to, name in ((ours, "a"), (theirs, "b")):
-            delta = sites.delta(name, 0)
-            assert_close(parameters_of(came_to), {key: start[key] - delta[key] for key in start})
-
-
-def test_one_round_to_a_push_is_what_any_relay_does() -> None:
-    def come_to(local: LocalOuter | None) -> dict[str, Tensor]:
-        with Sites() as sites:
-            hub = sites.hub(2)
-            sites.workers(sites.relay(hub, 2, "north", local=local), "a", "b")
-            sites.workers(hub, "c")
-            return sites.rounds(range(3), *"abc")
-
-    assert_close(come_to(LocalOuter(1)), come_to(None))
-
-
 def test_what_weighs_by_tokens_weighs_by_all_of_them() -> None:
     with Sites() as sites:
         hub = sites.hub(2, weight_by="tokens", **HUB)
@@ -131,18 +107,6 @@ def test_what_has_not_gone_up_dies_with_its_relay_and_nothing_counts_twice() -> 
             for name, each in start.items()
         }
         assert_close(parameters_of(ours), expected)
-
-
-def test_in_few_bits_the_way_goes_up_with_what_was_left_out_before() -> None:
-    with Sites() as sites:
-        hub = sites.hub(1, **HUB)
-        relay = sites.relay(hub, 1, "north", dtype="int4", local=LocalOuter(2))
-        sites.workers(relay, "a")
-        for number in range(4):
-            sites.push("a", number=number)
-            sites.pull("a")
-        residual = relay._relay_loop._relay_tensors.residuals.of(0)
-        assert any(bool(each.any()) for each in residual.values())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit.sites import Sites, assert_close, assert_same, ledger_of, until
+from kit.sites import Sites, assert_close, assert_same
 
 EVERYBODY = "abcde"
 
@@ -64,25 +64,6 @@ def test_site_sends_fragments_up_while_earlier_ones_are_on_their_way() -> None:
     assert_close(early, expected)
 
 
-def test_site_in_which_nothing_moves_begins_anew_and_each_push_counts_once() -> None:
-    """Here nothing is wrong: its parent waits for another. It costs nothing but a second way up."""
-    with Sites() as sites:
-        hub = sites.hub(2, num_fragments=2, fragment_sync_delay=0)
-        north = sites.relay(hub, 1, "north", stall_timeout=0.2)
-        sites.workers(north, "a")
-        sites.workers(hub, "c")
-        first = north._loop.core.state.epoch
-        sites.push("a", number=0, fragment=0)
-        until(lambda: north._loop.core.state.epoch != first, "the site begins anew")
-        sites.push("c", number=0, fragment=0)
-        tree = sites.pull("a", "c")
-        assert [len(each) for each in ledger_of(hub).values()] == [1, 1, 1]
-    with Sites() as sites:
-        sites.workers(sites.hub(2, num_fragments=2, fragment_sync_delay=0), "a", "c")
-        star = turns(sites, range(1), "a", "c", pieces=2)
-    assert_close(tree, star)
-
-
 def from_one_base(outer: str, groups: tuple[str, ...], **of_sites: Any) -> dict[str, Tensor]:
     """Each of `EVERYBODY` pushes once from the first version: those of a group behind a relay."""
     with Sites(linear) as sites:
@@ -106,15 +87,6 @@ def from_one_base(outer: str, groups: tuple[str, ...], **of_sites: Any) -> dict[
 def test_pushes_from_one_base_come_to_the_same_however_they_are_grouped(outer: str) -> None:
     grouped = from_one_base(outer, ("abc", "d"), grace=0.5)
     assert_close(grouped, from_one_base(outer, ()))
-
-
-def test_delayed_nesterov_behind_relays_comes_to_the_synchronous_step() -> None:
-    found = from_one_base("dn", ("ab", "cde"))
-    with Sites(linear) as sites:
-        hub = sites.hub(len(EVERYBODY), relays=False, outer_momentum_warmup="constant")
-        sites.workers(hub, *EVERYBODY)
-        expected = sites.rounds([0], *EVERYBODY)
-    assert_close(found, expected)
 
 
 def test_workers_of_one_window_get_the_same_version() -> None:

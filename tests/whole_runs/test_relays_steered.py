@@ -133,18 +133,6 @@ def test_orders_reach_all_workers_and_their_answers_come_up(opened: ExitStack) -
     assert tree.asks("status")["counts"]["alive"] == 0
 
 
-def test_worker_behind_two_relays_is_kicked_and_the_others_go_on(opened: ExitStack) -> None:
-    tree = Tree(opened)
-    tree.trains()
-    until(lambda: "c" in tree.shown(), "c is known")
-    tree.asks("kick", worker="c")
-    tree.ends("c")
-    until(lambda: "c" not in tree.shown(), "c is gone")
-    until(lambda: tree.asks("status")["counts"]["averaged"] == 3, "a round of the others")
-    tree.asks("shutdown")
-    tree.ends()
-
-
 def test_run_ends_for_workers_behind_relays_as_for_the_others(opened: ExitStack) -> None:
     tree = Tree(opened, max_rounds=4)
     tree.ends()

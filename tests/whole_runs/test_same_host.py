@@ -25,7 +25,6 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_tools.tcp_proxy import TcpProxy
 from diloco_worker import DiLoCoClient, DiLoCoWorker
-from diloco_worker.shell import link as link_module
 from kit.keyed_broker import file_of
 from kit.layers import Layers, delta, name_of
 from kit.process_kit import PATIENCE_S, Processes, a_free_address, wait_for
@@ -113,11 +112,6 @@ def test_folder_is_of_this_user_alone_and_goes_with_the_broker(own_temporary_fol
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert broker._loop.sockets.own_address == f"ipc://{folder}/s"
     assert not folder.exists()
-
-
-def test_there_is_no_folder_without_it(own_temporary_folder: Path) -> None:
-    with Broker(a_config(ipc=False)):
-        assert not list(own_temporary_folder.glob("diloco-*"))
 
 
 def test_path_that_is_too_long_leaves_tcp(
@@ -303,27 +297,3 @@ def test_proxies_have_other_addresses_than_the_broker(
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 8512))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert leads_to(dialled, bound) == leads
-
-
-def test_file_that_goes_behind_the_look_at_it_costs_a_moment(
-    monkeypatch: pytest.MonkeyPatch, own_temporary_folder: Path
-) -> None:
-    """ZeroMQ alone would try it for ever."""
-
-    def enters(address: str) -> bool:
-        can = can_be_entered(address)
-        for folder in own_temporary_folder.glob("diloco-*"):
-            shutil.rmtree(folder)
-        return can
-
-    monkeypatch.setattr(link_module, "can_be_entered", enters)
-    with (
-        Broker(a_config(workers=1)) as broker,
-        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
-    ):
-        client.join(Layers(1))
-        client.push({name_of(0): delta(0, 0)}, steps=1)
-        client.pull()
-        assert not way_of(client)
-        assert client._link is not None
-        assert client._link.session.connection.reconnections == 1

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.relay.daemon import RelayBroker
 from diloco_protocol.clients import Operator
-from diloco_protocol.errors import Unreachable, UsageError
+from diloco_protocol.errors import Unreachable
 from diloco_worker import DiLoCoClient
 from kit.process_kit import LOCAL, PATIENCE_S, Processes, a_free_address
 from kit.sites import Sites, ledger_of
@@ -69,12 +68,3 @@ def test_operator_asks_the_first_broker_that_answers() -> None:
         pytest.raises(Unreachable, match="No broker serves at"),
     ):
         operator.ask("status")
-
-
-@pytest.mark.parametrize("given", ["tcp://h:1,", "tcp://h:1,tcp://h:1", "h:1,file:///x", ",h:1"])
-def test_list_that_is_none_is_refused_in_a_sentence(given: str) -> None:
-    with pytest.raises(UsageError, match="several with commas in between"):
-        DiLoCoClient(given)
-    config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None)
-    with pytest.raises(UsageError, match="or several, each once, with commas in between"):
-        RelayBroker(config, given)

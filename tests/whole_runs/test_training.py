@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import logging
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 
 from diloco_broker import Broker
-from diloco_protocol.chunks import FragmentLayout
-from diloco_worker import DiLoCoClient, DiLoCoWorker
-from diloco_worker.model.flat_state import FlatState
-from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker import DiLoCoClient
 from kit.process_kit import wait_for
 from kit.raw_worker import DTYPES
-from kit.reference import Plan, Trainee, state_of, streaming
+from kit.reference import Plan, Trainee, streaming
 from kit.whole_run import (
     PATIENCE_S,
     an_mlp,
     assert_same,
-    check,
     hooked,
     make_config,
     run,
@@ -57,47 +51,6 @@ def test_workers_of_a_round_may_differ_in_h_and_wire_dtype(h: list[int], wires: 
     assert_same(got, wanted, exact=True)
     for name, tensor in got.final.items():
         assert all(torch.equal(history[-1][name], tensor) for history in got.histories)
-
-
-def test_copy_of_a_large_model_may_outlast_every_patience_of_the_broker(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The offer goes out before the model is copied, and heartbeats go on meanwhile."""
-    capture, may_end = ModelTensors.capture, threading.Event()
-
-    def slowly(tensors: ModelTensors, layout: FragmentLayout) -> FlatState:
-        assert may_end.wait(20)
-        return capture(tensors, layout)
-
-    monkeypatch.setattr(ModelTensors, "capture", slowly)
-    caplog.set_level(logging.INFO, "diloco.broker")
-    each = an_mlp(0)
-    wanted = state_of(each.model)
-    broker = Broker(make_config(heartbeat_timeout=1.0))
-    broker._loop.core.state.model.patience_s = 0.1
-    with broker, ThreadPoolExecutor(1) as pool:
-        worker = DiLoCoWorker(each.model, each.optimizer, server=broker.address, worker_id="slow")
-        try:
-            started = pool.submit(worker.start)
-            wait_for(lambda: "slow has sent no parameters for 0.8 s, and no other" in caplog.text)
-        finally:
-            may_end.set()
-        started.result(20)
-        worker.close()
-    assert "dead" not in caplog.text, caplog.text
-    assert all(torch.equal(wanted[name], tensor) for name, tensor in state_of(each.model).items())
-
-
-def test_two_brokers_and_their_workers_live_in_one_process() -> None:
-    lock = Lock()
-
-    def alone(worker: int) -> Trainee:
-        with lock:  # models are drawn from the one generator of torch
-            return an_mlp(worker)
-
-    with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(check, Plan(2, strided(1)), alone) for _ in range(2)]:
-            each.result(60)
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_fragments": 2}, {"mode": "async"}], ids=str)

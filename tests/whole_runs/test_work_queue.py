@@ -55,13 +55,3 @@ def test_queue_behind_a_relay_is_refused_before_the_first_step(is_made_first: bo
 
         with pytest.raises(UsageError, match="relay"):
             begin()
-
-
-def test_queue_that_differs_from_that_of_the_run_is_refused_where_it_is_made() -> None:
-    model = torch.nn.Linear(2, 1)
-    with Sites(lambda: torch.nn.Linear(2, 1)) as sites:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with DiLoCoWorker(model, optimizer, server=sites.hub(1).address) as diloco:
-            assert WorkQueue(diloco, "text", 5).take() is not None
-            with pytest.raises(UsageError, match="units=5"):
-                WorkQueue(diloco, "text", 6)

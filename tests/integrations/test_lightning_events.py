@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,11 +18,9 @@ from diloco_broker import Broker
 from diloco_protocol import UsageError
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.messages import Result
-from diloco_worker import DiLoCoClient
 from diloco_worker.training.settings import say_once
 from kit import tiny_task
 from kit.integrations import needs
-from kit.process_kit import wait_for
 from kit.whole_run import PATIENCE_S, make_config
 
 pytestmark = [
@@ -258,19 +254,6 @@ def test_it_goes_on_from_a_checkpoint(callback: Fit, trainer: Fit, tmp_path: Pat
     assert counted(own) == (2 * H, 2)
 
 
-def test_a_checkpoint_without_our_state_is_said(
-    callback: Fit, trainer: Fit, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    alone = trainer(max_steps=H)
-    alone.fit(module_of(), batches())
-    alone.save_checkpoint(tmp_path / "saved.ckpt")
-    with caplog.at_level(logging.WARNING, "diloco.worker"):
-        trainer(callback(), max_steps=2 * H, max_epochs=2).fit(
-            module_of(), batches(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True
-        )
-    assert "it begins with the run's parameters" in caplog.text
-
-
 def test_an_error_in_training_ends_the_stay(callback: Fit, trainer: Fit) -> None:
     def fails(loss: Tensor, number: int) -> Tensor:
         if number == 2:
@@ -298,23 +281,6 @@ def test_sigterm_ends_the_training_as_lightning_has_it(callback: Fit, trainer: F
         trainer(own).fit(module_of(loss_of=terminated), batches())
     assert counted(own) == (H + 2, 1)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_sigterm_ends_a_wait_for_the_others(callback: Fit, trainer: Fit) -> None:
-    with Broker(make_config(workers=2, sync_every=H)) as broker:
-
-        def terminate() -> None:
-            with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
-                wait_for(lambda: client.status()["round"]["arrived"])
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        thread = threading.Thread(target=terminate)
-        thread.start()
-        own = callback(broker.address)
-        with pytest.raises(SystemExit):
-            trainer(own).fit(module_of(), batches())
-        thread.join(PATIENCE_S)
-    assert counted(own) == (H, 0)  # pushed, and not one step more
 
 
 def test_two_callbacks_are_refused(callback: Fit, trainer: Fit) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +16,6 @@ from diloco_broker import Broker
 from diloco_protocol import UsageError
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.messages import Result
-from diloco_worker.training.settings import say_once
 from kit import tiny_task
 from kit.integrations import needs
 from kit.whole_run import PATIENCE_S, make_config
@@ -98,14 +96,6 @@ def test_optimizer_steps_are_counted_and_not_batches(trainer: MakeTrainer) -> No
     made.train()
     diloco = hook_of(made)
     assert (diloco.local_step, diloco.sync_count) == (5, 1)
-
-
-def test_a_trainer_that_counts_tokens_stays_in_the_run_to_its_end(trainer: MakeTrainer) -> None:
-    """It adds to each log what others add to the last one."""
-    made = trainer(include_num_input_tokens_seen="all")
-    made.train()
-    diloco = hook_of(made)
-    assert (diloco.local_step, diloco.sync_count) == (2 * H, 2)
 
 
 def test_the_best_model_stays_as_it_was_loaded_while_pushes_in_flight_are_waited_for(
@@ -195,24 +185,6 @@ def test_what_is_logged_reaches_those_that_report(trainer: MakeTrainer) -> None:
     assert made.state.log_history[-1]["diloco/rounds"] == 2
 
 
-STRANGE_LOSSES = [("0.1234", False), (torch.ones(2), True), ({"task": 0.5}, True)]
-
-
-@pytest.mark.parametrize(("loss", "warns"), STRANGE_LOSSES, ids=["string", "vector", "dict"])
-def test_a_logged_loss_that_is_not_a_number_ends_no_training(
-    trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, loss: Any, warns: bool
-) -> None:
-    say_once.cache_clear()
-    made = trainer(max_steps=H)
-    log = made.log
-    made.log = lambda logs, *rest: log({**logs, "loss": loss} if "loss" in logs else logs, *rest)
-    made.train()
-    diloco = hook_of(made)
-    assert diloco.sync_count == 1
-    assert len([each for each in caplog.records if "gets no loss" in each.message]) == warns
-    assert diloco.global_loss == (None if warns else pytest.approx(0.1234))
-
-
 def test_the_trainer_stops_and_saves_when_the_run_ends(
     trainer: MakeTrainer, broker: Broker, tmp_path: Path
 ) -> None:
@@ -267,19 +239,6 @@ def test_it_resumes_where_the_checkpoint_was_even_in_another_folder(
     second.train(resume_from_checkpoint=str(state.parent))
     diloco = hook_of(second)
     assert (diloco.local_step, diloco.sync_count) == (2 * H, 2)
-
-
-def test_a_checkpoint_without_our_file_is_said(
-    trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer(max_steps=H, save_strategy="steps", save_steps=H).train()
-    for each in tmp_path.rglob("diloco.pt"):
-        each.unlink()
-    with caplog.at_level(logging.WARNING, "diloco.worker"):
-        again = trainer()
-        again.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{H}"))
-    assert "it begins with the run's parameters" in caplog.text
-    assert again.state.global_step == 2 * H
 
 
 def test_the_global_parameters_are_evaluated_if_asked(
@@ -354,10 +313,3 @@ def test_a_training_that_broke_off_is_no_obstacle_to_the_next(trainer: MakeTrain
     again = trainer(model=model)
     again.train()
     assert hook_of(again).sync_count == 2
-
-
-def test_a_keyword_that_does_not_exist_is_refused_at_once() -> None:
-    from diloco_worker.transformers import DiLoCoCallback
-
-    with pytest.raises(TypeError, match="sync_evry"):
-        DiLoCoCallback(sync_evry=4)

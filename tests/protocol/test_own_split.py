@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from diloco_broker import Broker
 from diloco_broker.storage.checkpoint import found, load
-from diloco_protocol import FragmentPlan, Kind, Manifest, Refused, UsageError
+from diloco_protocol import FragmentPlan, Kind, Manifest, UsageError
 from diloco_protocol.clients import Operator
 from diloco_protocol.fragments import OwnSplit
 from diloco_worker import DiLoCoClient
@@ -133,20 +132,6 @@ def test_run_with_a_split_of_ones_own_equals_the_loop_bit_for_bit(tmp_path: Path
     with Broker(config) as broker:
         got = run(broker, trainees(2), 20)
     assert_same(got, streaming(trainees(2), 20, Plan(6, FRAGMENTS, delay=1)), exact=True)
-
-
-def test_worker_whose_model_does_not_fit_the_file_is_told_and_the_next_one_is_taken(
-    tmp_path: Path,
-) -> None:
-    path = a_file(tmp_path, {"0.*": 0, "2.*": 1})
-    with Broker(make_config(**STREAMING, fragment_plan=path)) as broker:
-        with (
-            DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
-            pytest.raises(Refused, match=r"says nothing of 2 trainable parameter\(s\): 4.weight"),
-        ):
-            client.join(mlp())
-        with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
-            client.join(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)))
 
 
 @pytest.mark.parametrize(

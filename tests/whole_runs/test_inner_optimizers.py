@@ -225,23 +225,6 @@ def test_of_two_optimizers_on_parts_of_a_model_the_one_that_was_given_counts() -
     equals_the_loop(make)
 
 
-def test_sparse_gradients_of_an_embedding() -> None:
-    def make(worker: int) -> Trainee:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(30, 4, sparse=True))
-        optimizer = optim.SparseAdam(model.parameters(), lr=0.05)
-
-        def step(number: int) -> None:
-            tokens = (batch(worker, number) * 10).long() % 30
-            optimizer.zero_grad()
-            model(tokens).pow(2).sum().backward()
-            optimizer.step()  # type: ignore[no-untyped-call]
-
-        return looped(model, optimizer, step)
-
-    equals_the_loop(make, Plan(2, [["0.weight"]]))
-
-
 class ClippedSGD(optim.SGD):
     """A user's own optimizer: it does something and calls the step of its parent."""
 

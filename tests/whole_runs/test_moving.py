@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco_broker import Broker, BrokerConfig
 from diloco_worker import DiLoCoClient
 from kit.paths import KIT
 from kit.process_kit import Processes
@@ -43,22 +42,6 @@ def test_worker_follows_a_broker_that_moves(processes: Processes, tmp_path: Path
     assert all(torch.isfinite(torch.tensor(result["weights"])))
 
 
-def test_function_leads_to_a_broker_that_has_moved() -> None:
-    def broker() -> Broker:
-        return Broker(
-            BrokerConfig(save_dir=None, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*")
-        )
-
-    places: list[str] = []
-    with DiLoCoClient(lambda: places[-1], timeout=30.0) as client:
-        with broker() as first:
-            places.append(first.address)
-            assert "run" in client.status()
-        with broker() as second:
-            places.append(second.address)
-            assert "run" in client.status()
-
-
 def may_make_namespaces() -> bool:
     words = ["unshare", "--mount", "--net", "true"]
     if shutil.which(words[0]) is None:
@@ -78,10 +61,3 @@ def test_name_is_looked_up_anew_with_each_connection(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = ["answers at tcp://127.0.0.2:18777", "answers at tcp://127.0.0.3:18777"]
     assert done.stdout.splitlines() == told
-
-
-def test_file_that_cannot_be_written_stops_the_start(processes: Processes) -> None:
-    words = ("serve", "--no-save", "--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
-    broker = processes.run("-m", "diloco_broker", *words, "--address-file", "none/address")
-    assert broker.ends() == 2
-    assert "--address-file none/address cannot be written" in broker.output

@@ -32,19 +32,6 @@ def test_site_of_one_worker_changes_no_bit() -> None:
     assert_same(tree, star(ROUNDS, "a", "b", deterministic=True))
 
 
-@pytest.mark.parametrize("order", ["abcd", "dbca"])
-def test_order_of_arrival_changes_no_bit(order: str) -> None:
-    found = []
-    for each in ("abcd", order):
-        with Sites() as sites:
-            hub = sites.hub(2, deterministic=True)
-            north, south = sites.relay(hub, 2, "north"), sites.relay(hub, 2, "south")
-            sites.workers(north, "a", "b")
-            sites.workers(south, "c", "d")
-            found.append(sites.rounds(ROUNDS, *each))
-    assert_same(*found)
-
-
 def test_relays_behind_relays_come_to_what_one_broker_does() -> None:
     with Sites() as sites:
         hub = sites.hub(2)

@@ -15,7 +15,7 @@ from diloco_protocol.errors import Refused, Unreachable
 from diloco_protocol.roles import Peer, Role
 from diloco_worker import DiLoCoClient
 from kit.keyed_broker import GUESTS, file_of, forged
-from kit.process_kit import PATIENCE_S, Processes
+from kit.process_kit import PATIENCE_S
 from kit.sites import Sites, a_model, asking, ledger_of, options, until
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -105,22 +105,3 @@ def test_relay_that_its_parent_does_not_let_in_ends_with_a_sentence(
         until(lambda: relay.why_it_failed is not None, "the relay ends")
     assert sentence in str(relay.why_it_failed)
     assert hub.address in str(relay.why_it_failed)
-
-
-@pytest.mark.parametrize(
-    ("key", "sentence"),
-    [
-        ("anna", "--parent-keys is the key of the operator anna; a relay takes that of a worker"),
-        ("w0", "leave --name out"),
-        ("none", "cannot be read: No such file"),
-    ],
-)
-def test_key_that_cannot_be_a_relays_is_refused_before_anything_begins(
-    processes: Processes, of_hub: KeyFolder, tmp_path: Path, key: str, sentence: str
-) -> None:
-    file = tmp_path / "no.key" if key == "none" else file_of(of_hub, key)
-    anywhere = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
-    words = ("--parent", "tcp://127.0.0.1:1", "--name", "north", "--parent-keys", str(file))
-    child = processes.run("-m", "diloco_broker", "relay", *words, *anywhere)
-    assert child.ends() == 2
-    assert sentence in " ".join(child.output.split())

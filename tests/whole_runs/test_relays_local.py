@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco_broker.relay.local_rounds import LocalOuter
-from diloco_protocol.errors import Refused, Unreachable, UsageError
+from diloco_protocol.errors import Refused, Unreachable
 from diloco_worker import DiLoCoClient
 from kit.sites import Sites, a_model, assert_close, ledger_of, until
 
@@ -123,16 +123,3 @@ def test_run_of_another_kind_is_refused_with_a_sentence(given: dict[str, Any]) -
             client.join(a_model())
         until(lambda: relay.why_it_failed is not None, "the relay ends")
         assert "rounds of one fragment only" in (relay.why_it_failed or "")
-
-
-@pytest.mark.parametrize(
-    ("outer", "sentence"),
-    [
-        (LocalOuter(0), "--local-rounds is 0; it must be at least 1"),
-        (LocalOuter(2, lr=0.0), "--local-outer-lr is 0; it must be above 0"),
-        (LocalOuter(2, momentum=1.0), "--local-outer-momentum is 1; it must be from 0 to below 1"),
-    ],
-)
-def test_step_that_cannot_be_is_refused(outer: LocalOuter, sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        outer.check()

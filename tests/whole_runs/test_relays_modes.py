@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit.sites import Sites, assert_close, assert_same
+from kit.sites import Sites, assert_close
 
 EVERYBODY = "abcde"
 
@@ -87,13 +87,3 @@ def from_one_base(outer: str, groups: tuple[str, ...], **of_sites: Any) -> dict[
 def test_pushes_from_one_base_come_to_the_same_however_they_are_grouped(outer: str) -> None:
     grouped = from_one_base(outer, ("abc", "d"), grace=0.5)
     assert_close(grouped, from_one_base(outer, ()))
-
-
-def test_workers_of_one_window_get_the_same_version() -> None:
-    with Sites(linear) as sites:
-        hub = sites.hub(2, mode="async", recover_wait=0.0)
-        sites.workers(sites.relay(hub, 2, "north", mode="async", grace=1.0), "a", "b")
-        sites.push("a", "b", number=0)
-        both = [sites.clients[name].pull() for name in "ab"]
-        assert_same(dict(both[0].tensors), dict(both[1].tensors))
-        assert hub._loop.core.state.versions[0].gradients == 2

@@ -62,27 +62,6 @@ def test_run_of_three_workers_equals_the_loop(
     check(Plan(h, strided(pieces), delay, alpha), workers=3, exact=is_exact)
 
 
-def test_restored_local_step_shifts_the_schedule() -> None:
-    """With `local_step` = tau = 1 each fragment is sent tau steps earlier: torchft's timing."""
-    origin = 1
-    plan = Plan(7, strided(3), delay=1, alpha=0.25, origin=origin)
-    check(plan, restored={"local_step": origin})
-
-
-def test_all_fragments_at_one_step_are_the_whole_model() -> None:
-    """tau = 0, alpha = 0: the outer optimizer goes element by element, so the split changes nothing."""
-    every, steps = 3, 12
-
-    def at_once(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        if (step + 1) % every == 0:
-            hook.force_sync()
-
-    config = make_config(workers=2, deterministic=True, sync_every=100, num_fragments=3)
-    with Broker(config) as broker:
-        got = run(broker, trainees(2), steps, after=at_once)
-    assert_same(got, streaming(trainees(2), steps, Plan(every, strided(1))), exact=True)
-
-
 @pytest.mark.parametrize("weight_by", ["tokens", "samples"])
 def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_last(
     weight_by: str,
@@ -100,17 +79,6 @@ def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_la
     assert_same(got, streaming(trainees(3), 17, plan, report=amount), exact=True)
     with pytest.raises(AssertionError):  # the weights do make a difference
         assert_same(got, streaming(trainees(3), 17, plan))
-
-
-def test_cycle_begins_anew_where_all_fragments_were_synchronised() -> None:
-    forced = 6  # slots are after steps 2, 4 and 7; nothing is under way here
-    plan = Plan(7, strided(3), delay=1, alpha=0.25, forced=(forced,))
-
-    def once(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        if step + 1 == forced:
-            hook.force_sync()
-
-    check(plan, steps=21, after=once)
 
 
 @pytest.mark.parametrize(("mode", "outer"), [("sync", "nesterov"), ("async", "dn")])

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
-from diloco_broker import Broker
 from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ChunkSpan, Segment, lay_out
-from diloco_protocol.clients import observer
 from diloco_protocol.dtypes import REPLY_DTYPES, SIZES, in_few_bits, least_bytes, span_bytes
-from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.records import from_plain
 from diloco_protocol.tensors.codecs import (
     CODECS,
     as_bytes,
@@ -25,11 +18,9 @@ from diloco_protocol.tensors.codecs import (
     is_finite,
     segment_dtype,
 )
-from diloco_worker import DiLoCoClient
 from diloco_worker.model.encoding import encode
 from diloco_worker.model.flat_state import FlatState
 from kit import raw_codecs
-from kit.whole_run import make_config
 
 
 @pytest.mark.parametrize("wire", [name for name in REPLY_DTYPES if not in_few_bits(name)])
@@ -46,32 +37,6 @@ def test_chunk_is_read_as_it_was_rounded_and_takes_the_bytes_that_it_should(
 
 def test_every_codec_has_both_halves_of_its_row() -> None:
     assert CODECS.keys() == SIZES.keys()
-
-
-def test_unknown_wire_dtype_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="'int3'; choose one of fp32, bf16, fp16"):
-        segment_dtype(Segment.PARAMETERS, "int3")
-
-
-@pytest.mark.parametrize("other", ["int2", "int64"])
-def test_reader_of_a_broker_with_another_wire_dtype_says_so(
-    other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def by_a_later_release(record: type[Any], plain: Any, where: str) -> Any:
-        return from_plain(
-            record, plain | ({"reply_dtype": other} if where == "config" else {}), where
-        )
-
-    monkeypatch.setattr(observer, "from_plain", by_a_later_release)
-    with (
-        Broker(make_config(), {"weight": torch.ones(2, 2)}) as broker,
-        DiLoCoClient(broker.address, timeout=20) as client,
-        observer.Observer(broker.address) as reader,
-    ):
-        client.join(nn.Linear(2, 2, bias=False))
-        with pytest.raises(UsageError, match=f"'{other}'; choose one of fp32, bf16, fp16"):
-            reader.read()
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])

@@ -64,15 +64,6 @@ with DiLoCoWorker(model, optimizer, worker_id="by hand"):
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
 """
-GAN = """
-import torch
-models = torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)
-optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
-for _ in range(3):
-    for optimizer in optimizers:
-        models[1](models[0](torch.ones(1, 3))).sum().backward()
-        optimizer.step()
-"""
 
 
 # As Muon beside AdamW: the parameters of one model, in two optimizers that step one after the other.
@@ -89,7 +80,6 @@ for step in range(int(sys.argv[2])):
         optimizer.zero_grad()
 torch.save(model.state_dict(), f"{sys.argv[1]}.pt")
 """
-LATE = SEVERAL.replace("(hidden, head)", "(hidden, head) if step == 3 else (hidden,)")
 # Two optimizers; one needs gradients that are tensors, the other's weight decay needs none.
 NEEDS_GRADIENTS = """
 import torch
@@ -128,7 +118,6 @@ def train(optimizer):
 train(torch.optim.SGD(model[1].parameters(), lr=0.1))
 train(torch.optim.AdamW(model.parameters()))
 """
-OTHER_SHAPE = TRAIN.replace("Linear(3, 2)", "Linear(3, 5)")
 # Ends by itself before it trains; what it has done by then is its first argument.
 DOES_NOT_TRAIN = """
 import subprocess, sys, torch
@@ -246,14 +235,6 @@ def test_script_with_a_worker_of_its_own_is_left_to_it(
 
 
 @pytest.mark.slow
-def test_what_is_not_exchanged_is_said(processes: Processes, tmp_path: Path) -> None:
-    _, address = processes.serve("--no-save")
-    made = auto(processes, address, script(tmp_path, GAN))
-    assert made.ends() == 0
-    assert made.output.count("SGD trains parameters outside Linear") == 1
-
-
-@pytest.mark.slow
 def test_optimizers_of_one_model_are_counted_together(processes: Processes, tmp_path: Path) -> None:
     """Both end behind a boundary: if it fell between two optimizers, their models would differ."""
     options = ("--workers", "2", "--min-workers", "2", "--sync-every", "4", "--no-save")
@@ -264,14 +245,6 @@ def test_optimizers_of_one_model_are_counted_together(processes: Processes, tmp_
     assert "trained by SGD and AdamW" in made[0].output
     one, other = (torch.load(tmp_path / f"{seed}.pt") for seed in (1, 2))
     assert all(torch.equal(one[name], value) for name, value in other.items())
-
-
-@pytest.mark.slow
-def test_optimizer_that_steps_later_ends_the_script(processes: Processes, tmp_path: Path) -> None:
-    _, address = processes.serve("--sync-every", "2", "--no-save")
-    made = auto(processes, address, script(tmp_path, LATE), "1", "9")
-    assert made.ends() == 2
-    assert "AdamW trains Sequential, too" in made.output
 
 
 @pytest.mark.slow
@@ -292,15 +265,6 @@ def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_pa
     assert made.ends() == 2
     assert "new optimizer (AdamW) has replaced SGD" in made.output
     assert "first round" not in made.output
-
-
-def test_refused_script_ends_with_the_sentence_alone(processes: Processes, tmp_path: Path) -> None:
-    _, address = processes.serve("--sync-every", "2", "--no-save")
-    assert auto(processes, address, script(tmp_path, TRAIN), "1", "2").ends() == 0
-    refused = auto(processes, address, script(tmp_path, OTHER_SHAPE), "2", "2")
-    assert refused.ends() == 1
-    assert "This script cannot take part" in refused.output
-    assert "Traceback" not in refused.output and "Nothing of this script" not in refused.output
 
 
 @pytest.mark.parametrize(
@@ -328,17 +292,6 @@ def test_workers_of_one_script_may_shuffle_from_seeds_of_their_own(
     orders = [order("--own-seed", "--worker-id", name) for name in ("a", "b", "a")]
     assert orders[0] == orders[2] != orders[1]
     assert order() not in orders
-
-
-def test_command_line_without_a_script_gets_a_sentence(processes: Processes) -> None:
-    for words, sentence in (
-        ((), "give a script or -m MODULE"),
-        (("x.py",), "no script 'x.py'"),
-        (("-m", "torch.distributed.run", "x.py"), "torch.distributed.run starts the script"),
-    ):
-        made = auto(processes, "127.0.0.1:1", *words)
-        assert made.ends() == 2
-        assert sentence in made.output
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from diloco_worker.cli.app import app
 from kit.process_kit import Child, Processes, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -96,16 +94,6 @@ def test_each_slot_and_each_shard_has_a_name_of_its_own(
     assert "DILOCO_WORKER_ID = gpu" in by_name.output
 
 
-def test_a_half_that_is_given_leaves_the_other_to_the_environment(
-    processes: Processes, tmp_path: Path
-) -> None:
-    words = (*SERVER, "--shard-index", "3", *script(tmp_path, SHOW), "0")
-    made = launch(processes, *words, DILOCO_SHARD_INDEX="1", DILOCO_NUM_SHARDS="8")
-    assert made.ends() == 0
-    assert "DILOCO_SHARD_INDEX = 3" in made.output
-    assert "DILOCO_NUM_SHARDS = 8" in made.output
-
-
 def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
     assert processes.asks("keygen", "keys", "berlin", "oslo") == 0
     program = (*script(tmp_path, SHOW), "0")
@@ -138,24 +126,6 @@ def test_wrong_use_gets_a_sentence_before_anything_is_started(
     assert made.ends() == 2
     assert sentence in made.output
     assert "DILOCO_SERVER =" not in made.output
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [(("train.py", "--lr", "1"), "python train.py --lr 1"), (("python3", "x"), "python3 x")],
-)
-def test_script_in_the_place_of_a_command_is_pointed_to_run(
-    words: tuple[str, ...], command: str
-) -> None:
-    said = CliRunner().invoke(app, words)
-    assert said.exit_code == 2
-    assert f"diloco-worker run -- {command}\n" in said.output
-
-
-def test_program_that_is_not_there_gets_a_sentence(processes: Processes) -> None:
-    made = launch(processes, *SERVER, "--restarts", "3", "no-such-program", "x")
-    assert made.ends() == 2
-    assert "There is no program 'no-such-program'" in made.output
 
 
 def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path) -> None:
@@ -237,20 +207,6 @@ def test_word_of_a_former_life_says_nothing_of_the_next(
     made = launch(processes, *SERVER, "--", *program, "", DILOCO_END_FILE=str(end))
     assert made.ends() == 1
     assert not end.exists()
-
-
-def test_pause_before_a_restart_ends_with_a_signal(processes: Processes, tmp_path: Path) -> None:
-    made = launch(processes, *SERVER, "--restarts", "9", *script(tmp_path, SHOW), "1")
-    made.says("restart 3 of 9 in 4 s")
-    made.gets(signal.SIGTERM)
-    assert made.ends(within=3.0) == 143
-
-
-def test_end_of_the_run_is_success_where_that_is_asked_for(
-    processes: Processes, tmp_path: Path
-) -> None:
-    made = launch(processes, *SERVER, "--over-is-success", *script(tmp_path, SHOW), "3")
-    assert made.ends() == 0
 
 
 @pytest.mark.parametrize("code", ["2", "3", "143"])

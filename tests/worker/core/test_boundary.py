@@ -133,13 +133,6 @@ def test_it_looks_again_when_silence_would_end_the_waiting() -> None:
     assert wait.seconds == 15.0
 
 
-def test_long_waits_are_told_of_every_half_minute() -> None:
-    training = at_the_boundary().changes(description="the broker is there")
-    for _ in range(65):
-        training.passes(1.0)
-    assert training.said.count("Waiting for the round to close; the broker is there.") == 2
-
-
 def test_push_that_is_put_off_is_waited_for_when_its_round_has_come() -> None:
     training = at_the_boundary()
     training.is_put_off(training.pushes[0], 3)

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from diloco_protocol import RunConfig
-from diloco_worker.core.compatibility import gives_way
 from diloco_worker.core.sync import boundary, effects
-from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.patience import Options
 from kit.boundary_harness import Trainer, version
 
@@ -188,13 +186,6 @@ def test_h_is_the_workers_own_or_what_the_broker_has_worked_out_or_the_runs(
     assert cycles == [at_first, used], "a cycle goes on as it began"
 
 
-def test_own_h_that_gives_way_to_a_smaller_one_of_the_run_is_said() -> None:
-    said = gives_way(RunConfig("sync", 2), 3)
-    assert said == "This worker asks for sync_every=3, the run has 2 now; 2 is used."
-    assert gives_way(RunConfig("async", 2), 3) is None
-    assert gives_way(RunConfig("sync", 3), 3) is None
-
-
 def test_own_wire_dtype_is_that_of_the_pushes() -> None:
     (push,) = trainer(Options(wire_dtype="bf16"), wire_dtype="fp32").steps(H).pushes
     assert push.wire_dtype == "bf16"
@@ -211,31 +202,6 @@ def test_staleness_is_what_the_broker_says_or_is_worked_out() -> None:
     assert "staleness 2" in training.said
     training.steps(H).receives(13, counted=training.pushes[-1])
     assert training.metrics.staleness == 3
-
-
-def test_line_of_a_sync_is_not_held_back_by_the_wait_of_the_next() -> None:
-    training = trainer()
-    for counter in (1, 2):
-        training.steps(H).receives(counter, counted=training.pushes[-1])
-    training.steps(H)
-    assert "Synchronised: version 2" in training.passes(1.0).said
-    assert training.waits(), "the third boundary"
-
-
-@pytest.mark.parametrize("weight_by", ["tokens", "samples"])
-def test_run_that_weighs_by_what_is_reported_is_content(weight_by: str) -> None:
-    training = trainer(weight_by=weight_by)
-    training.totals = Work(**{weight_by: 5})
-    training.steps(H)
-    assert not training.all(effects.Trouble)
-    for counter in (1, 2):
-        training.receives(counter, counted=training.pushes[-1]).steps(H)
-        told = training.said.count(
-            f"weighs each contribution by its {weight_by}, and none were reported"
-        )
-        assert told == training.said.count(f"call report({weight_by}=...)") == 1, (
-            "nothing more, said once"
-        )
 
 
 def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> None:

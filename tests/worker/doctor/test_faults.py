@@ -18,12 +18,9 @@ import zmq
 from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.core import machine
-from diloco_broker.core.state import probes
 from diloco_broker.shell import loop
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol import messages
-from diloco_protocol.errors import Code, ProtocolError
 from diloco_worker.cli.app import app
 from diloco_worker.doctor.faults import Fault
 from kit.keyed_broker import file_of, forged, key, written
@@ -198,24 +195,3 @@ def test_clocks_that_differ(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loop, "time", Ahead())
     told = finds(Fault.CLOCK, "93 s ahead of", broker.address)
     assert told["up_bytes_per_s"], "the line is measured all the same"
-
-
-def test_older_broker_does_not_know_probes(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object) -> Any:
-        raise ProtocolError(Code.BAD_HEADER, "There is no message kind 'probe'.")
-
-    monkeypatch.setitem(machine.OF_ANYBODY, messages.Probe, unknown)
-    told = doctor(broker.address)
-    assert (told["exit_code"], told["up_bytes_per_s"]) == (0, None)
-    assert "the broker is older" in told["notes"][0]
-
-
-def test_others_measure_already(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "AT_ONCE", 100.0)
-    finds(Fault.LINE, "try again in two minutes", broker.address)
-
-
-def test_each_fault_has_its_row_on_the_page() -> None:
-    page = (Path(__file__).parents[3] / "worker" / "DOCTOR.md").read_text()
-    for fault in Fault:
-        assert f"| {fault.value} |" in page, fault

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD
 from typer.testing import CliRunner
@@ -91,17 +90,6 @@ def test_constants_are_in_checkpoints_and_in_exports(tmp_path: Path) -> None:
     assert torch.equal(final["mask"], MASK) and final["bound"][1] == INF
 
 
-def test_constants_may_come_from_a_model_file(tmp_path: Path) -> None:
-    first = masked(bound=7.0).model
-    save_file(state_of(first), tmp_path / "model.safetensors")
-    with Broker(
-        make_config(workers=1, sync_every=2), load_file(tmp_path / "model.safetensors")
-    ) as b:
-        final = run(b, [masked()], 2).final
-    assert torch.equal(final["mask"], MASK)
-    assert final["bound"].tolist() == [7.0, INF]
-
-
 def test_model_file_may_not_have_nan() -> None:
     state = state_of(Masked())
     state["mask"][0, 0] = torch.nan
@@ -158,14 +146,6 @@ def test_values_that_no_run_can_begin_with_are_refused_at_once_by_name(
         worker.start()
 
 
-def test_client_with_nan_is_refused_at_once_by_name() -> None:
-    with (
-        DiLoCoClient("tcp://127.0.0.1:1") as client,
-        pytest.raises(UsageError, match=r"layer\.weight holds NaN"),
-    ):
-        client.join(spoilt(Masked(), "layer.weight", torch.nan))
-
-
 def test_buffer_that_turns_infinite_later_is_named_and_training_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -182,22 +162,6 @@ def test_buffer_that_turns_infinite_later_is_named_and_training_goes_on(
         for _ in range(2):
             trainee.step()
         assert worker.sync_count == 1, "the buffer is back at the global value"
-
-
-def test_constant_that_training_changes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """As a running minimum, which begins at infinity, does."""
-    trainee = masked()
-    with (
-        Broker(make_config(workers=1, sync_every=1)) as broker,
-        DiLoCoWorker(trainee.model, trainee.optimizer, server=broker.address),
-    ):
-        trainee.step()
-        assert "mask has changed" not in caplog.text
-        for number in range(3):
-            trainee.model.get_buffer("mask").fill_(float(number))
-            trainee.step()
-    said = [r for r in caplog.records if "mask has changed" in r.message]
-    assert len(said) == 1 and said[0].levelno == logging.WARNING
 
 
 @pytest.mark.parametrize(("value", "is_taken"), [(-INF, True), (torch.nan, False)])

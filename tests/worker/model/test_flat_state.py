@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -150,12 +149,6 @@ def test_model_that_cannot_be_exchanged_is_refused_by_name(
         ModelTensors.of_module(make())
 
 
-def test_expanding_by_one_shares_no_memory_and_travels() -> None:
-    made = with_expanded(torch.arange(5).expand(1, -1))
-    names = [entry.name for entry in ModelTensors.of_module(made).manifest.entries]
-    assert names == ["weight", "bias", "expanded"]
-
-
 # The delta.
 
 
@@ -228,17 +221,6 @@ def test_overflow_in_the_wire_dtype_is_found_too() -> None:
     assert delta_of(started, reached, "bf16").bad is None
 
 
-def test_delta_leaves_model_and_base_alone() -> None:
-    started = model()
-    reached = moved(started)
-    before = copy.deepcopy(reached.state_dict())
-    base = captured(started)
-    kept = {segment: vector.clone() for segment, vector in base.vectors.items()}
-    ModelTensors.of_module(reached).delta(base, "bf16")
-    assert all(torch.equal(before[name], value) for name, value in reached.state_dict().items())
-    assert all(torch.equal(kept[segment], vector) for segment, vector in base.vectors.items())
-
-
 # Capturing and putting back.
 
 
@@ -295,17 +277,6 @@ def test_donated_values_are_fp32_whatever_the_model_is() -> None:
         for place in part.places:
             dtype = segment_dtype(place.segment)
             assert torch.equal(peer.of(place), made.state_dict()[place.entry.name].to(dtype))
-
-
-def test_replies_in_bf16_are_widened() -> None:
-    _, part = opened(model(), 1000)
-    state = FlatState.empty(part)
-    elements = part.lengths[Segment.PARAMETERS]
-    payload = bytearray(
-        torch.full((elements,), 1.5, dtype=torch.bfloat16).view(torch.uint8).numpy()
-    )
-    state.store(0, memoryview(payload), "bf16")
-    assert torch.equal(state.vectors[Segment.PARAMETERS], torch.full((elements,), 1.5))
 
 
 def test_tensors_of_a_dict_serve_as_a_model() -> None:
@@ -450,20 +421,3 @@ def test_norm_of_a_delta_is_right_also_where_squares_do_not_fit_in_fp32(size: fl
     delta = encoding.encode(layout, {"w": values}, "bf16")
     assert delta.bad is None
     assert delta.norm == pytest.approx(float(values.double().norm()), rel=1e-4)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_only_copies_to_cuda_are_queued(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the queues of others, and host memory is used again after a merge."""
-    queued: list[bool] = []
-    plain: Callable[..., Tensor] = Tensor.to
-
-    def to(tensor: Tensor, *args: Any, non_blocking: bool = False, **more: Any) -> Tensor:
-        queued.append(non_blocking)
-        return plain(tensor, *args, non_blocking=non_blocking, **more)
-
-    made = nn.Linear(3, 2)
-    new = captured(made)
-    monkeypatch.setattr(Tensor, "to", to)
-    Change(new, alpha).carry_out(dict(made.named_parameters()))
-    assert queued and not any(queued)

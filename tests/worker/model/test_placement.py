@@ -8,9 +8,6 @@ them, where there is a CUDA device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from concurrent.futures import Future
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -26,7 +23,6 @@ from diloco_worker.model.encoding import encode, encode_there
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
-from diloco_worker.shell.fragment_buffers import FragmentBuffers
 from kit.reference import Plan, streaming
 from kit.scripted_broker import run_config
 from kit.whole_run import (
@@ -156,16 +152,6 @@ def test_delta_that_is_made_beside_the_model_has_the_same_bits(
     assert ours.bad is theirs.bad is None
 
 
-def test_delta_that_is_not_finite_is_named() -> None:
-    model = odd_model(torch.float32)
-    tensors = ModelTensors.of_module(model)
-    part = cut(tensors.manifest, run_config(sync_every=4, num_fragments=1), ()).fragments[0]
-    base = tensors.capture(part)
-    with torch.no_grad():
-        dict(model.named_parameters())["2.bias"][1] = float("nan")
-    assert encode_there(base, model.state_dict(), "bf16", mapped).bad == "2.bias"
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_run_is_the_same_wherever_the_global_parameters_are_kept(
     plan: Plan, elsewhere: list[FlatState]
@@ -199,57 +185,6 @@ def test_checkpoint_of_a_worker_is_for_the_host(elsewhere: list[FlatState]) -> N
 
 
 # What the I/O thread holds.
-
-
-def _fragment() -> tuple[ModelTensors, FlatState]:
-    tensors = ModelTensors.of_module(mlp())
-    part = cut(tensors.manifest, run_config(sync_every=4, num_fragments=1), ()).fragments[0]
-    return tensors, tensors.capture(part)
-
-
-def _buffers(
-    held: FlatState, copied: Callable[[int, Future[FlatState]], object]
-) -> FragmentBuffers:
-    return FragmentBuffers(
-        capture=None, copied=copied, tag_of=None, named=_nobody, pinned=False, states={0: held}
-    )
-
-
-def _nobody(*_: object) -> None:
-    raise AssertionError("nothing is to be copied")
-
-
-def test_what_is_kept_elsewhere_is_not_kept_on_the_host_too() -> None:
-    _, host = _fragment()
-    there = Elsewhere(host.layout, _copies(host))
-    buffers = _buffers(host, _nobody)
-    buffers.set_base(0, there, host)
-    assert buffers.held(0) is there
-    following = FlatState.empty(host.layout)
-    newer = Elsewhere(host.layout, _copies(host))
-    buffers.set_base(0, newer, following)
-    buffers.begin(host.layout)
-    assert buffers.finish(0).device == CPU, "what arrives is on the host"
-
-
-def test_version_that_has_come_meanwhile_stays_held() -> None:
-    _, host = _fragment()
-    later = FlatState.empty(host.layout)
-    buffers = _buffers(later, _nobody)
-    buffers.set_base(0, Elsewhere(host.layout, _copies(host)), host)
-    assert buffers.held(0) is later
-
-
-def test_donation_of_what_is_kept_elsewhere_is_copied_to_the_host() -> None:
-    _, host = _fragment()
-    copies: Queue[tuple[int, Future[FlatState]]] = Queue()
-    there = Elsewhere(host.layout, _copies(host))
-    buffers = _buffers(there, lambda *copied: copies.put(copied))
-    assert not buffers.prepare(7, host.layout)
-    push_id, copied = copies.get(timeout=10)
-    state = copied.result(10)
-    assert (push_id, state.device) == (7, CPU)
-    assert all(torch.equal(state.vectors[each], vector) for each, vector in host.vectors.items())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

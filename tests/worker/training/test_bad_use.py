@@ -157,26 +157,6 @@ def test_worker_that_is_made_and_not_started_warns_once(
     assert not any(optimizer._optimizer_step_post_hooks for optimizer in pipeline.optimizers)
 
 
-def test_worker_that_is_not_needed_does_not_warn(
-    broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("DILOCO_SERVER", raising=False)
-    pipeline = Pipeline()
-    pipeline.worker().report(loss=1.0)  # without a server
-    first = pipeline.worker(server=broker.address)
-    for optimizer in pipeline.optimizers:
-        (group,) = optimizer.param_groups
-        lr, group["lr"] = group["lr"], 0.0
-        optimizer.step()  # as torch.distributed.checkpoint does to have a state to load into
-        group["lr"] = lr
-    with pipeline.worker(server=broker.address):  # the cell was run again
-        pipeline.step()
-        first.report(loss=1.0)
-    pipeline.worker(server=broker.address).close()
-    pipeline.step()
-    assert not warnings_in(caplog.text)
-
-
 @pytest.mark.parametrize(
     ("keyword", "advice"), [("sync_evry", "did you mean sync_every"), ("nothing", "it has .*keys")]
 )
@@ -184,17 +164,3 @@ def test_keyword_that_does_not_exist_is_refused_with_the_nearest(keyword: str, a
     pipeline = Pipeline()
     with pytest.raises(UsageError, match=f"no keyword '{keyword}'; {advice}"):
         pipeline.worker(**{keyword: 5})
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"extra": {"step": 2**64}},
-        {"extra": {"gpu": "\ud800"}},
-        {"extra": {"\ud800": 1}},
-        {"sync_every": 2**64},
-    ],
-)
-def test_what_no_message_has_room_for_is_refused_at_once(keywords: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(keywords))):
-        Pipeline().worker(server="tcp://127.0.0.1:1", **keywords)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +23,6 @@ from diloco_protocol.messages import (
     Notice,
     Pull,
     Push,
-    Released,
     Result,
     Welcome,
 )
@@ -32,11 +30,10 @@ from diloco_protocol.records import to_plain
 from diloco_worker import DiLoCoClient, GlobalParameters
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.downloads import DOWNLOAD_WINDOW
-from diloco_worker.core.events import Ask
 from diloco_worker.model.model_tensors import ModelTensors
 from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
 from kit.scripted_training import ScriptedTraining, layers
-from kit.uniform_model import first, until
+from kit.uniform_model import first
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -198,20 +195,6 @@ def test_push_that_the_broker_refuses_raises_its_sentence(talk: Talk) -> None:
     talk.broker.says(Error("bad_push", "The weight is odd.", push_id=push.push_id, about="push"))
     with pytest.raises(Refused, match="The weight is odd"):
         talk.done()
-
-
-def test_nothing_is_kept_of_pushes_that_others_took_the_place_of(talk: Talk) -> None:
-    talk.begins_with()
-    link = talk.client._link
-    assert link is not None
-    for is_refused in (False, True, False):
-        push, _ = talk.pushes()
-        if is_refused:
-            error = Error("late", "Too late.", push_id=push.push_id, about="push")
-            talk.broker.says(error)
-            link.wait_for(lambda: bool(link.rejections), 20)
-    until(lambda: link.uploaded == {push.push_id} and not link.rejections)
-    assert link.last_error is None
 
 
 # Fragments and asynchronous mode.
@@ -394,47 +377,6 @@ def test_observer_is_told_of_a_plan_that_does_not_fit(talk: Talk) -> None:
         talk.done()
 
 
-def released_here() -> int:
-    """Records of versions that anything in this process holds."""
-    gc.collect()
-    return sum(type(each) is Released for each in gc.get_objects())
-
-
-@pytest.mark.parametrize("takes_part", [False, True], ids=["observer", "member that only pulls"])
-def test_client_that_pulls_keeps_no_record_of_rounds_that_are_over(
-    talk: Talk, takes_part: bool
-) -> None:
-    if takes_part:
-        talk.begins_with()
-        talk.broker.hears(Pull)  # the one of joining
-    else:
-        talk.pulls()
-        talk.tells_manifest()
-        talk.broker.hears(Pull)
-        talk.serves(4, 2)
-        talk.done()
-    before = released_here()
-    for number in range(3, 33):
-        talk.pulls()
-        talk.broker.hears(Pull)
-        talk.serves(number, number)
-        assert talk.done().version == version(number)
-    assert released_here() <= before + 2
-
-
-def test_answer_that_comes_too_late_is_not_kept(talk: Talk) -> None:
-    talk.does(talk.client.status)
-    talk.is_asked(lambda request: Result(request, True, "here", {"round": 1}))
-    assert talk.done() == {"round": 1}
-    link = talk.client._link
-    assert link is not None
-    link.tell(Ask(Control("status", 99)))
-    talk.is_asked(lambda request: Result(request, True, "late", {"round": 2}))
-    until(lambda: 99 in link.results)
-    link.withdraw(99)
-    until(lambda: not link.results)
-
-
 def test_observer_of_a_broker_without_a_model_is_told(talk: Talk) -> None:
     talk.client.timeout = 1.2
     talk.pulls()
@@ -485,8 +427,3 @@ def test_broken_connection_ends_an_action_that_may_have_been_carried_out(talk: T
     with pytest.raises(Unreachable, match="may have been carried out"):
         talk.done()
     talk.broker.hears_nothing_of(Control, 0.3)
-
-
-def test_address_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"tcp://10\.0\.0\.1:8512"):
-        DiLoCoClient("http://10.0.0.1")

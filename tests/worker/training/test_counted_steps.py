@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol import UsageError
 from diloco_protocol.messages import Heartbeat, Notice
-from diloco_worker.core.sync.news import Work
-from diloco_worker.training.counted_steps import COMPARE_S, CountedSteps
-from diloco_worker.training.reports import LOOK_S, Pace, Reports
+from diloco_worker.training.counted_steps import CountedSteps
+from diloco_worker.training.reports import Pace
 from kit.scripted_broker import Descent
 from kit.scripted_training import H, ScriptedTraining
 
@@ -125,57 +123,6 @@ def test_parameters_that_change_without_any_optimizer_are_a_warning(
     assert "changed 10 times without a step" in str(training.metrics.last_error)
 
 
-class Watched(list[Any]):
-    """Counts how often its items are read."""
-
-    reads = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.reads += 1
-        return super().__iter__()
-
-
-class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations on tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_reports_between_two_steps_do_not_go_through_all_parameters(counted: Counted) -> None:
-    """As those of micro-batches."""
-    optimizer = counted.descent.optimizer
-    groups = optimizer.param_groups = Watched(optimizer.param_groups)
-    counted.descent.steps(1)
-    for _ in range(2):
-        counted.steps.reported()
-    reads = groups.reads
-    for _ in range(10):
-        counted.steps.reported()
-    assert groups.reads == reads
-
-
-def test_reports_between_two_steps_seldom_run_kernels_on_an_accelerator(
-    counted: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    counted.steps.clock = lambda: now[0]
-    counted.descent.steps(1)
-    counts = []
-    with monkeypatch.context() as device:
-        device.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
-        for now[0] in (0.0, 0.0, 0.0, COMPARE_S, COMPARE_S):
-            with Kernels() as kernels:  # type: ignore[no-untyped-call]
-                counted.steps.reported()
-            counts.append(kernels.count > 0)
-    assert counts == [False, True, False, True, False], "the first is the one of the step"
-
-
 def test_parameters_whose_memory_is_freed_between_reports_are_no_warning(counted: Counted) -> None:
     """As FSDP does with those that are gathered for a layer."""
     weight = next(iter(counted.descent.model.parameters()))
@@ -188,16 +135,6 @@ def test_parameters_whose_memory_is_freed_between_reports_are_no_warning(counted
         storage.resize_(size)
         weight.data.copy_(values)
     assert counted.told == []
-
-
-def test_optimizer_that_is_given_parameters_of_the_model_later_is_a_warning(
-    counted: Counted,
-) -> None:
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.0)
-    steps_of(other, 1)
-    other.add_param_group({"params": list(counted.descent.model.parameters())})
-    steps_of(other, 100)
-    assert len(counted.told) == 1
 
 
 def test_what_a_script_does_between_two_steps_is_no_warning(training: ScriptedTraining) -> None:
@@ -246,34 +183,6 @@ def test_pace_leaves_out_what_was_no_training() -> None:
     assert pace.steps_per_s == 0.5
 
 
-def test_what_is_reported_on_an_accelerator_is_read_now_and_then() -> None:
-    reports = Reports()
-    reports._pending = {"loss": torch.tensor(2.5), "tokens": torch.tensor(7)}  # as from there
-    reports.read(LOOK_S - 1)
-    assert reports.totals == Work()
-    reports.read(LOOK_S)
-    assert reports.totals == Work(tokens=7, loss=2.5)
-    reports.read(2 * LOOK_S)
-    assert reports.totals == Work(tokens=7, loss=2.5), "once"
-
-
-def test_waiting_in_force_sync_is_not_counted_as_a_slow_step(training: ScriptedTraining) -> None:
-    worker = training.begins()
-    now = [0.0]
-    pace = worker._pace
-    training.steps(1)
-    pace._seconds, pace._left_at = 1.0, 0.0
-    worker._clock = lambda: now[0]
-    training.does(worker.force_sync)
-    push, _ = training.takes()
-    now[0] = 1000.0
-    training.serves(5, 1, push)
-    assert training.done() is True
-    now[0] = 1001.0
-    training.steps(1)
-    assert pace.steps_per_s == 1.0
-
-
 @pytest.mark.parametrize("what", ["loss", "tokens", "samples"])
 def test_report_refuses_what_is_not_a_single_number(training: ScriptedTraining, what: str) -> None:
     worker = training.begins()
@@ -306,15 +215,6 @@ def test_counts_that_no_message_has_room_for_are_refused_and_the_worker_goes_on(
     worker.report(**{what: 1})
     push = training.round(H, 1)
     assert (getattr(push, what), push.loss) == (2**53 - 1, None), "what is refused changes nothing"
-
-
-def test_count_on_an_accelerator_that_makes_no_sense_is_dropped_with_a_warning() -> None:
-    reports = Reports()
-    reports._pending = {"tokens": torch.tensor(-7)}  # as from there
-    reports.read(0, at_once=True)
-    assert (reports.totals, "tokens" in str(reports.problem)) == (Work(), True)
-    reports.add(None, 5, None, {})
-    assert reports.totals == Work(tokens=5)
 
 
 def test_misspelt_keyword_of_a_report_is_refused(training: ScriptedTraining) -> None:
@@ -352,18 +252,6 @@ def test_two_pseudo_gradients_of_zeros_in_a_row_are_a_warning_once(
         told.append(caplog.text.count(ZEROS))
     assert told == [0, 0, 0, 1, 1, 1, 1, 2]
     assert "a learning rate of 0 (a scheduler)" in str(training.metrics.last_error)
-
-
-def test_boundaries_that_are_forced_without_a_step_are_no_warning(
-    training: ScriptedTraining,
-) -> None:
-    worker = training.begins()
-    for counter in range(1, 4):
-        training.does(worker.force_sync)
-        push, _ = training.takes()
-        training.serves(100, counter, push)
-        assert training.done()
-    assert training.metrics.last_error is None
 
 
 # Several optimizers.
@@ -406,16 +294,6 @@ def test_round_of_all_optimizers_is_one_step(order: str, counts: list[int]) -> N
     assert several.counts(order) == counts
     several.steps.stop()
     assert several.counts("abab") == counts[-1:] * 4, "not counted any more"
-
-
-def test_long_list_of_optimizers_is_left_in_peace() -> None:
-    """As one for each parameter is: no step counts before all have stepped."""
-    several = Several(120)
-    for rounds in (1, 2):
-        for optimizer in several.optimizers:
-            optimizer.step()
-        assert (several.count, several.told) == (rounds, [])
-    several.steps.stop()
 
 
 def test_an_optimizer_of_the_list_that_never_steps_is_named() -> None:

@@ -68,33 +68,6 @@ def test_what_is_trained_is_told_with_the_step_behind_it() -> None:
     assert [(each.begun, each.ended) for each in told] == [((0,), (0,))]
 
 
-def test_unit_that_is_lost_in_its_middle_and_comes_back_is_begun_anew() -> None:
-    diloco = alone()
-    queue = WorkQueue(diloco, "text", 1, seed=None)
-    told: list[Any] = []
-    dropped: dict[str, set[int]] = {}
-    diloco.units.link = type(
-        "L",
-        (),
-        {"tell": told.append, "dropped_units": dropped, "has_ended": False, "stopping": None},
-    )()
-
-    def read(unit: int) -> list[int]:
-        dropped.clear()  # it is handed out
-        return [0, 1, 2]
-
-    batches = queue.batches(DataLoader(QueuedDataset(queue, read), batch_size=1))
-    next(batches)
-    diloco.units.stepped()
-    dropped["text"] = {0}
-    queue._next = 0  # and will be handed out again
-    assert int(next(batches)) == 0, "from its beginning"
-    diloco.units.stepped()
-    assert [(each.begun, each.ended) for each in told] == [((0,), ()), ((0,), ())]
-    assert len(list(batches)) == 2
-    assert not queue._read and told[-1].ended == (0,)
-
-
 def test_unit_that_others_have_by_now_is_not_said_to_be_trained() -> None:
     diloco = alone()
     queue = WorkQueue(diloco, "text", 1, seed=None)
@@ -104,14 +77,6 @@ def test_unit_that_others_have_by_now_is_not_said_to_be_trained() -> None:
     loader = DataLoader(QueuedDataset(queue, pairs), batch_size=4, drop_last=True)
     assert not list(queue.batches(loader))
     assert not told and not queue._read
-
-
-def test_wait_for_units_ends_when_the_process_is_asked_to_end() -> None:
-    diloco = alone()
-    diloco._termination.is_asked = True
-    queue = WorkQueue(diloco, "text", 3, seed=None)
-    loader = DataLoader(QueuedDataset(queue, pairs), batch_size=2)
-    assert len(list(queue.batches(loader))) == 3, "one pass, and no more"
 
 
 def test_a_loader_that_drops_samples_leaves_no_unit_open() -> None:
@@ -153,13 +118,6 @@ def test_copy_in_a_forked_process_ends_nothing_here() -> None:
     there = QueuedDataset.__new__(QueuedDataset)
     there.__dict__.update(data.__getstate__())
     assert len(list(there)) == 6 and listening() == before
-
-
-def test_nothing_of_the_run_goes_to_a_spawned_process() -> None:
-    data = QueuedDataset(WorkQueue(alone(), "text", 3), pairs)
-    there = QueuedDataset.__new__(QueuedDataset)
-    there.__dict__.update(data.__getstate__())
-    assert there._queue is None and sorted(sample for _, sample in there) == [0, 1, 10, 11, 20, 21]
 
 
 @pytest.mark.parametrize(

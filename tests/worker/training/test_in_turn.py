@@ -15,7 +15,6 @@ import torch
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoWorker
 from diloco_worker.testing import LocalRun, RunStandsStill
-from kit.paths import ROOT
 from kit.reference import Outcome, Plan, Trainee, one_thread, state_of, streaming
 from kit.whole_run import an_mlp, assert_same, options_of, strided, trainees
 
@@ -176,16 +175,3 @@ def test_nothing_listens_on_a_port_and_nothing_stays_behind() -> None:
         with pytest.raises(UsageError, match="workers is 0"):
             run.train(lambda _: None, workers=0)
     assert not folder.exists()
-
-
-def test_wrong_options_are_a_sentence() -> None:
-    with pytest.raises(UsageError, match="sync-every"):
-        LocalRun(sync_every=0)
-
-
-def test_example_of_the_page_runs() -> None:
-    text = (ROOT / "worker" / "TESTING.md").read_text()
-    example = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
-    names: dict[str, Any] = {}
-    exec(compile(example, "TESTING.md", "exec"), names)
-    names["test_two_workers_end_with_one_model"]()

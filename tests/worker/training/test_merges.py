@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol.messages import Push
-from diloco_worker.training.fragment_sync import FragmentSync
 from kit.scripted_broker import version
 from kit.scripted_training import H, ScriptedTraining
 
@@ -215,23 +214,6 @@ def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("nth", range(TENSORS))
-def test_model_that_is_not_finite_is_restored_though_that_is_broken_off(
-    training: ScriptedTraining, nth: int, error: type[BaseException]
-) -> None:
-    begins(training, LATER, nth=nth, error=error)
-    training.steps(H - 1)
-    with torch.no_grad():
-        next(training.descent.model.parameters()).fill_(float("nan"))
-    training.steps(2)
-    assert training.metrics.rejected == 1
-    assert values(training) <= {100.0, 99.0}, "the base, and perhaps the step made since"
-    training.trains(H - 1)
-    _, delta = training.broker.takes_push()
-    assert delta.norm() <= 12**0.5 * H
-
-
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("nth", range(TENSORS))
 def test_loading_that_is_broken_off_is_gone_on_with_behind_the_next_step(
     training: ScriptedTraining, nth: int, error: type[BaseException]
 ) -> None:
@@ -266,19 +248,6 @@ def test_state_that_is_saved_while_a_merge_is_broken_off_holds_no_parameters(
     training.steps(1)
     assert training.worker.state_dict()["resume"] is not None
     assert training.metrics.unsynced_steps == 0
-
-
-def test_merge_that_is_interrupted_before_it_touches_the_model_has_not_begun(
-    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint that is written then holds all of it."""
-    begins(training, LATER)
-    in_the_air(training)
-    interrupts_once(monkeypatch, FragmentSync, "_change_of")
-    training.steps(2)
-    assert training.worker.state_dict()["resume"] is not None
-    training.steps(1)
-    assert (training.values, training.metrics.rounds) == (1000, 1)
 
 
 def interrupts_once(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from diloco_protocol import Bitmap, Counted, Ledger
+from diloco_protocol import Bitmap, Ledger
 from diloco_protocol.messages import Chunk, Error, Notice, Pull, Purpose, Push, Released
 from diloco_worker.core.effects import Send
 from diloco_worker.core.events import Offer, VerifyPushes
@@ -223,20 +223,6 @@ def test_stranger_that_was_counted_before_the_boundary_keeps_the_push_from_being
     broker.hears_nothing_of(Push, 0.1)
 
 
-def test_connection_that_breaks_before_the_versions_are_compared_is_no_matter(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    training.begins()
-    training.steps(2)
-    training.resumes(training.saves(), version(0))
-    broker.hears_pull()
-    broker.restart()
-    assert broker.welcomes(version(0)).versions[0] == version(0)
-    training.says_current(0)
-    training.done()
-    assert training.values == 98
-
-
 def test_broker_that_is_behind_is_asked_for_nothing_and_given_what_is_held(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
@@ -322,12 +308,3 @@ def test_push_in_doubt_is_offered_behind_the_pull_for_the_next_version(ready: De
     sent = [e.message for e in ready.all(Send) if isinstance(e.message, Pull | Push)]
     assert [type(message) for message in sent] == [Pull, Push]
     assert isinstance(sent[0], Pull) and sent[0].after == 0
-
-
-def test_push_of_a_later_stay_is_a_stranger_no_more_once_one_has_counted(ready: Desk) -> None:
-    ready.happens(VerifyPushes(0, frozenset()), Offer(gradient(77)))
-    ready.hears(Released(0, version_of(0), Ledger()))
-    ready.receives(version_of(1), Ledger({"me": (Counted(77),)}))
-    ready.holds(version_of(1))
-    ready.happens(Offer(gradient(78, base=1)))
-    assert [push.push_id for push in ready.sent(Push)] == [78], "at once"

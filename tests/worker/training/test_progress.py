@@ -9,8 +9,6 @@ import pytest
 from diloco_broker import Broker
 from diloco_protocol.messages import Progress
 from diloco_worker import DiLoCoWorker
-from kit.scripted_broker import version
-from kit.scripted_training import ScriptedTraining
 from kit.whole_run import an_mlp, make_config, run, trainees
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -45,13 +43,3 @@ def test_workers_see_the_same_progress_and_a_late_joiner_sees_it_before_its_firs
         assert seen[worker, 1] == (0, None, Progress())
         assert seen[worker, 2] == (1, 2.0, Progress(rounds=1, steps=3, tokens=60))
         assert seen[worker, 5][2] == Progress(rounds=2, steps=6, tokens=120)
-
-
-def test_broker_of_an_earlier_release_says_the_round_alone(training: ScriptedTraining) -> None:
-    training.makes()
-    training.joins(version(5))
-    training.broker.hears_pull(0)
-    training.names_round(4)
-    training.serves(100, 5)
-    training.done()
-    assert (training.worker.round, training.worker.global_loss) == (5, None)

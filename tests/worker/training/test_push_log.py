@@ -100,30 +100,6 @@ def test_push_that_is_refused_is_dropped_with_the_code(
     assert not of_kind(path, "counted")
 
 
-def test_push_that_lands_while_leaving_is_counted(
-    training: ScriptedTraining, tmp_path: Path
-) -> None:
-    path = tmp_path / "audit.jsonl"
-    worker = training.begins(config={"fragment_sync_delay": 2}, audit=path)
-    training.steps(H)
-    training.does(worker.close)
-    push, _ = training.takes()
-    training.serves(5, 1, push)
-    training.done()
-    assert [line["event"] for line in lines(path)] == ["joined", "frozen", "counted", "left"]
-    assert of_kind(path, "counted")[0]["version"] == name(version(1))
-
-
-def test_each_welcome_is_written_with_its_epoch(
-    training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
-) -> None:
-    path = tmp_path / "audit.jsonl"
-    training.begins(audit=path)
-    broker.restart()
-    broker.welcomes(version(0))
-    assert [line["epoch"] for line in of_kind(path, "joined")] == ["epoch", "epoch"]
-
-
 def test_record_outlives_a_worker_that_is_killed(processes: Processes, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     with Broker(make_config(sync_every=5)) as broker:
@@ -148,14 +124,6 @@ def test_record_outlives_a_worker_that_is_killed(processes: Processes, tmp_path:
     assert not of_kind(path, "left")
 
 
-def test_another_life_appends(tmp_path: Path) -> None:
-    path = tmp_path / "audit.jsonl"
-    with Broker(make_config(sync_every=2)) as broker:
-        for _ in range(2):
-            run(broker, trainees(1), 2, audit=path)
-    assert [line["event"] for line in lines(path)] == ["joined", "frozen", "counted", "left"] * 2
-
-
 @pytest.mark.parametrize("where", ["", "missing/audit.jsonl"])
 def test_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path, where: str) -> None:
     descent = Descent()
@@ -176,10 +144,3 @@ def test_full_disk_ends_the_record_and_not_the_training(
     training.round(H, 1)
     assert training.metrics.rounds == 1
     assert caplog.text.count("audit log /dev/full could not be written") == 1
-
-
-def test_script_that_trains_alone_writes_nothing(tmp_path: Path) -> None:
-    descent = Descent()
-    with DiLoCoWorker(descent.model, descent.optimizer, audit=tmp_path / "audit.jsonl"):
-        descent.steps(2)
-    assert not list(tmp_path.iterdir())

@@ -178,62 +178,6 @@ def test_chunks_of_a_refused_push_that_count_all_the_same_are_settled_one_by_one
     assert left[1].residual != left[0].residual
 
 
-def test_refused_push_is_looked_for_in_two_versions_and_then_forgotten(
-    training: ScriptedTraining,
-) -> None:
-    few(training)
-    training.trains(H)
-    refused, _ = pushes(training)
-    training.refuses(refused, "non_finite")
-    training.done()
-    sender = Sender()
-    for counter in (1, 2):  # the first may have been there before the round that it was in
-        assert counted_round(training, counter) == [sender.sends(H)] * CHUNKS
-        sender.counts(H)
-    saved = training.worker.state_dict()
-    assert saved["resume"]["fragments"][0]["gains"] == []
-
-
-@pytest.mark.parametrize(
-    ("may_count", "kept"), [(None, 2), (some(), 0), (some(1), 6), (some(0, 1), 3)]
-)
-def test_worker_that_is_refused_again_and_again_keeps_what_may_count_up_to_two_fragments(
-    training: ScriptedTraining, may_count: Bitmap | None, kept: int
-) -> None:
-    """It receives no versions meanwhile, in which those pushes could be looked for."""
-    few(training)
-    sender = Sender()
-    counted_round(training, 1)
-    sender.counts(H)
-    numbers = []
-    for _ in range(6):
-        training.trains(H)
-        push, values = pushes(training)
-        assert values == [sender.sends(H)] * CHUNKS, "the residual stays"
-        numbers.append(push.push_id)
-        told = None if may_count is None else may_count.to_bytes()
-        training.refuses(push, "non_finite", counted=told)
-        training.done()
-    (saved,) = training.worker.state_dict()["resume"]["fragments"]
-    assert len(saved["gains"]) == len(saved["dropped"]) == kept
-    # Those that are still looked for are the last ones; what counted of them is settled.
-    training.trains(H)
-    push, _ = pushes(training)
-    found = {push.push_id: None, **{number: some(1) for number in numbers}}
-    serves_in_part(training, 2, found)
-    training.done()
-    before = sender.residual
-    sender.counts(H)
-    gain = fp32(sender.residual - before)
-    other = copy.copy(sender)
-    for _ in range(kept):
-        other.residual = fp32(other.residual + gain)
-    training.trains(H)
-    _, values = pushes(training)
-    assert values == [sender.sends(H), other.sends(H), sender.sends(H)]
-    assert (other.residual == sender.residual) == (not kept)
-
-
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_ledger_decides_which_chunks_an_earlier_push_has_brought(
     training: ScriptedTraining, is_restarted: bool
@@ -379,21 +323,6 @@ def test_what_the_model_gives_way_to_takes_the_residual_along(
     assert counted_round(training, 4) == [Sender().sends(H)] * CHUNKS
 
 
-def test_broker_that_goes_back_leaves_the_residual(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    """It belongs to no version."""
-    few(training)
-    counted_round(training, 1)
-    counted_round(training, 2)
-    sender = Sender()
-    sender.counts(H)
-    sender.counts(H)
-    broker.restart()
-    broker.welcomes(version(1))
-    assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
-
-
 def test_state_of_an_older_release_has_no_residual(training: ScriptedTraining) -> None:
     few(training)
     counted_round(training, 1)
@@ -437,15 +366,3 @@ def test_what_was_left_out_is_given_up_when_deltas_travel_whole_from_then_on(
     assert saved["resume"]["fragments"][0]["residual"] is None
     broker.config = replace(broker.config, wire_dtype=CODEC)
     assert first_round(training, 3) == [Sender().sends(H)] * CHUNKS, "nothing old is sent"
-
-
-def test_what_was_left_out_goes_on_in_another_dtype_of_few_bits(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    few(training)
-    sender = Sender()
-    counted_round(training, 1)
-    sender.counts(H)
-    broker.config = replace(broker.config, wire_dtype="int8")
-    sender.wire = "int8"
-    assert first_round(training, 2) == [sender.sends(H)] * CHUNKS

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from diloco_broker import Broker
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.core.connection import Phase
-from kit.paths import ROOT
 from kit.reference import State, one_thread, state_of
 from kit.uniform_model import until
 from kit.whole_run import PATIENCE_S, adamw, batch, make_config, mlp, sgd
@@ -230,55 +227,6 @@ def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
     for saves_at, dies_at in saved_and_died:
         plot = interrupted(STEPS, saves_at=saves_at, dies_at=dies_at)
         assert_same_bits(lived([plot, *others], **options), wanted)
-
-
-def test_polite_end_and_another_start_are_no_interruption_either() -> None:
-    """The state is taken after the `with`, where a reply has come that is not in the model."""
-
-    def plot(script: Script) -> dict[int, State]:
-        life = script.starts()
-        with life.hook:
-            life.trains(10)  # one step behind a slot: its reply is due after the next
-        again = script.starts(life.saves())
-        with again.hook:
-            again.trains(STEPS - 10)
-        return life.history | again.history
-
-    assert_same_bits(lived([plot], **LATER), lived([plain(STEPS)], **LATER))
-
-
-class Loss(nn.Module):
-    """A model as the guide has one: its output has the loss in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=self.layer(x).pow(2).mean())
-
-
-def test_example_of_the_guide_goes_on_from_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guide = (ROOT / "worker" / "CHECKPOINTS.md").read_text()
-    (example,) = [part for part in guide.split("```python\n") if "last.pt" in part]
-    monkeypatch.chdir(tmp_path)
-    begun_at = []
-
-    def loader_from(done: int) -> Iterator[Tensor]:
-        begun_at.append(done)
-        return (batch(0, number) for number in range(done, done + 7))
-
-    with Broker(make_config(sync_every=4)) as broker:
-        code = example.split("```")[0].replace("tcp://10.0.0.1:8512", broker.address)
-        assert "1000" in code
-        for _ in range(2):
-            names: dict[str, Any] = {"make_model": Loss, "loader_from": loader_from}
-            exec(code.replace("1000", "5"), names)
-    assert begun_at == [0, 5]
-    # It had gone on to step 7 without another push, so what it goes on from is 5.
-    assert (names["diloco"].local_step, names["diloco"].sync_count) == (12, 3)
 
 
 # Nothing twice, nothing lost.

@@ -88,17 +88,6 @@ def test_state_is_one_copy_of_the_model_that_training_never_touches(
     assert set(base.tolist()) == {100}
 
 
-def test_state_that_was_loaded_can_be_saved_again_before_the_start(
-    training: ScriptedTraining,
-) -> None:
-    training.begins()
-    training.steps(1)
-    state = training.saves()[0]
-    again = training.makes()
-    again.load_state_dict(state)
-    assert again.state_dict()["resume"] is state["resume"]
-
-
 def test_model_that_was_not_loaded_is_found_out_before_anything_is_sent(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
@@ -177,15 +166,6 @@ def test_smallest_change_of_any_tensor_is_found_and_named(
     raw[0] = raw[0] ^ 1
     words = rf"1 of 11 tensors differ \({name}\); load the model's own"
     is_refused(training, state, with_state(tensors), words)
-
-
-def test_frozen_tensors_are_nobodys_progress(training: ScriptedTraining) -> None:
-    """A running average of the model that is kept in frozen tensors may have gone on."""
-    training.begins(Kinds())
-    state, tensors = training.saves()
-    tensors["frozen.weight"].add_(1)
-    join = training.resumes((state, tensors), version(0), version(0), model=Kinds())
-    assert join.worker_id == "me", "it is taken for the same model, and joins"
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])

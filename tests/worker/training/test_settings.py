@@ -17,7 +17,6 @@ from diloco_worker import DiLoCoWorker
 from diloco_worker.training.settings import (
     RANKS,
     Settings,
-    default_worker_id,
     resolve,
     say_once,
     unknown_variables,
@@ -138,32 +137,6 @@ def test_keyword_that_cannot_work_is_one_sentence(keywords: dict[str, Any], word
 def a_worker(**keywords: Any) -> DiLoCoWorker:
     model = nn.Linear(2, 2)
     return DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0), **keywords)
-
-
-def test_key_that_is_not_there_is_one_sentence() -> None:
-    with pytest.raises(UsageError, match="The key /nowhere cannot be read: No such file"):
-        a_worker(server="tcp://127.0.0.1:1", keys="/nowhere")
-    a_worker(keys="/nowhere")  # alone, no key is needed
-
-
-def test_server_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DILOCO_SERVER", "non sense")
-    with pytest.raises(UsageError, match="DILOCO_SERVER is 'non sense'"):
-        a_worker()
-
-
-def test_default_worker_ids_differ_on_one_host() -> None:
-    assert default_worker_id() != default_worker_id()
-    assert len(default_worker_id()) <= 64
-
-
-def test_optimizer_of_another_model_is_refused() -> None:
-    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    wrong: Any = model
-    with pytest.raises(UsageError, match="none of the model's parameters"):
-        DiLoCoWorker(model, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=r"must be a torch\.optim\.Optimizer"):
-        DiLoCoWorker(model, wrong)
 
 
 @pytest.fixture

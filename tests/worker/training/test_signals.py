@@ -6,13 +6,10 @@ see whether it was told (a worker that only vanishes counts as dead).
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ import pytest
 from diloco_broker import Broker
 from diloco_broker.core.state.streaming_round import StreamingRound
 from diloco_protocol.messages import Leave
-from diloco_worker import DiLoCoWorker
 from diloco_worker.shell.sigterm import EXIT_CODE, Termination
 from kit.process_kit import Processes, a_free_address
 from kit.scripted_broker import ScriptedBroker
@@ -143,40 +139,6 @@ def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Process
     assert "unwound" in worker.output
 
 
-def ctrl_c() -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-    signal.pthread_kill(main, signal.SIGINT)
-
-
-def is_waiting(worker: DiLoCoWorker) -> bool:
-    link = worker._link
-    assert link is not None
-    return bool(link.condition._waiters)  # type: ignore[attr-defined]
-
-
-# The second is what a signal does that comes just before a wait begins: it does not end the wait.
-@pytest.mark.parametrize("press", [ctrl_c, _thread.interrupt_main])
-def test_second_ctrl_c_does_not_wait(
-    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, press: Callable[[], None]
-) -> None:
-    monkeypatch.setattr("diloco_worker.core.sync.boundary.HASTY_S", 2 * SOON_S)
-    worker = training.begins(config={"fragment_sync_delay": 3})
-    training.steps(4)  # a push that nobody answers
-
-    def presses() -> None:
-        until(lambda: worker._driver is not None and worker._driver.state.leaving is not None)
-        until(lambda: is_waiting(worker))
-        press()
-
-    began = time.monotonic()
-    training.does(presses)
-    with pytest.raises(KeyboardInterrupt):
-        worker.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert time.monotonic() - began < SOON_S
-    training.done()
-
-
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_script_that_ends_waits_for_its_push_and_a_process_about_to_end_for_its_chunks(
     training: ScriptedTraining, broker: ScriptedBroker, is_ended: bool
@@ -250,17 +212,6 @@ def test_signal_in_a_merge_leaves_no_torn_model(
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_handler_is_there_only_inside_the_with(training: ScriptedTraining) -> None:
-    """It joins in another thread, where no handler can be set; a stay is imitated here."""
-    worker = training.begins()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    worker._termination.install()
-    assert signal.getsignal(signal.SIGTERM) == worker._termination._handle
-    worker.close(failed=True)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-@pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize("is_set_before", [True, False])
 def test_handler_of_the_script_stays(is_set_before: bool) -> None:
     heard: list[int] = []
@@ -275,24 +226,6 @@ def test_handler_of_the_script_stays(is_set_before: bool) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM] * 2
     assert not termination.is_asked
-
-
-@pytest.mark.usefixtures("default_sigterm")
-def test_first_signal_wakes_and_tells_or_raises() -> None:
-    woken: list[bool] = []
-    for is_watched in (True, False):
-        termination = Termination(lambda: woken.append(True))
-        termination.is_watched = is_watched
-        termination.install()
-        if is_watched:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            with pytest.raises(SystemExit) as ended:
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert ended.value.code == 143
-        assert termination.is_asked
-        termination.restore()
-    assert woken == [True, True]
 
 
 @pytest.mark.usefixtures("default_sigterm")
@@ -380,15 +313,6 @@ def test_ctrl_c_that_is_held_comes_once(
         pass  # nothing is left of it
     with pytest.raises(KeyboardInterrupt):
         presses(termination)
-
-
-@pytest.mark.usefixtures("default_sigterm")
-def test_ctrl_c_that_the_script_handles_is_left_alone(termination: Termination) -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    with termination.held():
-        presses(termination)
-        assert heard == [signal.SIGINT]
 
 
 FORKS = """

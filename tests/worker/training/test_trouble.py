@@ -12,8 +12,7 @@ from diloco_protocol import Bitmap, Ledger
 from diloco_protocol.messages import Chunk, Error, Join, Notice, Push, Rejoin, Released
 from diloco_worker.core.events import RequestVersion
 from diloco_worker.core.session import Session
-from diloco_worker.core.uploads import Uploads
-from diloco_worker.shell.link import SENTENCES, Link
+from diloco_worker.shell.link import Link
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 from kit.uniform_model import first, until
@@ -271,29 +270,6 @@ def test_chunk_of_wrong_length_is_said_aloud_and_not_used(training: ScriptedTrai
     assert "3 bytes instead of 16" in str(training.metrics.last_error)
 
 
-def test_unexpected_trouble_in_the_link_costs_a_connection_and_nothing_else(
-    training: ScriptedTraining, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training.begins()
-    monkeypatch.setattr("diloco_worker.shell.link.FAILURE_PAUSE_S", 0.01)
-    original = Uploads.granted
-
-    def explode(self: Uploads, *_: object) -> Any:
-        monkeypatch.setattr(Uploads, "granted", original)
-        raise ZeroDivisionError("unexpected")
-
-    monkeypatch.setattr(Uploads, "granted", explode)
-    training.trains(H)
-    push = broker.hears(Push)
-    broker.grants(push)
-    broker.welcomes(version(0))
-    again, _ = training.takes()
-    assert again.push_id == push.push_id
-    training.serves(5, 1, push)
-    training.done()
-    assert training.values == 5
-
-
 def test_link_starts_again_however_often_it_fails(
     training: ScriptedTraining, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,14 +313,3 @@ def test_link_that_always_fails_lets_training_go_on_and_can_be_closed(
     assert caplog.text.count("Traceback") == 1, "the log is not filled"
     worker.close()
     assert training.link.has_ended
-
-
-def test_no_more_sentences_are_remembered_than_there_is_room_for(
-    training: ScriptedTraining,
-) -> None:
-    training.begins()
-    training.link.close()
-    for number in range(3 * SENTENCES):
-        training.link.say(f"Sentence {number}.")
-    assert len(training.link.said) == SENTENCES
-    assert f"Sentence {3 * SENTENCES - 1}." in training.link.said

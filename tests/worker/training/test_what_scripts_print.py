@@ -85,13 +85,6 @@ def test_joining_and_rounds_are_printed_once_before_and_after_the_application_co
     assert not [line for line in lines[:place] if line.startswith("APP")]
 
 
-def test_level_that_the_application_sets_later_holds(processes: Processes, broker: Broker) -> None:
-    lines = trains(processes, broker, "WARNING")
-    after = lines[lines.index("ROUND") :]
-    assert not [line for line in after if "Synchronised" in line]
-    assert [line for line in after if "WATCH OUT" in line] == ["APP WATCH OUT"]
-
-
 @pytest.mark.parametrize(("level", "warnings"), [("warning", 1), ("off", 0)])
 def test_variable_silences_the_lines(
     processes: Processes, broker: Broker, level: str, warnings: int

@@ -35,7 +35,7 @@ from diloco_broker.cli.serve import end_on_signals
 from diloco_broker.shell.process_memory import keep_freed_memory
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint_format import Checkpoint
-from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker import DiLoCoWorker
 from kit.checkpoints import a_checkpoint
 from kit.paths import KIT
 
@@ -280,14 +280,6 @@ def command_on_a_full_disk(*arguments: str) -> None:
     """The same, where no file may grow from the start."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     command(*arguments)
-
-
-def stay(address: str, worker_id: str, model: torch.nn.Module) -> None:
-    """A worker that has joined and trains for ever."""
-    with DiLoCoClient(address, worker_id=worker_id, timeout=PATIENCE_S) as client:
-        client.join(model)
-        print("joined", flush=True)
-        threading.Event().wait()
 
 
 def save_for_ever(folder: Path, life: int) -> None:

@@ -9,7 +9,7 @@ minus those it reached. Which tensors make a fragment is told by name; nothing i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -296,16 +296,12 @@ class Plan:
         fragments: names of the tensors in each.
         delay: tau, steps between sending and merging.
         alpha: local <- alpha local + (1 - alpha) new; None: local <- new + (local - local when sent).
-        origin: steps that had been counted before the first.
-        forced: steps after which every fragment is synchronised at once, and a cycle begins.
     """
 
     sync_every: int
     fragments: Sequence[Sequence[str]]
     delay: int = 0
     alpha: float | None = 0.0
-    origin: int = 0
-    forced: Collection[int] = ()
 
     def slots(self) -> list[int]:
         pieces = len(self.fragments)
@@ -391,16 +387,12 @@ def streaming(
     histories: list[list[State]] = [[] for _ in trainees]
     flights: list[_Flight] = []
     rounds = 0
-    began = plan.origin - plan.origin % plan.sync_every
-    for step in range(plan.origin + 1, plan.origin + steps + 1):
+    for step in range(1, steps + 1):
         for worker, trainee in enumerate(trainees):
             trainee.step()
-            weights.count(worker, step - plan.origin - 1, pieces)
-        position = (step - began - 1) % plan.sync_every + 1
-        turns, delay = plan.slots().count(position), plan.delay
-        if step - plan.origin in plan.forced:
-            turns, delay, began = turns + pieces, 0, step
-        for _ in range(turns):
+            weights.count(worker, step - 1, pieces)
+        position = (step - 1) % plan.sync_every + 1
+        for _ in range(plan.slots().count(position)):
             fragment = rounds % pieces
             rounds += 1
             base = world.base(fragment)
@@ -412,7 +404,7 @@ def streaming(
             for worker, delta in enumerate(deltas):
                 delta.update(travels(worker, {name: delta[name] for name in trained}))
             new = world.advance(fragment, deltas, weights.take(len(trainees), fragment))
-            flights.append(_Flight(step + delay, sent, new))
+            flights.append(_Flight(step + plan.delay, sent, new))
         for flight in [flight for flight in flights if flight.due == step]:
             flights.remove(flight)
             for trainee, sent_state in zip(trainees, flight.sent, strict=True):

@@ -8,14 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from diloco_protocol import Ledger, VersionId
-from diloco_protocol.messages import Error, Join, Message, Pull, Push, Released
+from diloco_protocol.messages import Error, Join, Pull, Push, Released
 from diloco_worker import DiLoCoWorker
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.shell.link import Link
@@ -180,16 +179,8 @@ class ScriptedTraining:
         """A fragment with this value everywhere."""
         return filled(self.descent, value, self.broker, fragment)
 
-    def refuses(
-        self,
-        push: Push,
-        code: str = "bad_push",
-        text: str = "No.",
-        *,
-        counted: bytes | None = None,
-    ) -> None:
-        error = Error(code, text, push_id=push.push_id, about="push", counted=counted)
-        self.broker.says(error)
+    def refuses(self, push: Push, code: str = "bad_push") -> None:
+        self.broker.says(Error(code, "No.", push_id=push.push_id, about="push"))
 
     def says_current(self, counter: int, fragment: int = 0) -> Pull:
         """Answer the next pull: this version, which the worker has, is the newest."""
@@ -202,17 +193,6 @@ class ScriptedTraining:
         while (pull := self.broker.hears_pull(fragment)).held is None and pull.after != -1:
             pass
         return pull
-
-    def names_round(self, number: int) -> None:
-        """Versions are told from now on to have been made in this round."""
-        says = self.broker.says
-
-        def with_round(message: Message, payload: Any = None) -> None:
-            if isinstance(message, Released):
-                message = replace(message, round=number, averaged=1)
-            says(message, payload)
-
-        self.broker.says = with_round  # type: ignore[method-assign]
 
     # How the worker is.
 

@@ -157,11 +157,10 @@ def assert_close(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None
 
 def star(numbers: Sequence[int], *names: str, **given: Any) -> dict[str, Tensor]:
     """What the same rounds come to where all workers are at one broker."""
-    pushes = given.pop("pushes", {})
     with Sites() as sites:
         hub = sites.hub(len(names), relays=False, **given)
         sites.workers(hub, *names)
-        return sites.rounds(numbers, *names, **pushes)
+        return sites.rounds(numbers, *names)
 
 
 def ledger_of(broker: Broker) -> dict[str, list[int]]:

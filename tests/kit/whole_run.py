@@ -105,7 +105,6 @@ def run(
     *,
     server: str | None = None,
     own: Sequence[dict[str, Any]] = (),
-    restored: dict[str, Any] | None = None,
     before: Event | None = None,
     after: Event | None = None,
     done: Event | None = None,
@@ -118,7 +117,6 @@ def run(
         steps: optimizer steps of each.
         own: what each worker asks for itself.
         server: where the workers find the broker, if not at its address.
-        restored: what each hook loads before it starts, over the state of a new one.
         before, after: called at each step (0, 1, ...), before it and after it.
         done: called when a worker has made all steps, before it leaves.
         options: of the hooks.
@@ -136,8 +134,6 @@ def run(
             worker_id=f"w{worker}",
             **{"timeout": PATIENCE_S / 2} | options | (own[worker] if own else {}),
         )
-        if restored is not None:
-            hook.load_state_dict(hook.state_dict() | restored)
         history = []
         with hook:
             for step in range(steps):

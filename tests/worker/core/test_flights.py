@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diloco_protocol import RunConfig
+from diloco_worker.core.compatibility import gives_way
 from diloco_worker.core.sync import boundary, effects
 from diloco_worker.core.sync.patience import Options
 from kit.boundary_harness import Trainer, version
@@ -184,6 +185,13 @@ def test_h_is_the_workers_own_or_what_the_broker_has_worked_out_or_the_runs(
         training.receives(counter, counted=training.pushes[-1])
     at_first = min(own.get("sync_every", H), H) if worked_out else used
     assert cycles == [at_first, used], "a cycle goes on as it began"
+
+
+def test_own_h_gives_way_to_a_smaller_one_of_the_run() -> None:
+    said = gives_way(RunConfig("sync", 2), 3)
+    assert said is not None and "sync_every=3" in said
+    assert gives_way(RunConfig("async", 2), 3) is None
+    assert gives_way(RunConfig("sync", 3), 3) is None
 
 
 def test_own_wire_dtype_is_that_of_the_pushes() -> None:

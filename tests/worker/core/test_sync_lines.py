@@ -18,15 +18,6 @@ def arrival(counter: int) -> Arrival:
     return Arrival(Released(0, version(counter), Ledger(), round=counter - 1), frozenset(), None)
 
 
-def test_line_of_a_single_step_says_step() -> None:
-    told = SyncLines(lambda: 0.0, has_fragments=True)
-    told.counted(push(1, 1), arrival(1), 0, 1)
-    line = told.line(0.0)
-    assert line is not None
-    assert "has 1 step of this worker" in line
-    assert "merged 1 step after the slot" in line
-
-
 def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
     now = 0.0
     told = SyncLines(lambda: now, 100.0)

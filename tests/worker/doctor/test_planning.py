@@ -75,17 +75,6 @@ def test_nothing_is_asked_where_there_is_one_worker_or_no_model(
     assert plan(a_run(5)[0], None) is None
 
 
-@pytest.mark.parametrize("error", [OSError(), subprocess.TimeoutExpired("plan", 60)])
-def test_planner_that_does_not_answer_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(subprocess, "run", fails)
-    assert plan(*a_run(3)) is None
-
-
 def test_sentence_and_object_have_what_the_planner_said() -> None:
     planned = Planned(5, 22.61, 0.951)
     assert planned.sentence == (

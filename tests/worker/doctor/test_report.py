@@ -19,10 +19,6 @@ def a_run(
     return Estimate(exchange, Line(rate, rate, 0.01), "bf16", "fp32", sync_every, step_time)
 
 
-def test_dtypes_that_are_good_enough_stay() -> None:
-    assert _sentences(a_run(GIGABIT))[-1] == "Its dtypes are good enough for this line."
-
-
 @pytest.mark.parametrize(
     ("rate", "is_whole", "named"),
     [
@@ -45,16 +41,6 @@ def test_mildest_dtypes_that_are_good_enough_are_named(
     _, wire, _, reply = named.split()
     chosen = found.with_dtypes(wire, reply)
     assert f"training has {chosen.utilisation:.0%} of the time" in said
-
-
-def test_each_dtype_has_its_seconds_where_steps_are_not_known() -> None:
-    said = _sentences(a_run(GIGABIT / 10, step_time=None, is_whole=True))[-1]
-    assert said.startswith("In fewer bytes, with --wire-dtype and --reply-dtype: bf16 ")
-    assert [word for word in said.replace(",", "").split() if word.startswith("int")] == [
-        "int8",
-        "int4",
-        "int4z",
-    ]
 
 
 def test_nothing_is_said_where_fewer_bytes_take_no_less_time() -> None:

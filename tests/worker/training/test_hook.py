@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from diloco_protocol import Kind, Refused, Segment, UsageError
+from diloco_protocol import Refused, UsageError
 from diloco_protocol.messages import (
     Error,
     Heartbeat,
@@ -57,53 +56,6 @@ def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
     assert metrics.seconds_waited > 0
     assert f"has 4 steps of this worker, norm {push.norm:.4g}, staleness 0; waited" in caplog.text
     until(lambda: not training.link.uploaded)  # what is told of a push is forgotten with it
-
-
-@pytest.mark.parametrize("chunk_elements", [1, 7, 1000])
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
-def test_buffers_ties_and_dtypes_survive_the_whole_way(
-    training: ScriptedTraining, broker: ScriptedBroker, chunk_elements: int, wire: str
-) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4, dtype=torch.bfloat16)
-            self.norm = nn.BatchNorm1d(4)
-            self.head = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
-            self.head.weight = self.inner.weight
-            self.frozen = nn.Linear(2, 2).requires_grad_(False)
-
-    torch.manual_seed(0)
-    broker.config = run_config(chunk_elements=chunk_elements, wire_dtype=wire, reply_dtype="bf16")
-    training.makes(Net())
-    theirs, descent = Descent(Net()), training.descent
-    join = training.joins(version(0))
-    assert join.manifest is not None
-    assert {e.kind for e in join.manifest.entries} == set(Kind)
-    zero = theirs.values(0, chunk_elements)
-    broker.serves(zero, version(0))
-    broker.hears_pull(1)  # once the worker knows what its own are called
-    broker.serves(theirs.values(1, chunk_elements), version(0))
-    training.done()
-    for name, value in theirs.model.state_dict().items():
-        is_narrowed = name in ("norm.weight", "norm.bias")
-        expected = value.bfloat16().float() if is_narrowed else value
-        assert torch.equal(descent.model.state_dict()[name], expected), name
-    with torch.no_grad():
-        descent.model.state_dict()["norm.running_mean"].add_(0.5)
-        descent.model.state_dict()["norm.num_batches_tracked"].add_(9)
-    training.trains(H)
-    push, delta = broker.takes_push()
-    assert (push.wire_dtype, push.buffers) == (wire, "values")
-    local = descent.values(0, chunk_elements).vectors
-    assert torch.equal(delta.vectors[Segment.BUFFERS], local[Segment.BUFFERS])
-    assert delta.vectors[Segment.INTEGERS].tolist() == [9]
-    moved = zero.vectors[Segment.PARAMETERS].bfloat16().float() - local[Segment.PARAMETERS]
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
-    assert torch.equal(delta.vectors[Segment.PARAMETERS], moved.to(dtype).float())
-    broker.serves(zero, version(1), push.push_id)
-    training.done()
-    assert descent.model.state_dict()["norm.num_batches_tracked"] == 0
 
 
 def test_fresh_worker_donates_its_parameters_when_asked(training: ScriptedTraining) -> None:

@@ -112,24 +112,6 @@ def test_delta_in_flight_is_offered_again_as_it_was_and_merged_as_it_would_have_
     assert (training.values, training.worker.sync_count) == (after_landing, 1)
 
 
-def test_delta_that_was_let_go_holds_nobody_up_and_no_second_one_grows_over_it(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    resumed(training, H + 1, timeout=0.2)  # nobody answers: training goes on from the boundary
-    training.says_current(0)
-    broker.hears(Push)
-    push = broker.hears(Push)
-    training.steps(H - 2)
-    training.trains(1)  # the boundary, whose turn is taken: now it waits
-    broker.hears_nothing_of(Push, 0.2)
-    assert training.stands
-    training.serves(1000, 1, push)
-    second, delta = training.takes()
-    assert (second.base, second.steps, delta) == (version(1), H, H)
-    training.serves(50, 2, second)
-    training.done()
-
-
 def test_steps_that_nobody_has_counted_keep_their_base_though_the_broker_is_newer(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
@@ -202,25 +184,6 @@ def test_stranger_that_is_counted_later_ends_the_push_before_a_chunk_is_sent(
     assert "4 steps of fragment 0 are left out" in caplog.text
     broker.hears_nothing_of(Chunk, 0.1)
     assert training.round(H, 2).base == version(1)
-
-
-@pytest.mark.parametrize("breaks", [False, True])
-def test_stranger_that_was_counted_before_the_boundary_keeps_the_push_from_being_offered(
-    training: ScriptedTraining, broker: ScriptedBroker, breaks: bool
-) -> None:
-    """The doubt outlives a broken connection."""
-    resumed(training)
-    training.trains(2)
-    if breaks:
-        training.says_current(0)
-        broker.hears(Push)
-        broker.restart()
-        broker.welcomes(version(1))
-    broker.hears_pull()
-    has_version_of(training, 700, 1, STRANGER)
-    training.done()
-    assert training.values == 700
-    broker.hears_nothing_of(Push, 0.1)
 
 
 def test_broker_that_is_behind_is_asked_for_nothing_and_given_what_is_held(

@@ -7,14 +7,12 @@ next push must be is worked out by the codecs in plain Python, in fp32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
-from diloco_protocol import Counted, Ledger
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.messages import Chunk, Commit, Error, Push, Released
+from diloco_protocol.messages import Commit, Push
 from diloco_worker.model.flat_state import FlatState
 from kit.raw_codecs import decode, encode, fp32
 from kit.scripted_broker import ScriptedBroker, version
@@ -23,7 +21,6 @@ from kit.scripted_training import H, ScriptedTraining
 pytest_plugins = ("kit.worker_fixtures",)
 
 CHUNKS = 3  # of 4 elements each
-STRANGER = 99
 CODEC = "int4"
 
 
@@ -77,32 +74,6 @@ def counted_round(training: ScriptedTraining, counter: int) -> list[float]:
     return values
 
 
-def serves_in_part(
-    training: ScriptedTraining,
-    counter: int,
-    counted: Mapping[int, Bitmap | None],
-    from_earlier: Mapping[int, Bitmap] | None = None,
-) -> None:
-    """A version that contains these chunks of pushes; None: all. In the place of some there are those of
-    an earlier push."""
-    state = training.filled(100)
-    broker, what = training.broker, version(counter)
-    for span in state.layout.spans:
-        values = state.vectors[span.segment][span.start : span.stop]
-        broker.says(Chunk(0, span.index, version=what), values.numpy().tobytes())
-    earlier = {push: chunks.to_bytes() for push, chunks in (from_earlier or {}).items() if chunks}
-    ledger = Ledger(
-        {
-            "me": tuple(
-                Counted(push, None if chunks is None else chunks.to_bytes(), earlier.get(push))
-                for push, chunks in counted.items()
-                if chunks is None or chunks
-            )
-        }
-    )
-    broker.says(Released(0, what, ledger))
-
-
 def some(*chunks: int) -> Bitmap:
     made = Bitmap(CHUNKS)
     for chunk in chunks:
@@ -148,87 +119,6 @@ def test_push_that_is_refused_leaves_the_residual_and_its_own_steps_are_gone(
     training.done()
     sender.counts(H)
     assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
-
-
-def test_chunks_of_a_refused_push_that_count_all_the_same_are_settled_one_by_one(
-    training: ScriptedTraining,
-) -> None:
-    """The next delta was frozen before anybody knew; its own version tells of both."""
-    few(training)
-    left = [Sender() for _ in range(CHUNKS)]
-    counted_round(training, 1)
-    for each in left:
-        each.counts(H)
-    training.trains(H)
-    refused, _ = pushes(training)
-    training.refuses(refused, "non_finite")
-    training.done()
-    training.trains(H)
-    following, values = pushes(training)
-    assert values == [each.sends(H) for each in left]
-    serves_in_part(training, 2, {refused.push_id: some(1), following.push_id: None})
-    training.done()
-    for index, each in enumerate(left):
-        before = each.residual
-        gained = fp32(fp32(fp32(H + before) - each.sends(H)) - before)
-        each.counts(H)
-        if index == 1:
-            each.residual = fp32(each.residual + gained)
-    assert counted_round(training, 3) == [each.sends(H) for each in left]
-    assert left[1].residual != left[0].residual
-
-
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_ledger_decides_which_chunks_an_earlier_push_has_brought(
-    training: ScriptedTraining, is_restarted: bool
-) -> None:
-    """A grant names chunks as held that the round has of a refused push. A broker that restarts in that
-    round forgets them, and the worker's push brings them after all."""
-    few(training)
-    left = [Sender() for _ in range(CHUNKS)]
-    training.trains(H)
-    broker = training.broker
-    push, earlier = broker.hears(Push), 5
-    broker.grants(push, some(1).to_bytes(), credit=CHUNKS)
-    broker.takes_chunks(push, CHUNKS - 1)
-    if is_restarted:
-        broker.restart()
-        broker.welcomes(version(0))
-        push = broker.hears(Push)
-        broker.grants(push, credit=CHUNKS)
-        broker.takes_chunks(push, CHUNKS)
-    assert broker.hears(Commit).push_id == push.push_id
-    others = some() if is_restarted else some(1)
-    serves_in_part(training, 1, {earlier: others, push.push_id: None}, {push.push_id: others})
-    training.done()
-    for index, each in enumerate(left):
-        if index not in others:
-            each.counts(H)
-    assert counted_round(training, 2) == [each.sends(H) for each in left]
-    assert left[0].residual != 0
-
-
-def test_late_push_of_which_a_part_counts_is_settled_by_the_version_that_it_missed(
-    training: ScriptedTraining,
-) -> None:
-    few(training, fragment_sync_delay=2)
-    training.steps(H)
-    push, _ = pushes(training)
-    training.refuses(push, "late")
-    training.hears_news()
-    training.steps(1)
-    training.is_asked_for_newest()
-    serves_in_part(training, 1, {push.push_id: some(0, 2)})
-    training.hears_news()
-    training.steps(1)
-    left = [Sender() for _ in range(CHUNKS)]
-    for index in (0, 2):
-        left[index].counts(H)
-    training.steps(H - 2)
-    following, values = pushes(training)
-    assert following.steps == H
-    assert values == [each.sends(H) for each in left]
-    assert left[0].residual != 0 == left[1].residual
 
 
 def test_push_that_is_offered_again_is_the_same_byte_by_byte(training: ScriptedTraining) -> None:
@@ -301,26 +191,6 @@ def taken(broker: ScriptedBroker, push: Push) -> dict[int, bytes]:
     chunks = broker.takes_chunks(push, CHUNKS)
     assert broker.hears(Commit).push_id == push.push_id
     return chunks
-
-
-@pytest.mark.parametrize("what", ["a push that it does not know", "another run"])
-def test_what_the_model_gives_way_to_takes_the_residual_along(
-    training: ScriptedTraining, broker: ScriptedBroker, what: str
-) -> None:
-    few(training)
-    counted_round(training, 1)
-    saved = training.saves()
-    if what == "another run":
-        training.resumes(saved, answer=Error("run_differs", "Another run.", about="join"))
-        broker.welcomes(version(3))
-        broker.hears_pull()
-        training.serves(100, 3)
-    else:
-        training.resumes(saved, version(3))
-        broker.hears_pull()
-        broker.serves(training.filled(100), version(3), STRANGER)
-    training.done()
-    assert counted_round(training, 4) == [Sender().sends(H)] * CHUNKS
 
 
 def test_state_of_an_older_release_has_no_residual(training: ScriptedTraining) -> None:

@@ -289,28 +289,6 @@ def test_worker_gives_what_it_goes_on_from_to_a_broker_that_has_lost_its_memory(
         assert_same_bits(([history], dict(observer.pull().tensors)), wanted)
 
 
-@pytest.mark.parametrize("changed", [{"num_fragments": 2}, {"chunk_elements": 5}], ids=str)
-def test_broker_without_parameters_and_of_another_shape_takes_the_model_that_was_loaded(
-    changed: dict[str, int], caplog: pytest.LogCaptureFixture
-) -> None:
-    """What the checkpoint holds are no versions of such a run, so it is not promised to it."""
-    options: dict[str, Any] = {"sync_every": 5, "disconnect_grace": 0.05}
-    with Broker(make_config(**options)) as broker:
-        life = Script(0, broker).starts()
-        with life.hook:
-            life.trains(7)
-            saved = life.saves()
-    with Broker(make_config(**options, **changed)) as broker:
-        again = Script(0, broker).starts(saved)
-        loaded = state_of(again.model)
-        with again.hook, DiLoCoClient(broker.address, timeout=PATIENCE_S) as observer:
-            given = observer.pull()
-            assert all(torch.equal(loaded[name], value) for name, value in given.tensors.items())
-            again.trains(5)
-            assert again.hook.sync_count > 1
-    assert "cannot be used here: it has" in caplog.text
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
     deterministic: bool, caplog: pytest.LogCaptureFixture

@@ -6,18 +6,14 @@ step 6. When training waits is in `test_flights` of the core, what is merged how
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from diloco_protocol import Segment
 from diloco_protocol.messages import Heartbeat, Push
-from kit.scripted_broker import Descent, ScriptedBroker, run_config, version
+from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining, layers
-from kit.uniform_model import filled, values
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -162,78 +158,3 @@ def test_delta_that_is_not_finite_restores_every_fragment_and_keeps_the_turn(
 
 
 # A model with tensors of every kind.
-
-
-class Mixed(nn.Module):
-    """Tied weights, bf16, BatchNorm (float and integer buffers), a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.layers = nn.ModuleList(
-            [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, dtype=torch.bfloat16)]
-        )
-        self.frozen = nn.Linear(2, 2).requires_grad_(False)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-
-def two_speeds(descent: Descent) -> None:
-    """Each step lowers the layers by 1 and the embedding by 2."""
-    fast = descent.model.get_parameter("embedding.weight")
-    (group,) = descent.optimizer.param_groups
-    group["params"] = [each for each in group["params"] if each is not fast]
-    descent.optimizer.add_param_group({"params": [fast], "lr": 2.0})
-
-
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize(
-    "merge", [{}, {"fragment_update_alpha": 0.5}, {"fragment_merge": "rebase"}]
-)
-def test_every_tensor_of_a_mixed_model_travels_once_in_a_cycle_and_comes_back(
-    training: ScriptedTraining, broker: ScriptedBroker, fragments: int, merge: dict[str, Any]
-) -> None:
-    broker.config = run_config(sync_every=6, num_fragments=fragments, **merge)
-    training.makes(Mixed())
-    descent, model = training.descent, training.descent.model
-    two_speeds(descent)
-    training.joins(version(0))
-    assert broker.layout is not None
-    for part in broker.layout.all:
-        broker.hears_pull(
-            part.fragment
-        )  # of frozen ones, once the worker knows what its own are called
-        broker.serves(filled(descent, 100, broker, part.fragment), version(0))
-    training.done()
-    lengths = [part.lengths[Segment.BUFFERS] for part in broker.layout.fragments]
-    assert lengths == [0] * (fragments - 1) + [6], "buffers travel with the last fragment"
-    with torch.no_grad():
-        model.get_buffer("layers.1.running_mean").sub_(0.5)
-        model.get_buffer("layers.1.num_batches_tracked").add_(9)
-    seen: list[str] = []
-    half = 0.5 if merge.get("fragment_update_alpha") else 0.0
-    for fragment in range(fragments):
-        training.trains(6 // fragments)
-        push, delta = broker.takes_push(fragment)
-        taken = 6 // fragments * (fragment + 1)
-        for place in delta.layout.places:
-            name = place.entry.name
-            seen.append(name)
-            got = set(delta.of(place).flatten().tolist())
-            if place.segment is Segment.PARAMETERS:
-                assert got == {float(taken * (2 if name.startswith("embedding") else 1))}, name
-            elif place.segment is Segment.BUFFERS:
-                assert got == {99.5 if name.endswith("running_mean") else 100.0}, name
-            else:
-                assert got == {109}
-        before = copy.deepcopy(values(descent, broker, fragment))
-        broker.serves(filled(descent, 40, broker, fragment), version(1), push.push_id)
-        training.done()
-        after = values(descent, broker, fragment)
-        for segment, vector in after.vectors.items():
-            weight = half if segment is not Segment.INTEGERS else 0
-            expected = weight * before.vectors[segment] + (1 - weight) * 40
-            assert torch.equal(vector, expected.to(vector.dtype)), segment
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert sorted(seen) == sorted(trained | {n for n, _ in model.named_buffers()})
-    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")

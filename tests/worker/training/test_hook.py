@@ -24,7 +24,7 @@ from diloco_protocol.messages import (
     Welcome,
 )
 from diloco_worker import DiLoCoWorker
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, equal, run_config, version
+from kit.scripted_broker import Descent, ScriptedBroker, run_config, version
 from kit.scripted_training import H, ScriptedTraining
 from kit.uniform_model import first, until
 
@@ -56,19 +56,6 @@ def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
     assert metrics.seconds_waited > 0
     assert f"has 4 steps of this worker, norm {push.norm:.4g}, staleness 0; waited" in caplog.text
     until(lambda: not training.link.uploaded)  # what is told of a push is forgotten with it
-
-
-def test_fresh_worker_donates_its_parameters_when_asked(training: ScriptedTraining) -> None:
-    training.makes()
-    before = training.descent.values()
-    training.joins()
-    training.broker.says(Notice("donate", fragment=0))
-    push, values = training.broker.takes_push()
-    assert (push.purpose, push.base, push.wire_dtype) == (Purpose.DONATION, None, "fp32")
-    assert equal(values, before)
-    training.broker.serves(values, version(0))
-    training.done()
-    assert equal(training.descent.values(), before)
 
 
 def test_worker_donates_the_global_values_and_later_versions_do_not_overwrite_them(
@@ -105,28 +92,6 @@ def test_heartbeats_tell_how_training_stands(training: ScriptedTraining) -> None
     training.done()
     beat = training.broker.hears(Heartbeat)
     assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one behind it"
-
-
-def test_heartbeats_come_by_themselves(training: ScriptedTraining, broker: ScriptedBroker) -> None:
-    training.begins(config={"heartbeat_timeout": 0.6})
-    for _ in range(3):
-        broker.hears(Heartbeat, patience=5)
-
-
-def test_h_that_answers_the_heartbeat_of_a_boundary_holds_for_the_next_round(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    worker = training.begins(config={"dylu": True})
-    assert worker.sync_every == 4
-    training.trains(4)
-    broker.hears(Heartbeat)
-    broker.says(Notice("alive", sync_every=3))
-    until(lambda: training.link.sync_every == 3)
-    push, _ = training.takes()
-    training.serves(100, 1, push)
-    training.done()
-    assert worker.sync_every == 3
-    assert training.round(3, 2).steps == 3
 
 
 # Leaving.
@@ -216,24 +181,3 @@ def test_refusal_is_raised_with_its_sentence(
     broker.says(answer)
     with pytest.raises(Refused, match=sentence):
         training.done()
-
-
-def test_worker_waits_for_a_broker_that_starts_later_and_says_so(
-    beside: Beside, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diloco_worker.training.stay.FIRST_WORD_S", 0.0)
-    probe = ScriptedBroker()
-    probe.close()
-    late_training = ScriptedTraining(probe, beside)
-    worker = late_training.makes()
-    late_training.does(worker.start)
-    until(lambda: f"no broker answers at {probe.address}" in caplog.text)
-    late_training.broker = late = ScriptedBroker(probe.address)
-    try:
-        late.welcomes(version(0))
-        late_training.serves(3, 0)
-        late_training.done()
-        assert late_training.values == 3
-    finally:
-        worker.close(failed=True)
-        late.close()

@@ -65,50 +65,6 @@ def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:
     assert (told.merge_delay, training.broker.hears(Push).fragment) == (2, 1)
 
 
-# All fragments at once.
-
-
-def test_force_sync_takes_the_next_turn_of_every_fragment(training: ScriptedTraining) -> None:
-    worker = begins(training, fragment_sync_delay=2)
-    training.steps(3)
-    push, _ = training.takes(0)
-    training.does(worker.force_sync)
-    for fragment in (1, 2):
-        other, delta = training.takes(fragment)
-        assert (other.fragment, delta) == (fragment, 3)
-        training.serves(5, 1, other)
-    training.serves(1000, 1, push)
-    again, delta = training.takes(3)
-    assert (again.fragment, again.base, delta) == (0, version(1), 0)
-    training.serves(2000, 2, again)
-    assert training.done() is True
-    assert [training.at(fragment) for fragment in range(3)] == [2000, 5, 5]
-    assert worker.state_dict()["cycle_start"] == 3
-    training.steps(2)
-    assert training.broker.hears(Push).fragment == 1
-
-
-def test_load_global_loads_every_fragment_and_drops_what_was_done_since(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    worker = begins(training)
-    worker.report(tokens=10)
-    training.steps(1)
-    training.does(worker.load_global)
-    for fragment in range(3):
-        broker.hears_pull(fragment)
-    for fragment in range(3):
-        training.serves(10 * fragment, 5 + fragment, fragment=fragment)
-    assert training.done() is True
-    assert [training.at(fragment) for fragment in range(3)] == [0, 10, 20]
-    worker.report(tokens=4)
-    training.trains(2)
-    push, delta = training.takes(0)
-    assert (push.base, push.steps, push.tokens, delta) == (version(5), 2, 4, 2)
-    training.serves(7, 6, push)
-    training.done()
-
-
 @pytest.mark.parametrize(
     ("merge", "merged"),
     [
@@ -133,28 +89,3 @@ def test_flight_that_load_global_met_is_merged_on_what_was_loaded(
     assert training.values == 499, "the reply is early"
     training.steps(2)
     assert training.values == merged - 2
-
-
-def test_delta_that_is_not_finite_restores_every_fragment_and_keeps_the_turn(
-    training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
-) -> None:
-    begins(training, fragment_sync_delay=1, fragment_max_delay=4)
-    training.steps(2)
-    push, _ = training.takes(0)
-    with torch.no_grad():
-        for parameter in training.descent.model.parameters():
-            parameter.fill_(float("nan"))
-    training.steps(2)
-    assert [training.at(fragment) for fragment in range(3)] == [98, 100, 100]
-    metrics = training.metrics
-    assert (metrics.rejected, metrics.rounds) == (1, 0)
-    assert "not finite in 1.weight" in str(metrics.last_error)
-    assert "not finite in 1.weight" in caplog.text
-    training.brings(1000, 1, push)
-    training.steps(2)
-    assert training.values == 1000 - 1
-    again = broker.hears(Push)
-    assert (again.fragment, again.steps) == (1, 2), "its round still waits for this fragment"
-
-
-# A model with tensors of every kind.

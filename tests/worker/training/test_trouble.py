@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
 import pytest
 
-from diloco_protocol import Bitmap, Ledger
-from diloco_protocol.messages import Chunk, Error, Join, Notice, Push, Rejoin, Released
-from diloco_worker.core.events import RequestVersion
+from diloco_protocol.messages import Chunk, Error, Join, Notice, Push
 from diloco_worker.core.session import Session
-from diloco_worker.shell.link import Link
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 from kit.uniform_model import first, until
@@ -24,51 +20,12 @@ LATER = {"fragment_sync_delay": 2}
 # Connections that break, and silence.
 
 
-def test_push_survives_a_broken_connection_byte_by_byte(training: ScriptedTraining) -> None:
-    training.begins()
-    training.trains(H)
-    push = training.broker.hears(Push)
-    training.broker.grants(push, credit=2)
-    _, chunk, payload = training.broker.hears_from(Chunk)
-    training.broker.restart()
-    join = training.broker.welcomes(version(0))
-    assert (join.session, join.versions[0]) == ((1).to_bytes(16, "big"), version(0))
-    again = training.broker.hears(Push)
-    assert (again.push_id, again.base) == (push.push_id, push.base)
-    held = Bitmap(push.chunks)
-    held.add(chunk.index)
-    training.broker.grants(again, held.to_bytes(), credit=3)
-    chunks = training.broker.takes_chunks(again, push.chunks - 1)
-    assert first(training.broker.decoded(again, {**chunks, chunk.index: payload})) == H
-    training.serves(5, 1, push)
-    training.done()
-    assert training.values == 5
-    metrics = training.metrics
-    assert (metrics.retries, metrics.reconnections, metrics.rounds) == (1, 1, 1)
-
-
 def test_what_a_worker_says_of_itself_is_what_it_said_at_first(training: ScriptedTraining) -> None:
     about: dict[str, Any] = {"gpu": "a100"}
     training.begins(extra=about)
     about["model"] = {"no message": "changes"}
     training.broker.restart()
     assert training.broker.welcomes(version(0)).extra == {"gpu": "a100"}
-
-
-def test_boundary_waits_for_as_long_as_the_broker_shows_signs_of_life(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    training.begins(timeout=0.3)
-    training.trains(H)
-    push, _ = training.takes()
-    end = time.monotonic() + 0.7
-    while time.monotonic() < end:
-        broker.says(Notice("alive"))
-        threading.Event().wait(0.05)
-        assert training.stands
-    training.serves(5, 1, push)
-    training.done()
-    assert training.values == 5
 
 
 def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(
@@ -113,41 +70,6 @@ def test_version_that_has_come_is_held_before_it_is_merged(training: ScriptedTra
     assert training.values == 100 - H - 1, "its apply point has not come"
     training.steps(1)
     assert training.values == 1000
-
-
-def test_base_is_not_overwritten_before_the_version_that_follows_it_is_merged(
-    training: ScriptedTraining,
-) -> None:
-    worker = training.begins(config=LATER)
-    training.steps(H)
-    push, _ = training.takes()
-    training.brings(1000, 1, push)
-    training.link.tell(RequestVersion(0))
-    training.serves(2000, 2)
-    until(lambda: training.link.arrivals[0].version == version(2))
-    assert first(worker._driver._fragments[0].base) == 100  # type: ignore[union-attr]
-    training.steps(2)
-    assert training.values == 2000
-
-
-def test_version_that_lacked_the_push_is_still_there_when_the_push_is_dropped(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    training.begins(config=LATER)
-    training.steps(H)
-    push = broker.hears(Push)
-    training.link.tell(RequestVersion(0))
-    training.brings(500, 1)
-    training.steps(1)  # nobody looks at it: it lacks what is in flight
-    training.refuses(push, "late")
-    training.hears_news()
-    training.steps(1)
-    while broker.hears_pull().held_version != version(1):
-        pass
-    broker.says(Released(0, version(1), Ledger()))  # it is the newest still: no chunk is sent
-    training.hears_news()
-    training.steps(1)
-    assert training.values == 500 - 3
 
 
 # A broker that restarts, stops, or has no place for the worker any more.
@@ -207,23 +129,6 @@ def test_run_that_is_over_after_a_restart_ends_the_script(
     assert worker.stop_reason == OVER
 
 
-def test_worker_that_leaves_waits_until_the_broker_is_back(training: ScriptedTraining) -> None:
-    worker = training.begins()
-    training.trains(H)
-    push, _ = training.takes()
-    restarts(training)
-    training.done()
-    training.does(worker.close)
-    training.broker.restart()
-    training.broker.welcomes(version(0))
-    again, _ = training.takes()
-    assert again.push_id == push.push_id
-    assert training.stands
-    training.serves(1000, 1, push)
-    training.done()
-    assert training.metrics.rounds == 1
-
-
 @pytest.mark.parametrize("stands_at_a_boundary", [False, True])
 def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
     training: ScriptedTraining, broker: ScriptedBroker, stands_at_a_boundary: bool
@@ -244,18 +149,6 @@ def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
     assert time.monotonic() - began < 5
 
 
-def test_refusal_in_mid_run_is_shown_and_training_goes_on(training: ScriptedTraining) -> None:
-    training.begins()
-    training.trains(H)
-    training.broker.hears(Push)
-    training.broker.says(Rejoin("another epoch"))
-    training.broker.control, _, _ = training.broker.hears_from(Join)
-    training.broker.says(Error("run_differs", "This is another run.", about="join"))
-    training.done()
-    assert training.values == 100 - H
-    assert "This is another run." in str(training.metrics.last_error)
-
-
 # What goes wrong in the link.
 
 
@@ -268,37 +161,6 @@ def test_chunk_of_wrong_length_is_said_aloud_and_not_used(training: ScriptedTrai
     training.done()
     assert training.values == 5
     assert "3 bytes instead of 16" in str(training.metrics.last_error)
-
-
-def test_link_starts_again_however_often_it_fails(
-    training: ScriptedTraining, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diloco_worker.shell.link.LONGEST_FAILURE_PAUSE_S", 0.001)
-    connect, wakes_at = Link.connect, Session.wakes_at
-    failures = iter(range(2))
-
-    def connect_later(self: Link, place: int = 0) -> None:
-        if next(failures, None) is not None:
-            raise OSError("too many open files")
-        connect(self, place)
-
-    monkeypatch.setattr(Link, "connect", connect_later)
-    training.begins()  # it fails from the start
-    attempts = iter(range(50))
-
-    def explode(self: Session) -> float | None:
-        if next(attempts, None) is not None:
-            raise ZeroDivisionError("unexpected")
-        return wakes_at(self)
-
-    monkeypatch.setattr(Session, "wakes_at", explode)
-    training.link.wake()
-    training.trains(H)
-    broker.welcomes(version(0))
-    push, _ = training.takes()
-    training.serves(5, 1, push)
-    training.done()
-    assert (training.values, next(attempts, None)) == (5, None)
 
 
 def test_link_that_always_fails_lets_training_go_on_and_can_be_closed(

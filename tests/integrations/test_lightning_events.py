@@ -304,9 +304,9 @@ def test_strategies_that_cut_the_model_up_are_refused(
         pass
 
     made = trainer(callback(), strategy=DeepSpeedStrategy("cpu"))
-    with pytest.raises(UsageError, match="uses DeepSpeedStrategy, which cuts the model up"):
+    with pytest.raises(UsageError, match="DeepSpeedStrategy"):
         made.fit(module_of(), batches())
     several = trainer(callback())
     monkeypatch.setattr(type(several), "world_size", 2)
-    with pytest.raises(UsageError, match="2 processes, and this callback takes one"):
+    with pytest.raises(UsageError, match="2 processes"):
         several.fit(module_of(), batches())

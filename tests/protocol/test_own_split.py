@@ -59,14 +59,14 @@ def test_each_parameter_goes_where_its_pattern_says() -> None:
 @pytest.mark.parametrize(
     ("fragments", "words"),
     [
-        ({"a.*": 0}, "says nothing of 2 trainable parameter(s): b.weight; b.bias; give each"),
+        ({"a.*": 0}, "says nothing of 2 trainable parameter(s): b.weight"),
         (
             {"*": 0, "b.weight": 1},
             "names 1 parameter(s) more than once: b.weight by '*' and 'b.weight'",
         ),
         (
             {"a.*": 0, "b.*": 0, "c.*": 0},
-            "1 pattern(s) that match no trainable parameter: 'c.*'; corr",
+            "1 pattern(s) that match no trainable parameter: 'c.*'",
         ),
         ({"?.*": 0, "tied": 0}, "match no trainable parameter: 'tied' (tied to a.weight)"),
         ({"?.*": 0, "run*": 0}, "'run*' (running is a buffer tensor)"),
@@ -94,9 +94,9 @@ def test_file_that_does_not_fit_the_model_is_one_sentence_that_names_the_paramet
         ("[" * 100_000, "own.json is no JSON: "),
         ("[1]", "must hold an object like"),
         ("{}", "must hold an object like"),
-        ('{"a": 0, "b": 1.5, "c": -1, "d": true}', "'b' has 1.5; 'c' has -1; 'd' has True"),
-        ('{"a": 0, "b": 2}', "has a fragment 2 and none numbered 1; number them from 0"),
-        ('{"a": 1000000000000}', "and none numbered 0; number them"),
+        ('{"a": 0, "b": 1.5, "c": -1, "d": true}', "'b' has 1.5"),
+        ('{"a": 0, "b": 2}', "has a fragment 2 and none numbered 1"),
+        ('{"a": 1000000000000}', "and none numbered 0"),
         ('{"a": 0, "b": 0, "a": 1}', "has a more than once"),
     ],
 )
@@ -109,7 +109,7 @@ def test_file_that_is_no_split_is_one_sentence(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("choose", "words"),
     [
-        (lambda name, shape: 2, "puts a.weight in 2; a.bias in 2; b.weight in 2; b.bias in 2."),
+        (lambda name, shape: 2, "puts a.weight in 2"),
         (lambda name, shape: 0, "leaves fragment 1 without"),
         (lambda name, shape: None, "The fragment of a.weight [4] is not known"),
         (lambda name, shape: {}[name], "KeyError('a.weight')"),
@@ -138,7 +138,7 @@ def test_run_with_a_split_of_ones_own_equals_the_loop_bit_for_bit(tmp_path: Path
     ("options", "function", "words"),
     [
         ({"fragment_plan": "/none.json"}, None, "--fragment-plan /none.json cannot be read: No su"),
-        ({"num_fragments": 3}, None, "has 2 fragments, and --num-fragments is 3; give --num-frag"),
+        ({"num_fragments": 3}, None, "has 2 fragments, and --num-fragments is 3"),
         ({"fragment_pattern": "balanced"}, None, "must be left out with --fragment-plan"),
         ({}, by_layer, "leave one of them out"),
     ],
@@ -199,7 +199,7 @@ def test_run_goes_on_with_its_own_split_after_a_restart(tmp_path: Path) -> None:
         (
             TWO_AND_ONE,
             {"0.*": 0, "[24].*": 1},
-            r"then.json splits .* 2.weight in fragment 1 instead of 0; 2.bias",
+            r"then.json splits .* 2.weight in fragment 1 instead of 0",
         ),
         ("strided", "contiguous", "give --fragment-pattern strided, or --resume none"),
     ],

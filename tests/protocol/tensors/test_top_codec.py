@@ -96,7 +96,7 @@ def test_indices_that_are_none_are_refused() -> None:
     too_few = payload[:48] + bytes(16) + payload[64:]
     too_many = payload[:48] + b"\xff" * 16 + payload[64:]
     for bad in (twice, too_few, too_many):
-        with pytest.raises(ProtocolError, match="not 64 of 4096 in ascending order"):
+        with pytest.raises(ProtocolError, match="ascending order"):
             read(bad, TOP_BLOCK)
 
 
@@ -117,7 +117,7 @@ def test_whatever_comes_is_refused_or_64_values_of_two_magnitudes(
 
 def test_it_is_for_the_way_up_alone() -> None:
     assert BrokerConfig(wire_dtype="top64").wire_dtype == "top64"
-    with pytest.raises(UsageError, match="--reply-dtype is top64; it must be"):
+    with pytest.raises(UsageError, match="--reply-dtype is top64"):
         BrokerConfig(reply_dtype="top64")
 
 

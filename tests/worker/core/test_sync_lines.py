@@ -47,4 +47,4 @@ def test_fragment_that_does_not_move_is_named_until_it_does() -> None:
         sent = training.pushes[-1]
         training.receives(counter, fragment=sent.fragment, counted=sent)
         assert training.said.count("was all zeros twice in a row") == warnings
-    assert "of fragment 1 was all zeros twice in a row, the last time after 4" in training.said
+    assert "of fragment 1 was all zeros" in training.said

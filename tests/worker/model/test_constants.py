@@ -104,7 +104,7 @@ def test_infinities_of_a_model_file_in_what_is_averaged_are_named(name: str) -> 
     with (
         Broker(make_config(workers=1), state) as broker,
         DiLoCoClient(broker.address, timeout=20) as client,
-        pytest.raises(Refused, match=f"{name} has infinities in the file"),
+        pytest.raises(Refused, match=f"{name} has infinities"),
     ):
         client.join(Masked())
 

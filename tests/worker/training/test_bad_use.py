@@ -51,7 +51,7 @@ def test_parts_and_optimizers_in_lists_train_and_go_on_from_a_checkpoint(broker:
             pipeline.step()
         assert (worker.local_step, worker.sync_count) == (5, 2)
         states = [worker.state_dict(), *(part.state_dict() for part in pipeline.parts)]
-        with pytest.raises(UsageError, match=r"in a run already, as worker 'a'"):
+        with pytest.raises(UsageError, match="worker 'a'"):
             DiLoCoWorker(pipeline.parts[1], pipeline.optimizers[1], server=broker.address)
     again = Pipeline()
     for part, state in zip(again.parts, states[1:], strict=True):
@@ -67,7 +67,7 @@ def test_parts_and_optimizers_in_lists_train_and_go_on_from_a_checkpoint(broker:
 def test_a_worker_starts_once(broker: Broker) -> None:
     pipeline = Pipeline()
     with pipeline.worker(server=broker.address) as worker:
-        with pytest.raises(UsageError, match="starts once; make a new one"), worker:
+        with pytest.raises(UsageError, match="starts once"), worker:
             pass
         for _ in range(2):
             pipeline.step()
@@ -88,9 +88,9 @@ def test_what_cannot_train_a_model_is_refused() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     fits = torch.optim.SGD(model.parameters(), lr=0.1)
     astray = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=r"\(SGD\) holds none of the model's parameters"):
+    with pytest.raises(UsageError, match="SGD"):
         given(model, astray)
-    with pytest.raises(UsageError, match=r"\(SGD\) holds none of the model's parameters"):
+    with pytest.raises(UsageError, match="SGD"):
         given(model, [fits, astray])
     with pytest.raises(UsageError, match="optimizer is an empty list"):
         given(model, [])
@@ -110,7 +110,7 @@ def test_engine_and_optimizer_of_deepspeed_are_refused() -> None:
     fits_around: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     fits_around.optimizer = zero
     for pair in ((engine, fits), (model, zero), (model, [fits, zero]), (model, fits_around)):
-        with pytest.raises(UsageError, match="DeepSpeed, which keeps gradients and steps"):
+        with pytest.raises(UsageError, match="DeepSpeed"):
             given(*pair)
 
 
@@ -125,7 +125,7 @@ def test_parameters_that_are_spread_over_processes_are_refused(broker: Broker) -
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(DTensor))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="weight is a DTensor: its values are spread"):
+    with pytest.raises(UsageError, match="weight is a DTensor"):
         DiLoCoWorker(model, optimizer, server=broker.address)
 
 

@@ -123,9 +123,9 @@ def test_copy_in_a_forked_process_ends_nothing_here() -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"units": 0}, "units is 0; it must be 1 or more"),
-        ({"units": 2, "epochs": -1}, "epochs is -1; it must be 0 or more"),
-        ({"units": 2, "prefetch": 0}, "prefetch is 0; it must be 1 or more"),
+        ({"units": 0}, "units is 0"),
+        ({"units": 2, "epochs": -1}, "epochs is -1"),
+        ({"units": 2, "prefetch": 0}, "prefetch is 0"),
     ],
 )
 def test_numbers_that_cannot_be_meant_are_refused(numbers: dict[str, int], words: str) -> None:

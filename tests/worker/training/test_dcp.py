@@ -71,12 +71,12 @@ def test_of_several_workers_each_reads_its_own(tmp_path: Path) -> None:
         found = saved_state(tmp_path, "diloco", worker, 0, 4)
         assert equal(found["resume"], state_of(worker, 0, 1))
     for stranger in (None, "c"):
-        with pytest.raises(UsageError, match=r"several workers, a, b; give this one the worker_id"):
+        with pytest.raises(UsageError, match="several workers, a, b"):
             saved_state(tmp_path, "diloco", stranger, 0, 1)
 
 
 def test_what_is_not_there_is_said(of_two: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no 'outer'; it has: diloco, model\."):
         saved_state(of_two, "outer", None, 0, 1)
-    with pytest.raises(UsageError, match=r"is not a checkpoint of torch\.distributed\."):
+    with pytest.raises(UsageError, match="not a checkpoint"):
         saved_state(tmp_path / "nothing", "diloco", None, 0, 1)

@@ -97,7 +97,7 @@ def test_steps_that_a_later_life_has_sent_give_way_to_the_global_parameters(
     training.done()
     assert training.values == 500
     lost = 2 if not in_flight else 1 if flight_counted else H + 1
-    assert f"{lost} steps of fragment 0 are left out" in caplog.text
+    assert f"{lost} steps of fragment 0" in caplog.text
     assert training.worker.sync_count == (in_flight and flight_counted)
     written = audit.read_text()
     assert ('"counted"' in written) == (in_flight and flight_counted)

@@ -55,13 +55,13 @@ def test_model_that_is_in_two_wrappers_is_what_they_share() -> None:
 def test_modules_that_share_parameters_and_nothing_else_are_too_many() -> None:
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other.weight, other.bias = one.weight, one.bias
-    with pytest.raises(UsageError, match="2 models hold the parameters of SGD"):
+    with pytest.raises(UsageError, match="2 models"):
         owner_of(sgd(one), [one, other])
 
 
 def test_optimizer_of_two_models_or_of_bare_tensors_has_no_owner() -> None:
     one, other = a_model(), a_model()
-    with pytest.raises(UsageError, match="No module holds all 12 parameters of SGD"):
+    with pytest.raises(UsageError, match="all 12 parameters"):
         owner_of(sgd(one, other), living_modules())
     with pytest.raises(UsageError, match="No module holds"):
         owner_of(torch.optim.SGD([nn.Parameter(torch.ones(3))]), living_modules())

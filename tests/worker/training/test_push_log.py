@@ -130,7 +130,7 @@ def test_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path, whe
     worker = DiLoCoWorker(
         descent.model, descent.optimizer, server="tcp://127.0.0.1:1", audit=tmp_path / where
     )
-    with pytest.raises(UsageError, match=r"audit log .* cannot be written") as refused:
+    with pytest.raises(UsageError, match="audit log") as refused:
         worker.start()
     assert str(tmp_path / where) in str(refused.value)
 

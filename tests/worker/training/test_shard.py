@@ -30,7 +30,7 @@ def test_a_worker_alone_has_all_of_it() -> None:
 @pytest.mark.parametrize("told", [("2", ""), ("", "2"), ("2", "2"), ("-1", "2"), ("a", "2")])
 def test_variables_that_name_no_share_are_refused(told: tuple[str, str]) -> None:
     environ = dict(zip(("DILOCO_SHARD_INDEX", "DILOCO_NUM_SHARDS"), told, strict=True))
-    with pytest.raises(UsageError, match="an index from 0 and a number above it"):
+    with pytest.raises(UsageError, match="index from 0"):
         shard(None, environ)
 
 

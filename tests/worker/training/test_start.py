@@ -166,9 +166,9 @@ def test_second_worker_on_a_model_that_is_in_a_run_is_refused(broker: Broker) ->
     early = DiLoCoWorker(model, optimizer, broker.address, worker_id="again")
     with DiLoCoWorker(model, optimizer, broker.address, worker_id="first"):
         for another in (model, compiled):
-            with pytest.raises(UsageError, match=r"in a run already, as worker 'first'; close\(\)"):
+            with pytest.raises(UsageError, match="worker 'first'"):
                 DiLoCoWorker(another, optimizer, broker.address)
-        with pytest.raises(UsageError, match="as worker 'first'"):
+        with pytest.raises(UsageError, match="worker 'first'"):
             early.start()
         trains(model, optimizer, 2)  # nobody else is waited for
     with early:

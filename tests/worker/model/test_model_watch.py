@@ -10,6 +10,7 @@ from torch import nn
 
 from diloco_protocol.messages import Heartbeat
 from diloco_worker.model.model_watch import ModelWatch
+from kit.core_harness import a_stage
 from kit.scripted_broker import ScriptedBroker
 from kit.scripted_training import H, ScriptedTraining
 
@@ -153,3 +154,19 @@ def test_state_of_a_changed_model_can_be_saved_and_holds_no_parameters(
     change(net)
     assert worker.state_dict()["resume"] is None
     assert "begins with the run's" in caplog.text
+
+
+def test_warning_of_a_worker_is_in_the_feed_as_long_as_it_holds() -> None:
+    stage = a_stage(1, 2)
+    (a,) = stage.joined("a")
+
+    def shown() -> object:
+        return stage.shown()["workers"][0]["warning"]
+
+    assert shown() is None
+    for said in ("The model has changed.", "It has changed again.", "x" * 9999):
+        a.sends(Heartbeat(a.token(), 5, warning=said))
+    assert shown() == "x" * 300
+    assert sum("warns" in line for line in stage.logs) == 1, "a peer cannot fill the log"
+    a.sends(Heartbeat(a.token(), 6))
+    assert shown() is None

@@ -108,6 +108,17 @@ def test_leaving_tells_the_broker_and_leaves_the_model_as_it_is(training: Script
     worker.close()
 
 
+@pytest.mark.parametrize(("steps", "words"), [(0, "step"), (2, "none of its 2")])
+def test_leaving_without_a_step_or_without_a_round_is_logged(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture, steps: int, words: str
+) -> None:
+    worker = training.begins()
+    training.steps(steps)
+    worker.close()
+    (said,) = (line for line in caplog.messages if "left without" in line)
+    assert words in said
+
+
 def test_error_in_the_body_leaves_at_once(training: ScriptedTraining) -> None:
     worker = training.begins(timeout=60.0)
     worker.__exit__(KeyError, KeyError("mine"), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from statistics import fmean, median
 
 from diloco_lab.bench.link import SlowProxy
@@ -64,9 +65,7 @@ def codecs(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 5) -> l
         computed = partial(figure, CODECS_COMPUTED, row)
         up, down = (median(getattr(each, way) for each in rounds) for way in ("up", "down"))
         bits = 8e9 / (WORKERS * parameters)  # a parameter, of so many GB
-        seconds, used, at_speed = (
-            [of(each) for each in rounds] for of in (_seconds, _cpu, _computed)
-        )
+        seconds, used, at_speed = ([of(each) for each in rounds] for of in MEASURES)
         on_loopback += [
             loopback("up", bits * up, "bits"),
             loopback("down", bits * down, "bits"),
@@ -83,7 +82,7 @@ def codecs(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 5) -> l
             computed("round", at_speed, "s"),
         ]
         if usual:
-            before = [[of(each) for each in usual] for of in (_seconds, _cpu, _computed)]
+            before = [[of(each) for each in usual] for of in MEASURES]
             target = partial(_target, pair)
             on_loopback.append(
                 loopback(RATIO, against(seconds, before[0]), "x", target=target("int4z loopback"))
@@ -179,14 +178,14 @@ def _through(part: str, size: str, network: str, found: Sequence[Measured]) -> l
     figures = []
     for pair, usual, rounds in found:
         of_it = partial(figure, part, f"{row_of_pair(size, pair)}, {network}")
-        seconds = [_seconds(each) for each in rounds]
+        seconds = [each.seconds for each in rounds]
         figures += [
             of_it("up", 1e3 * median(each.up for each in rounds), "MB"),
             of_it("down", 1e3 * median(each.down for each in rounds), "MB"),
             of_it("round", seconds, "s"),
         ]
         if usual:
-            ratio = against(seconds, [_seconds(each) for each in usual])
+            ratio = against(seconds, [each.seconds for each in usual])
             figures.append(of_it(RATIO, ratio, "x", target=_target(pair, "int4z 1 Gb/s")))
     return figures
 
@@ -196,14 +195,9 @@ def _target(pair: Pair, target: str) -> str | None:
     return target if pair[0] == "int4z" else None
 
 
-def _seconds(of: Round) -> float:
-    return of.seconds
-
-
-def _cpu(of: Round) -> float:
-    """CPU seconds of all processes."""
-    return of.cpu + sum(of.workers_cpu)
-
-
 def _computed(of: Round) -> float:
     return computed_round(of.up, of.down, of.cpu, max(of.workers_cpu), COMPUTED_GB_PER_S)
+
+
+# Seconds of a round, its CPU seconds, and the seconds that it would take at 10 Gb/s.
+MEASURES = (attrgetter("seconds"), attrgetter("all_cpu"), _computed)

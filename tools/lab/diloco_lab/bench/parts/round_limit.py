@@ -79,7 +79,7 @@ def round_limit(
     pool.dismiss("memory-", "kernels")
     cores = machine.describe()["cores"]
     soonest = [each.cpu / cores for each in limits]
-    ours = [each.cpu + sum(each.workers_cpu) for each in rounds]
+    ours = [each.all_cpu for each in rounds]
     seconds = [each.seconds for each in rounds]
     limit_of = partial(figure, ROUND_LIMIT, row, note=f"{cores} cores")
     ours_of = partial(figure, OURS, row)

@@ -44,6 +44,11 @@ class Round(NamedTuple):
     cpu: float
     workers_cpu: tuple[float, ...]
 
+    @property
+    def all_cpu(self) -> float:
+        """CPU seconds of all processes."""
+        return self.cpu + sum(self.workers_cpu)
+
 
 def row_of(size: str, workers: int, reply: str = "") -> str:
     """The row of a configuration."""

@@ -38,7 +38,7 @@ def same_host(
         )
     of_it = partial(figure, SAME_HOST, row_of(size, workers))
     seconds, nearer = ([each.seconds for each in of] for of in (limits, rounds))
-    cpu, less = ([each.cpu + sum(each.workers_cpu) for each in of] for of in (limits, rounds))
+    cpu, less = ([each.all_cpu for each in of] for of in (limits, rounds))
     return [
         of_it("TCP", seconds, "s"),
         of_it("socket file", nearer, "s"),

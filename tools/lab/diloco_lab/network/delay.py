@@ -1,11 +1,10 @@
-"""A line with a delay, for a kernel that has none (`netem`): a process between two ends of it.
+"""A line with a delay, for kernels without `netem`: a process between its two ends.
 
     python -m diloco_lab.network.delay END END SECONDS
 
 Makes two interfaces (tap) in the namespace where it runs, and carries each frame that goes into one of
-them out of the other, so many seconds later. Rates are not its business: a token bucket in front of each
-end has those, and with it a bound on what is under way. It ends when an interface is gone, or who
-started it.
+them out of the other, SECONDS later. A token bucket in front of each end limits the rate, and so bounds
+the frames in flight. It ends when an interface is gone, or its parent process.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ TUN = "/dev/net/tun"
 # From linux/if_tun.h: the request to make an interface; frames of Ethernet, with nothing before them.
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 LARGEST = 1 << 16  # bytes of a frame
-LOOK_S = 1.0  # how often to see whether somebody needs this still
+LOOK_S = 1.0  # between two checks whether the parent process is alive
 
 
 class Frame(NamedTuple):
-    """One on its way."""
+    """A frame in flight."""
 
     due: float
     to: int
@@ -73,7 +72,7 @@ def _give(frame: Frame) -> None:
     try:
         os.write(frame.to, frame.content)
     except BlockingIOError:
-        return  # the other side takes no more: a line drops what is too much
+        return  # the other end is full: the line drops the frame
     except OSError as error:
         if error.errno != 5:  # an interface that is down takes nothing (EIO), and is up again later
             raise

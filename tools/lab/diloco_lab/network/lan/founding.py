@@ -153,7 +153,7 @@ def _measured(
 
 
 def _goal_sentences(found: Sequence[Cell]) -> Iterator[str]:
-    """Which settings reach what was aimed at, and which do not."""
+    """The settings that reach each goal, and those that miss it."""
     for model, goal in GOALS.items():
         by_setting: dict[str, list[Cell]] = {}
         for cell in found:
@@ -177,7 +177,7 @@ def _goal_sentences(found: Sequence[Cell]) -> Iterator[str]:
 
 
 def _check(measurements: Sequence[Measurement], costs: Sequence[Costs]) -> Iterator[str]:
-    """How far what is computed is from what was measured, where there is both."""
+    """Computed seconds beside measured ones, where there are both."""
     told = []
     # Of other models where there are more workers than the one that costs were taken from.
     others = sorted({m.parameters for m in measurements if m.workers > 2}, reverse=True)

@@ -1,4 +1,4 @@
-"""From what was measured to what was not: larger models, more workers, longer steps. Pure.
+"""Extrapolates measurements to larger models, more workers and longer steps. Pure.
 
 A sync takes about as long as the slowest of what goes on in it at the same time: the bytes on the
 broker's line, the work of the broker and that of a worker, each on one core. *Efficiency* is how close

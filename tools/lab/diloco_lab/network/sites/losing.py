@@ -25,18 +25,18 @@ from diloco_tools.processes import wait_for_line
 PAIR = ("int4z", "int4z")
 STEP_S, EVERY = 0.05, 20  # so rounds of one second and the exchange
 AWAY_S = 12.0
-# A line that is cut says nothing: who is silent for so long is not waited for.
+# A line that is cut gives no notice: rounds wait this long for a silent site.
 HEARTBEAT_TIMEOUT_S = 5.0
 PORT = 8512
 
 
 class Tree:
-    """A hub, its relays, and workers that train until it ends. Each part keeps its address."""
+    """A hub, its relays, and workers that train until the end. Each process keeps its address."""
 
     def __init__(self, place: Place, size: str, folder: Path, *, with_standby: bool) -> None:
         self.place, self.folder, self.with_standby = place, folder, with_standby
         self.sites = place.network.sites
-        self.everybody = WORKERS * len(self.sites)
+        self.all_workers = WORKERS * len(self.sites)
         self.address = place.network.at(HUB, PORT)
         self.hub = self.start_hub()
         self.parent = self.address
@@ -81,7 +81,7 @@ class Tree:
         return BrokerProcess(self.place.pool.start(name, command))
 
     def end(self) -> None:
-        """Workers that wait for each other would not leave: they are killed, as all of it is."""
+        """Kill the workers, which would wait for each other instead of leaving, and end the rest."""
         self.hub.close()
         self.place.pool.dismiss("trainer-")
         for each in self.relays:
@@ -96,7 +96,7 @@ class Tree:
         return self.hub.wait_for(lambda _: True).totals.rounds
 
     def next_round_of(self, workers: int, since: float) -> float:
-        """Seconds from then to the end of the next round in which so many were averaged."""
+        """Seconds since then until the next round that averages this many workers ends."""
         made = self.rounds
         self.hub.wait_for(lambda s: s.totals.rounds > made and _averaged(s) == workers)
         return time.monotonic() - since
@@ -113,14 +113,14 @@ def a_tree(place: Place, size: str, *, with_standby: bool = False) -> Iterator[T
         tree = Tree(place, size, Path(folder), with_standby=with_standby)
         try:
             place.network.set_wan(WAN)
-            tree.next_round_of(tree.everybody, time.monotonic())
+            tree.next_round_of(tree.all_workers, time.monotonic())
             yield tree
         finally:
             tree.end()
 
 
 def losses(place: Place, size: str, say: Callable[[str], None]) -> Iterator[Loss]:
-    """One after the other, each with the run whole again before the next."""
+    """One after the other; the run is complete again before the next."""
     with a_tree(place, size) as tree:
         for lose in (_relay, _line, _hub):
             found = lose(tree)
@@ -148,14 +148,14 @@ def _line(tree: Tree) -> Loss:
 def _of_a_site(
     tree: Tree, what: str, lose: Callable[[], None], comes_back: Callable[[], None]
 ) -> Loss:
-    """A site is away for some seconds; the others go on."""
+    """A site is away for some seconds while the others go on."""
     before, lost_at = tree.rounds, time.monotonic()
     lose()
-    others = tree.next_round_of(tree.everybody - WORKERS, lost_at)
+    others = tree.next_round_of(tree.all_workers - WORKERS, lost_at)
     time.sleep(max(0.0, lost_at + AWAY_S - time.monotonic()))
     made, back_at = tree.rounds - before, time.monotonic()
     comes_back()
-    whole = tree.next_round_of(tree.everybody, back_at)
+    whole = tree.next_round_of(tree.all_workers, back_at)
     return Loss(what, back_at - lost_at, others, whole, made, now())
 
 
@@ -165,7 +165,7 @@ def _hub(tree: Tree) -> Loss:
     tree.hub.child.kill()
     back_at = time.monotonic()
     tree.hub = tree.start_hub()
-    whole = tree.next_round_of(tree.everybody, back_at)
+    whole = tree.next_round_of(tree.all_workers, back_at)
     return Loss("hub killed (-9), started again at once", None, None, whole, 0, now())
 
 
@@ -175,7 +175,7 @@ def _hub_with_a_standby(tree: Tree) -> Loss:
     tree.hub.close()
     tree.hub.child.kill()
     made = tree.standby.wait_for(
-        lambda s: s.totals.rounds > 0 and _averaged(s) == tree.everybody
+        lambda s: s.totals.rounds > 0 and _averaged(s) == tree.all_workers
     ).round
     whole = time.monotonic() - killed_at
     number = -1 if made is None else made.number

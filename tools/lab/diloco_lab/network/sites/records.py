@@ -17,8 +17,8 @@ WAYS = ("star", "whole", "relays")
 class Measurement:
     """Rounds in one configuration. Bytes are those of all WAN lines in a round, headers included."""
 
-    # "star": all workers at the hub. "whole": the same, where the hub takes a push whole or not at
-    # all, as it takes those of relays. "relays": one at each site.
+    # "star": all workers at the hub. "whole": the same, but the hub counts only complete pushes, as
+    # it does with those of relays. "relays": one at each site.
     way: str
     parameters: int
     sites: int
@@ -58,12 +58,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a model has come to, trained over two sites in one way."""
+    """The loss of a model that was trained over two sites in one way."""
 
     way: str
     seed: int
     steps: int  # of each worker
-    loss: float  # on text that nobody trains on, of the global parameters
+    loss: float  # of the global parameters, on held-out text
     pushes: int  # of each site
     at: str
 

@@ -20,7 +20,7 @@ from diloco_lab.network.place import Place, at_the_hub, dtypes, now
 from diloco_lab.network.sites.records import Measurement
 from diloco_tools.processes import Child, wait_for_line
 
-SITES, WORKERS = 2, 3  # and so many workers at each
+SITES, WORKERS = 2, 3  # workers at each site
 WAN, DELAY_S = 5e7, 0.04  # bits a second, and seconds each way
 START_WITHIN_S = 60.0
 WAYS_OF_A_HUB = {"star": {}, "whole": {"deterministic": True}, "relays": {"relays": True}}

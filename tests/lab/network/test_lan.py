@@ -107,8 +107,8 @@ def test_only_rounds_of_these_codecs_on_the_fast_line_count() -> None:
 
 def test_streaming_leaves_copies_and_what_does_not_fit_between_two_syncs() -> None:
     streamed = a_round(kind="streaming", seconds=(0.05,), fragments=4)
-    hidden = utilisation.hidden_of([streamed], USUAL)
-    assert hidden is not None and hidden.standstill * 1e8 == pytest.approx(0.5)
+    standstill = utilisation.streaming_standstill([streamed], USUAL)
+    assert standstill is not None and standstill * 1e8 == pytest.approx(0.5)
     assert utilisation.standstill_beside(0.5, 300.0) == pytest.approx(0.5)
     assert utilisation.standstill_beside(0.5, 620.0) == pytest.approx(120.5)
 

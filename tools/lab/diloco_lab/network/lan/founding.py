@@ -22,8 +22,8 @@ from diloco_lab.network.lan.utilisation import (
     SYNC_EVERY,
     Costs,
     costs_of,
-    hidden_of,
     standstill_beside,
+    streaming_standstill,
     utilisation,
 )
 
@@ -75,14 +75,14 @@ def cells(measurements: Sequence[Measurement]) -> list[Cell]:
             costs = costs_of(measurements, pair)
             if costs is None:
                 continue
-            name, hidden = "/".join(pair), hidden_of(measurements, pair)
+            name, standstill = "/".join(pair), streaming_standstill(measurements, pair)
             for workers in WORKERS:
                 measured = _measured(measurements, parameters, pair, workers)
                 computed = costs.seconds(parameters, workers, FAST_LINE)
                 sync = computed if measured is None else measured.median_s
                 found.append(Cell(model, name, workers, sync, measured is not None))
-                if hidden is not None:
-                    copies = parameters * hidden.standstill
+                if standstill is not None:
+                    copies = parameters * standstill
                     of_it = (f"{name}, streaming", workers, computed, False, copies)
                     found.append(Cell(model, *of_it))
     return found

@@ -33,8 +33,8 @@ class Traffic(NamedTuple):
     """What lines have carried in one sync: bytes of a worker, and the seconds that all take at least."""
 
     line_seconds: float
-    up: float
-    down: float
+    bytes_up: float
+    bytes_down: float
 
 
 class Meter:
@@ -105,7 +105,7 @@ def rounds(place: Place, part: Part) -> Iterator[Measurement]:
             enough = len(beats) >= ENOUGH_HEARTBEATS
             yield Measurement(
                 **_about(part, line, trip, load),
-                **_bytes(traffic),
+                **traffic._asdict(),
                 seconds=tuple(each.seconds for each in found),
                 broker_cpu_s=median(each.cpu for each in found),
                 worker_cpu_s=median(fmean(each.workers_cpu) for each in found),
@@ -146,7 +146,7 @@ def streaming(place: Place, part: Part) -> Iterator[Measurement]:
             )
             yield Measurement(
                 **_about(part, line, trip, load),
-                **_bytes(traffic),
+                **traffic._asdict(),
                 seconds=waited,
                 fragments=grid.FRAGMENTS,
                 delay_steps=round(median(delays)),
@@ -192,7 +192,7 @@ def mixed(place: Place, part: Part) -> Iterator[Measurement]:
     ends = range(steps - 1, grid.MIXED_SYNCS * steps, steps)
     yield Measurement(
         **_about(part, line, trip, load) | {"worker_bits_per_s": (*[line] * len(fast), grid.SLOW)},
-        **_bytes(traffic),
+        **traffic._asdict(),
         seconds=tuple(fmean(each["waited"][end] for each in of_fast) for end in ends),
         sync_every=steps,
         step_s=grid.MIXED_STEP_S,
@@ -252,12 +252,4 @@ def _about(part: Part, line: float, trip: float, load: float) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load": load,
         "at": now(),
-    }
-
-
-def _bytes(traffic: Traffic) -> dict[str, Any]:
-    return {
-        "line_seconds": traffic.line_seconds,
-        "bytes_up": traffic.up,
-        "bytes_down": traffic.down,
     }

@@ -104,14 +104,6 @@ def on_a_slower_line(faster: Measurement, bits_per_s: float) -> float:
     return faster.median_s * faster.broker_bits_per_s / bits_per_s
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """What fragments that overlap with training leave of a sync."""
-
-    standstill: float  # seconds for each parameter
-    of: Measurement
-
-
 def standstill_beside(
     copies_s: float, sync_s: float, sync_every: int = SYNC_EVERY, step_s: float = STEP_S
 ) -> float:
@@ -123,8 +115,11 @@ def standstill_beside(
     return copies_s + max(0.0, sync_s - sync_every * step_s)
 
 
-def hidden_of(measurements: Sequence[Measurement], pair: Pair) -> Hidden | None:
-    """From the largest model on the fast line."""
+def streaming_standstill(measurements: Sequence[Measurement], pair: Pair) -> float | None:
+    """What fragments that overlap with training leave of a sync: seconds for each parameter.
+
+    From the largest model on the fast line; None where nothing of this pair was measured there.
+    """
     found = [
         each
         for each in measurements
@@ -133,4 +128,4 @@ def hidden_of(measurements: Sequence[Measurement], pair: Pair) -> Hidden | None:
     if not found:
         return None
     largest = max(found, key=lambda each: each.parameters)
-    return Hidden(largest.median_s / largest.parameters, largest)
+    return largest.median_s / largest.parameters

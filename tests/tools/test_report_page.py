@@ -80,6 +80,7 @@ def test_nothing_but_its_own_script_and_style_may_take_effect(tmp_path: Path) ->
     )
     allowed = f"default-src 'none'; script-src {script}; style-src {style}; "
     assert policy == f"{allowed}base-uri 'none'; form-action 'none'"
+    assert "Copyright (c) 2022 Leon Sorokin" in shown.script, "whose charts they are"
 
 
 def test_page_says_what_the_facts_say(tmp_path: Path) -> None:

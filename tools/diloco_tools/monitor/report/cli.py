@@ -72,7 +72,7 @@ def report(
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a page that somebody has open is never half a page."""
+    """Write all of it or nothing: a reader never opens half a page."""
     with NamedTemporaryFile(
         "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
     ) as file:

@@ -60,7 +60,7 @@ class Life:
 
 @dataclass(frozen=True)
 class SlowRound:
-    """One of the rounds that took longest. `expected` and `without` are not told in every mode."""
+    """One of the rounds that took longest. `expected` and `without` are not known in every mode."""
 
     number: int
     at: float

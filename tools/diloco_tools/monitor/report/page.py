@@ -1,4 +1,4 @@
-"""The page as a whole: one file that fetches nothing, and can be sent to anybody.
+"""The page as a whole: one file that fetches nothing, and can be sent as it is.
 
 Jinja fills in the template, with every text escaped. The curves are drawn in the reader's browser by the
 dashboard's own module of charts, from data within the page; the page's Content-Security-Policy lets
@@ -42,6 +42,7 @@ PARTS = {
     "events": "Events",
 }
 MOST_IN_STRIP = 50  # workers over time
+UPLOT = "web/assets/uplot"
 SCRIPTS = ("web/assets/format.js", "web/assets/charts.js", "report/assets/report.js")
 STYLES = ("web/assets/base.css", "report/assets/report.css")
 
@@ -93,12 +94,13 @@ def _script() -> str:
     """The modules as one: what they import from each other stands above in the same script."""
     modules = "".join(map(_asset, SCRIPTS))
     modules = re.sub(r"(?m)^import .*\n|^export ", "", modules)
-    return f"{_asset('web/assets/uplot/uPlot.iife.min.js')}\n{modules}"
+    library, licence = map(_asset, (f"{UPLOT}/uPlot.iife.min.js", f"{UPLOT}/LICENSE"))
+    return f"/* {licence} */\n{library}\n{modules}"
 
 
 @cache
 def _style() -> str:
-    return _asset("web/assets/uplot/uPlot.min.css") + "".join(map(_asset, STYLES))
+    return _asset(f"{UPLOT}/uPlot.min.css") + "".join(map(_asset, STYLES))
 
 
 def _hash(text: str) -> str:

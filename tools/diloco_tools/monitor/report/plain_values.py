@@ -1,4 +1,4 @@
-"""Values of a line that somebody else has written, read so that none of them can break a report."""
+"""Values of an untrusted line, read so that none of them can break a report."""
 
 from __future__ import annotations
 

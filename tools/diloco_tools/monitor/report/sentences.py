@@ -2,7 +2,7 @@
 
 The history has nothing else of comings and goings.
 A worker may be called anything, so a sentence is first read by the names that are here. What workers
-say themselves ("NAME warns: ...") says nothing of anybody.
+say themselves ("NAME warns: ...") is evidence of nothing.
 """
 
 from __future__ import annotations

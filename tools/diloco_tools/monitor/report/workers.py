@@ -130,7 +130,7 @@ class Worker:
     def contributed(
         self, at: float, round_: int, line: Mapping[str, Any], ups: int, downs: int
     ) -> int | None:
-        """Its part in a round; returns the staleness of its work, if that is told.
+        """Its part in a round; returns the staleness of its work, if that is known.
 
         `ups`, `downs`: bytes of all workers so far in this incarnation of the broker.
         """

@@ -1,6 +1,6 @@
 """The dashboard as an ASGI app: the page, its figures, and one way to change something.
 
-GET  /, /assets/NAME        the page; no figures in it, so anybody who gets here may have it
+GET  /, /assets/NAME        the page; no figures in it, so it needs no token
 GET  /api/session           what this dashboard is, and whether the token given may steer
 GET  /api/state             the newest snapshot and the plots as JSON, for programs
 GET  /api/events?every=N    the same as server-sent events, every N seconds
@@ -63,13 +63,13 @@ class Dashboard:
         self.feed = streams.source if streams is not None else None
         self._assets = _assets()
         self._orders = asyncio.Semaphore(MOST_ORDERS)
-        # Made at the start: whoever asks does not wait for it, and nobody can have it made often.
+        # Made at the start: no request waits for it, or has it made again.
         self._outline = replay.outline() if replay else ""
 
     async def asset(self, request: Request) -> Response:
         found = self._assets.get(request.path_params.get("name", "index.html"))
         if found is None:
-            raise Refusal(404, "There is no such page.")
+            raise Refusal(404, "No such page.")
         return Response(found[0], media_type=found[1])
 
     async def session(self, request: Request) -> Response:

@@ -59,7 +59,7 @@ def read_order(document: object, snapshot: Snapshot | None) -> tuple[str, dict[s
     values = dict(document)
     action = str(values.pop("action", None))
     if action not in ACTIONS:
-        raise Refusal(400, f"There is no action {action[:60]!r}; there are {', '.join(ACTIONS)}.")
+        raise Refusal(400, f"Unknown action {action[:60]!r}; known are {', '.join(ACTIONS)}.")
     known = ACTIONS[action]
     if strange := sorted(str(name) for name in values.keys() - known.keys()):
         raise Refusal(400, f"{action!r} has no argument {strange[0][:60]!r}.")
@@ -80,7 +80,7 @@ def run_name(snapshot: Snapshot | None) -> str:
 
 
 def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) -> str | None:
-    """Where the broker is steered: as `given`, else as its feed says; None while nobody knows."""
+    """Where the broker is steered: as `given`, else as its feed says; None while unknown."""
     if given is not None:
         return given
     bound = snapshot.control if snapshot is not None else ""

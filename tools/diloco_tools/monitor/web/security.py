@@ -39,7 +39,7 @@ HEADERS = {
 
 
 class Refusal(Exception):
-    """What is not done or not there: an HTTP status and the sentence that goes with it."""
+    """A refused request: an HTTP status and a sentence."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -47,7 +47,7 @@ class Refusal(Exception):
 
 
 def new_token() -> str:
-    return secrets.token_urlsafe(32)  # 256 bits: nobody guesses it, so nobody counts the guesses
+    return secrets.token_urlsafe(32)  # 256 bits: too many to guess, so guesses are not counted
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -63,9 +63,9 @@ class Policy:
 
     Attributes:
         host: what it is bound to.
-        token: nobody has one of None.
-        readonly: nobody may steer.
-        reader: whose key it shows to the broker, where that is none that steers.
+        token: None matches no request.
+        readonly: nothing may be changed.
+        reader: the owner of its key, where that is not an operator's.
     """
 
     host: str
@@ -82,8 +82,8 @@ class Policy:
             return None
         return Refusal(
             421,
-            f"This dashboard is not called {name[:80]!r}. Open it as localhost, or by the "
-            "address that it was bound to with --host.",
+            f"Host header {name[:80]!r} is not allowed. Open the page as localhost, or by the address "
+            "given with --host.",
         )
 
     def of_api(self, headers: Mapping[str, str]) -> Refusal | None:
@@ -93,7 +93,7 @@ class Policy:
         origin = headers.get("origin")
         is_own = origin is None or origin.lower() in own
         if headers.get("sec-fetch-site", "none") not in OWN_SITE or not is_own:
-            return Refusal(403, "A page of another site asked for this; only the own page may.")
+            return Refusal(403, "Requests from pages of other sites are not allowed.")
         return None
 
     def of_reading(self, headers: Mapping[str, str]) -> Refusal | None:
@@ -102,28 +102,28 @@ class Policy:
             return None
         return Refusal(
             401,
-            "This dashboard can be reached from other machines, so even looking needs its token: "
-            "open the address that it printed at its start, token included.",
+            "Other machines reach this dashboard, so reading needs its token too: open the address "
+            "that it printed at its start.",
         )
 
     def of_steering(self, headers: Mapping[str, str]) -> Refusal | None:
         """Whether these headers may change the run."""
         if self.readonly:
-            return Refusal(403, "This dashboard only shows: it was started with --readonly.")
+            return Refusal(403, "Read-only: this dashboard was started with --readonly.")
         if self.reader is not None:
             return Refusal(
                 403,
-                f"This dashboard only shows: it has the key of {self.reader}. To steer from a page, "
-                "start one with an operator's: diloco-dashboard --keys FILE.",
+                f"Read-only: this dashboard has the key of {self.reader}. To steer the run, start one "
+                "with an operator's key: diloco-dashboard --keys FILE.",
             )
         if self._has_token(headers):
             return None
         text = (
-            "That token is not the one of this dashboard; it has a new one after each start. "
-            "Open the address that it printed, or enter the token."
+            "Wrong token: the dashboard has a new one after each start. Open the address that it "
+            "printed, or enter the token."
             if "authorization" in headers
-            else "Steering needs the token: open the address that the dashboard printed at its "
-            "start, or enter the token."
+            else "Changing the run needs the token: open the address that the dashboard printed at "
+            "its start, or enter the token."
         )
         return Refusal(401, text)
 
@@ -139,7 +139,7 @@ def _host_name(header: str) -> str:
     """The host of a Host header, in lower case, without port and brackets; "" if it is none."""
     try:
         parts = urlsplit(f"//{header}")
-        _ = parts.port  # raises on a port that is no number
+        _ = parts.port  # raises where the port is not a number
         if parts.username is not None or parts.path or parts.query or parts.fragment:
             return ""
         return (parts.hostname or "").rstrip(".")

@@ -1,5 +1,5 @@
-// The page: what comes from the dashboard program goes to the parts that show it, and once a second all
-// ages go on. Text of workers is only ever set as text.
+// The page: messages of the dashboard program go to the parts that show them, and once a second all ages go
+// on. Text of workers is only ever set as text.
 
 import { Control, UNHEARD } from "./control.js";
 import { SIGNS, duration, make, plural, say } from "./format.js";
@@ -131,7 +131,7 @@ function tick() {
   const round = snapshot ? ` ${$("round-title").textContent.toLowerCase()} ${$("round").textContent}` : "";
   document.title = `${word}${round} – DiLoCo`;
   for (const log of [events, rejections]) log.tick(isRecorded ? view.shownAt : seconds());
-  const stale = word === "STALE" ? "The broker is silent, so it cannot be asked for anything." : view.loss;
+  const stale = word === "STALE" ? "The broker is silent; nothing can be changed." : view.loss;
   const silence = view.pulse.refusal || (snapshot ? stale : view.loss || UNHEARD);
   control.show(view.session, snapshot, isRecorded ? "" : silence);
   table.allow(control.isAllowed);
@@ -144,8 +144,8 @@ function notice(word, age) {
   const { problem, refusal } = view.pulse;
   if (refusal && !view.loss) sentences.push(refusal);
   if (word === "STALE" && !view.loss) {
-    if (age !== null) sentences.push(`The broker has sent nothing for ${duration(age)}. This is how things were then.`);
-    else if (!refusal) sentences.push(`No snapshot has come from ${view.session.feed} yet; is this the feed of a diloco-broker that runs?`);
+    if (age !== null) sentences.push(`The broker has sent nothing for ${duration(age)}. The page shows its last snapshot.`);
+    else if (!refusal) sentences.push(`No snapshot from ${view.session.feed} yet; check that this is the feed of a running diloco-broker.`);
   }
   if (problem && word !== "LIVE") sentences.push(problem);
   const reasons = view.reasons.filter((reason) => reason !== refusal);
@@ -208,7 +208,7 @@ $("refresh").onchange = () => {
   localStorage.setItem(REFRESH_KEY, $("refresh").value);
   stream.start(every());
 };
-// A page that nobody sees gives its place away, and a browser has few connections to one address.
+// A hidden page gives up its stream: a browser has few connections to one address.
 document.addEventListener("visibilitychange", () => {
   if (view.session?.mode !== "live") return;
   if (document.hidden) stream.stop();

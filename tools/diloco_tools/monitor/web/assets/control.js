@@ -1,11 +1,20 @@
-// Steering: what may be pressed now and why not, what it will do, and what came of it.
+// Controls: which are enabled now and why not, the question before each, and the broker's answer.
 
 import { make, say, setting } from "./format.js";
 import { order } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
+const SETTINGS = {
+  "outer-lr": { name: "outer_lr", title: "Outer learning rate", now: (snapshot) => snapshot.outer.lr },
+  "outer-momentum": { name: "outer_momentum", title: "Outer momentum", now: (snapshot) => snapshot.outer.momentum },
+  "workers-wanted": { name: "workers", title: "Workers wanted", now: (snapshot) => snapshot.workers_wanted, isCount: true },
+};
+const OPTIMIZER = ["outer-lr", "outer-momentum"];
 
-/** A question that states the consequence; resolves to true or false. */
+/** Why nothing can be changed before the first snapshot: the control address comes from the feed. */
+export const UNHEARD = "No snapshot from the broker yet.";
+
+/** A question that states the consequence; resolves to true or false. `typed` has to be typed first. */
 function ask({ title, text, yes, isDangerous = false, typed = null }) {
   const dialog = $("ask");
   say($("ask-title"), title);
@@ -33,41 +42,36 @@ function ask({ title, text, yes, isDangerous = false, typed = null }) {
   });
 }
 
-/** Where it is steered is known from its feed. */
-export const UNHEARD = "The broker has not been heard yet.";
-
 export class Control {
   constructor({ onToken }) {
     this.session = null;
     this.snapshot = null;
     this.isBusy = false;
     this.silence = UNHEARD;
-    $("save").onclick = () => this.send("save", {}, "Asking the broker to save …");
+    $("save").onclick = () => this.send("save", {});
     $("pause").onclick = () => this.pause();
     $("shutdown").onclick = () => this.shutdown();
-    this.form("optimizer-form", () => this.optimizer());
-    this.form("workers-form", () => this.workers());
-    this.form("token-form", () => {
+    const form = (id, action) => {
+      $(id).onsubmit = (event) => {
+        event.preventDefault();
+        action();
+      };
+    };
+    form("optimizer-form", () => this.set(OPTIMIZER, "It applies from the next version on, for every worker."));
+    form("workers-form", () => this.set(["workers-wanted"], "Round one waits for this many. No worker is removed."));
+    form("token-form", () => {
       if ($("token").value) onToken($("token").value);
       $("token").value = "";
     });
-    for (const id of ["outer-lr", "outer-momentum", "workers-wanted"]) $(id).oninput = () => this.refresh();
+    for (const id of Object.keys(SETTINGS)) $(id).oninput = () => this.refresh();
     $("result-close").onclick = () => ($("result").hidden = true);
     this.refresh();
-  }
-
-  form(id, action) {
-    $(id).onsubmit = (event) => {
-      event.preventDefault();
-      action();
-    };
   }
 
   /** Why nothing may be changed now, or "". */
   get reason() {
     if (!this.session) return "The dashboard program has not answered yet.";
-    if (!this.session.steering) return this.session.reason ?? "";
-    return this.silence;
+    return this.session.steering ? this.silence : this.session.reason ?? "";
   }
 
   get isAllowed() {
@@ -85,132 +89,76 @@ export class Control {
     $("control-reason").hidden = this.reason === "";
     say($("control-reason"), this.reason);
     $("token-form").hidden = !this.session?.needs_token;
-    const may = (id, because = "") => {
+    const may = (id, because) => {
       $(id).disabled = !this.isAllowed || because !== "";
       say($(`${id}-reason`), this.session?.mode === "live" ? because : "");
     };
-    may("save", !snapshot ? "" : snapshot.checkpoint ? (snapshot.run ? "" : "There is nothing to save yet.") : "The broker has no save folder; start it with --save-dir DIR.");
+    const stopping = snapshot?.state === "stopping" ? "The broker is stopping." : "";
+    const unsaved = snapshot?.run ? "" : "There is nothing to save yet.";
+    may("save", !snapshot ? "" : snapshot.checkpoint ? unsaved : "The broker has no save folder; start it with --save-dir DIR.");
+    may("pause", stopping);
+    may("shutdown", stopping);
     say($("pause"), snapshot?.state === "paused" ? "Resume" : "Pause");
-    may("pause", snapshot?.state === "stopping" ? "The broker is stopping." : "");
-    may("shutdown", snapshot?.state === "stopping" ? "The broker is stopping." : "");
-    const outer = snapshot?.outer ?? { lr: null, momentum: null };
-    const own = snapshot && outer.lr === null ? "This optimizer's settings are its own." : "";
-    this.field("outer-lr", outer.lr, own);
-    this.field("outer-momentum", outer.momentum, own || (snapshot && outer.momentum === null ? "no momentum" : ""));
-    say($("optimizer-reason"), own);
-    $("set-optimizer").disabled = !this.isAllowed || !this.optimizerChanges().length;
-    this.field("workers-wanted", snapshot?.workers_wanted ?? null, "");
-    $("set-workers").disabled = !this.isAllowed || !this.workersChange();
+    for (const [id, { now }] of Object.entries(SETTINGS)) {
+      const value = snapshot ? now(snapshot) : null;
+      $(id).placeholder = value === null ? "" : setting(value);
+      $(id).disabled = !this.isAllowed || (value === null && OPTIMIZER.includes(id));
+    }
+    say($("optimizer-reason"), snapshot && snapshot.outer.lr === null ? "This optimizer's settings cannot be changed from here." : "");
+    $("set-optimizer").disabled = !this.isAllowed || !this.changes(OPTIMIZER).length;
+    $("set-workers").disabled = !this.isAllowed || !this.changes(["workers-wanted"]).length;
   }
 
-  field(id, value, because) {
-    $(id).placeholder = value === null || value === undefined ? "" : setting(value);
-    $(id).disabled = !this.isAllowed || because !== "";
+  /** What is typed in these fields and differs from what holds. */
+  changes(ids) {
+    return ids.flatMap((id) => {
+      const { name, title, now, isCount } = SETTINGS[id];
+      const [text, before] = [$(id).value, this.snapshot ? now(this.snapshot) : null];
+      const after = Number(text);
+      const isValid = text !== "" && (isCount ? Number.isInteger(after) && after >= 1 : Number.isFinite(after));
+      return isValid && after !== before ? [{ id, name, after, words: `${title} ${setting(before)} → ${setting(after)}.` }] : [];
+    });
   }
 
-  changed(id, name, title, before) {
-    const text = $(id).value;
-    const after = Number(text);
-    return text !== "" && Number.isFinite(after) && after !== before ? [{ name, title, before, after }] : [];
-  }
-
-  optimizerChanges() {
-    const outer = this.snapshot?.outer ?? {};
-    return [
-      ...this.changed("outer-lr", "outer_lr", "Outer learning rate", outer.lr),
-      ...this.changed("outer-momentum", "outer_momentum", "Outer momentum", outer.momentum),
-    ];
-  }
-
-  workersChange() {
-    const [change] = this.changed("workers-wanted", "workers", "Workers wanted", this.snapshot?.workers_wanted);
-    return change && Number.isInteger(change.after) && change.after >= 1 ? change : null;
-  }
-
-  async optimizer() {
-    const changes = this.optimizerChanges();
+  async set(ids, consequence) {
+    const changes = this.changes(ids);
     if (!changes.length || !this.isAllowed) return;
-    await this.set(changes, "It holds from the next version on, for every worker.");
+    const text = [...changes.map(({ words }) => words), consequence].join(" ");
+    if (!(await ask({ title: "Change settings?", text, yes: "Change" }))) return;
+    if (!(await this.send("set", Object.fromEntries(changes.map(({ name, after }) => [name, after]))))) return;
+    for (const { id } of changes) $(id).value = "";
+    this.refresh();
   }
 
-  async workers() {
-    const change = this.workersChange();
-    if (!change || !this.isAllowed) return;
-    await this.set([change], "It is what round one waits for, and nobody is sent away.");
-  }
-
-  async set(changes, consequence) {
-    const words = changes.map(({ title, before, after }) => `${title} ${setting(before)} → ${setting(after)}.`);
-    const agreed = await ask({ title: "Change settings?", text: `${words.join(" ")} ${consequence}`, yes: "Change" });
-    if (!agreed) return;
-    const values = Object.fromEntries(changes.map(({ name, after }) => [name, after]));
-    const done = await this.send("set", values, "Asking the broker …");
-    if (done) {
-      for (const id of ["outer-lr", "outer-momentum", "workers-wanted"]) {
-        if (changes.some(({ name }) => name === { "outer-lr": "outer_lr", "outer-momentum": "outer_momentum", "workers-wanted": "workers" }[id])) $(id).value = "";
-      }
-      this.refresh();
-    }
-  }
-
-  async kick(worker) {
+  async kick({ id, health, workers }) {
     if (!this.isAllowed) return;
-    if (worker.workers != null) {
-      await this.kickRelay(worker);
-      return;
-    }
-    const isDead = worker.health === "dead";
-    const rounds = this.snapshot?.mode === "async" ? "the others go on" : "rounds go on without it";
-    const agreed = await ask({
-      title: `Kick ${worker.id}?`,
-      text: isDead ? `${worker.id} is dead. The run no longer counts on it, and it leaves the table.` : `${worker.id} is removed from the run and told so; ${rounds}. What it has not sent by then is not counted. It does not come back by itself, only when it is started anew.`,
-      yes: "Kick",
-      isDangerous: true,
-    });
-    if (agreed) await this.send("kick", { worker: worker.id }, `Asking the broker to kick ${worker.id} …`);
-  }
-
-  async kickRelay({ id, workers }) {
-    const agreed = await ask({
-      title: `Kick relay ${id}?`,
-      text: `Relay ${id} is told to end, and no round waits for it. Workers behind it, ${workers} now, wait until a relay is started there again.`,
-      yes: "Kick",
-      isDangerous: true,
-    });
-    if (agreed) await this.send("kick", { worker: id }, `Asking the broker to kick ${id} …`);
+    const rounds = this.snapshot?.mode === "async" ? "the others continue" : "rounds continue without it";
+    let text = `${id} is removed from the run; ${rounds}. Work that it has not sent is lost. It rejoins only when it is restarted.`;
+    if (health === "dead") text = `${id} is dead. The run no longer waits for it, and it leaves the table.`;
+    if (workers !== null) text = `Relay ${id} stops, and no round waits for it. The ${workers} workers downstream of it wait until a relay is started there again.`;
+    const title = workers === null ? `Kick ${id}?` : `Kick relay ${id}?`;
+    if (await ask({ title, text, yes: "Kick", isDangerous: true })) await this.send("kick", { worker: id });
   }
 
   async pause() {
-    if (this.snapshot?.state === "paused") {
-      await this.send("resume", {}, "Asking the broker to go on …");
-      return;
-    }
-    const agreed = await ask({
-      title: "Pause the run?",
-      text: "No further round closes: workers train to their next boundary and wait there until somebody resumes the run.",
-      yes: "Pause",
-    });
-    if (agreed) await this.send("pause", {}, "Asking the broker to pause …");
+    if (this.snapshot?.state === "paused") return this.send("resume", {});
+    const text = "No further round closes: workers train to their next boundary and wait there until the run is resumed.";
+    return (await ask({ title: "Pause the run?", text, yes: "Pause" })) && this.send("pause", {});
   }
 
   async shutdown() {
-    const name = this.snapshot?.run ? this.snapshot.run.slice(0, 8) : "shutdown";
-    const saves = this.snapshot?.checkpoint ? `It saves to ${this.snapshot.checkpoint.folder} first.` : "It has no save folder: what it holds is lost.";
-    const agreed = await ask({
-      title: "End the run?",
-      text: `The run ends for all ${this.snapshot?.counts.alive ?? ""} workers; their scripts are told to stop. ${saves} To have the broker back soon: diloco-broker shutdown --restarting`,
-      yes: "Shut down",
-      isDangerous: true,
-      typed: name,
-    });
-    if (agreed) await this.send("shutdown", { confirm: name }, "Asking the broker to stop …");
+    const { run, checkpoint, counts } = this.snapshot ?? {};
+    const typed = run ? run.slice(0, 8) : "shutdown";
+    const saves = checkpoint ? `The broker saves to ${checkpoint.folder} first.` : "The broker has no save folder: its parameters are lost.";
+    const text = `The run ends for all ${counts?.alive ?? ""} workers; their scripts stop. ${saves} To restart the broker instead: diloco-broker shutdown --restarting`;
+    if (await ask({ title: "End the run?", text, yes: "Shut down", isDangerous: true, typed })) await this.send("shutdown", { confirm: typed });
   }
 
-  /** Have it done; the sentence that comes back is shown. True if it was done. */
-  async send(action, values, waiting) {
+  /** Ask the broker, and show its answer. True if it was done. */
+  async send(action, values) {
     this.isBusy = true;
     this.refresh();
-    this.result("quiet", "…", waiting);
+    this.result("quiet", "…", "Asking the broker …");
     const answer = await order(action, values);
     this.isBusy = false;
     this.result(answer.ok ? "good" : "bad", answer.ok ? "✓" : "✗", answer.text);

@@ -26,7 +26,7 @@ export async function replay(history, show) {
         shown = wanted;
         const moment = await get(`/api/replay/${shown}`);
         const elapsed = moment.at - outline.first_at;
-        if (shown === wanted) slider.value = shown; // else somebody is moving it
+        if (shown === wanted) slider.value = shown; // else the slider has moved on
         const when = `${new Date(1000 * moment.at).toLocaleString()}, ${clock(elapsed)} after the start`;
         say($("moment-at"), when);
         slider.setAttribute("aria-valuetext", when);

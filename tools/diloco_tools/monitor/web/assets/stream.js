@@ -1,5 +1,5 @@
 // Talking to the dashboard program. Events come by fetch and not by EventSource: that one can send no
-// token, and tells nobody why it was refused.
+// token, and does not say why it was refused.
 
 const KEY = "diloco-token";
 const SILENCE_MS = 10_000; // pulses come each second: after this the connection is dead
@@ -54,7 +54,7 @@ export async function order(action, values = {}) {
     const body = await response.json();
     return { ok: body.ok === true, text: String(body.text) };
   } catch {
-    return { ok: false, text: "The dashboard program does not answer, so nobody knows whether this was done." };
+    return { ok: false, text: "The dashboard program does not answer; whether this was done is unknown." };
   }
 }
 

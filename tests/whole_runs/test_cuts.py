@@ -37,8 +37,6 @@ BUFFER_FRAME = 2 + 4 * CHUNK_ELEMENTS
 UNNOTICED = {"greeting", "ready", "join", "welcome", "notice", "leave"}
 # As long as a worker may be back it stays expected: no round closes without it.
 GRACE_S = 30.0
-# One that was never told of its session has to wait until the broker gives its first life up.
-SHORT_GRACE_S = 0.2
 # Cuts end a wait at one boundary again and again; it goes on as long as there is a broker.
 RETRIES = 1000
 # A ledger remembers so many pushes of a worker.
@@ -284,7 +282,7 @@ def _no_errors(caplog: pytest.LogCaptureFixture) -> Any:
 def test_break_before_there_is_a_session_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco_worker.core.connection.LONGEST_BACKOFF_S", 0.1)
     monkeypatch.setattr("diloco_worker.core.connection.RETRY_S", 0.1)
-    change_no_bit("streaming mean", BEGINNING, 4, disconnect_grace=SHORT_GRACE_S)
+    change_no_bit("streaming mean", BEGINNING, 4)
 
 
 def cuts_at(place: str) -> list[Cut]:

@@ -146,6 +146,31 @@ def test_second_worker_with_the_same_id_is_refused_once_the_first_shows_life() -
     assert stage.version().counter == 1
 
 
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_worker_whose_welcome_was_lost_is_welcomed_again_at_once(is_noticed: bool) -> None:
+    """It has no session token; whether or not the broker has noticed that its connection broke."""
+    stage = a_stage(workers=1, disconnect_grace=30.0)
+    a = stage.worker("a").joins(voter=7)
+    lost = a.session
+    if is_noticed:
+        a.loses_connection()
+    a.joins(session=None, voter=7)
+    assert a.session != lost
+    stage.provide()
+    a.pushes(1)
+    assert stage.version().counter == 1
+
+
+def test_process_with_another_voter_number_has_to_wait_until_the_first_is_gone() -> None:
+    stage = a_stage(workers=1, disconnect_grace=30.0)
+    a = stage.worker("a").joins(voter=7)
+    a.loses_connection()
+    twin = stage.worker("a").joins(voter=8)
+    assert (twin.error().code, twin.error().retry) == ("id_taken", True)
+    stage.passes(30.1)
+    assert twin.joins(voter=8).last(messages.Welcome) is not None
+
+
 def test_restarted_worker_takes_its_place_when_the_first_is_gone() -> None:
     stage, a = alone()
     stage.gone |= {a.control, a.bulk}  # killed: nobody knows yet

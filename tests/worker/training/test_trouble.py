@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
+import zmq
 
 from diloco_protocol.messages import Chunk, Error, Join, Notice, Push
 from diloco_worker.core.session import Session
+from kit.proxy import Cut, MessageProxy
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 from kit.uniform_model import first, until
@@ -26,6 +29,33 @@ def test_what_a_worker_says_of_itself_is_what_it_said_at_first(training: Scripte
     about["model"] = {"no message": "changes"}
     training.broker.restart()
     assert training.broker.welcomes(version(0)).extra == {"gpu": "a100"}
+
+
+def test_message_that_arrived_before_the_connection_broke_is_heard(
+    training: ScriptedTraining, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the link hears of the break first: a poll asks for messages before the monitors."""
+    poll, is_due = zmq.Poller.poll, threading.Event()
+
+    def kind_of(socket: object) -> int | None:
+        return socket.type if isinstance(socket, zmq.Socket) else None
+
+    def sees_the_break_alone(self: zmq.Poller, timeout: float | None = None) -> list[Any]:
+        ready = poll(self, timeout)
+        while is_due.is_set() and zmq.DEALER in map(kind_of, dict(ready)):
+            if zmq.PAIR in map(kind_of, dict(ready)):
+                is_due.clear()
+                return [each for each in ready if kind_of(each[0]) != zmq.DEALER]
+            ready = poll(self, 0)
+        return ready
+
+    with MessageProxy(broker.address, [Cut(up=False, kind="notice")]) as proxy:
+        worker = training.begins(server=proxy.address)
+        monkeypatch.setattr(zmq.Poller, "poll", sees_the_break_alone)
+        is_due.set()
+        broker.says(Notice("shutdown", OVER))
+        until(lambda: worker.should_stop)
+        assert not is_due.is_set()
 
 
 def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(

@@ -35,7 +35,7 @@ from diloco_worker.core.lanes import Owners
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import LinkState
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.shell.connections import NOW, Connections
+from diloco_worker.shell.connections import NOW, Changes, Connections
 from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.forks import inode_of, keep_from_children
 from diloco_worker.shell.fragment_buffers import FragmentBuffers, check_length
@@ -374,23 +374,32 @@ class Link(Inbox):
             for each in (connections.control, connections.bulk):
                 if each in ready and not each.closed:
                     self._receive(each)
-            # After the messages, so that what a peer said before it died is heard.
             if self._connections is connections and connections.may_have_changed(ready):
-                changes = connections.changes()
-                self.refused_key = None if changes.connected else changes.refused
-                if changes.connected:
-                    self._executor.feed(events.Connected())
-                if changes.refused is not None and changes.is_final:
-                    self._executor.feed(events.LockedOut(changes.refused))
-                elif changes.broken is not None:
-                    is_alone = connections.is_shortened and changes.is_of_bulk_alone
-                    self._breaks_of_shortcut = self._breaks_of_shortcut + 1 if is_alone else 0
-                    self._executor.feed(events.Disconnected(changes.broken))
-                elif changes.unreached and not changes.connected:
-                    self._executor.feed(events.Unreached())
+                self._follow(connections, connections.changes())
         if self._hub is not None:
             self._hear_others(self._hub, ready)
         self._executor.feed(events.Tick())
+
+    def _follow(self, connections: Connections, changes: Changes) -> None:
+        """Tell the session what the monitors have seen of these connections."""
+        self.refused_key = None if changes.connected else changes.refused
+        if changes.connected:
+            self._executor.feed(events.Connected())
+        if changes.refused is not None and changes.is_final:
+            self._executor.feed(events.LockedOut(changes.refused))
+        elif changes.broken is not None:
+            # Messages that arrived before the break are handled first. The poll may have missed them:
+            # it asks for messages before it asks the monitors.
+            for each in (connections.control, connections.bulk):
+                if self._connections is connections:
+                    self._receive(each)
+            if self._connections is not connections:
+                return
+            is_alone = connections.is_shortened and changes.is_of_bulk_alone
+            self._breaks_of_shortcut = self._breaks_of_shortcut + 1 if is_alone else 0
+            self._executor.feed(events.Disconnected(changes.broken))
+        elif changes.unreached and not changes.connected:
+            self._executor.feed(events.Unreached())
 
     def _hear_others(self, hub: Hub, ready: Mapping[object, int]) -> None:
         if hub.socket in ready:

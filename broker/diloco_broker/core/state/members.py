@@ -197,6 +197,14 @@ class Member:
         """Has it taken part, be it with one step?"""
         return self.figures.step > 0 or self.figures.pushes > 0
 
+    def comes_back_as(self, join: messages.Join) -> bool:
+        """Whether this join is from the same process on new connections.
+
+        It shows its session token. If its welcome was lost it has none, but its voter number is known.
+        """
+        is_same_process = join.voter is not None and join.voter == self.voter
+        return join.session == self.session or is_same_process
+
     def is_before(self, worker_id: str) -> bool:
         """Is that worker, or relay, behind this relay, as far as is known?"""
         return worker_id in self.behind or any(e.worker_id == worker_id for e in self.listed)

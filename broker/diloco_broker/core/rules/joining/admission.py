@@ -33,7 +33,7 @@ def join(
     # Of more fragments than there are, the frozen one included, nobody has a version.
     join = replace(join, versions=join.versions[: state.config.num_fragments + 1])
     member = state.members.named(join.worker_id)
-    if member is not None and member.session != join.session:
+    if member is not None and not member.comes_back_as(join):
         yield from _contest(member, route, state.now)
         return
     state.model.forgive(join.worker_id)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diloco_worker import DiLoCoWorker
-from diloco_worker.training.group import waiting
+from diloco_worker.training.group import leading, waiting
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
@@ -152,6 +152,8 @@ def train_island(
     if kind != "plain":
         given, called, group, tied = spread(kind, model)  # type: ignore[assignment]
     optimizer = torch.optim.SGD(given.parameters(), lr=0.05, momentum=0.5)
+    if options.get("dies_in"):
+        leading.WORD_EVERY_S = 3600.0  # a leader notices at once that it is left
     if options.get("dies_as") == rank and not Path(f"{out}.died").exists():
         die_in(options["dies_in"], Path(f"{out}.died"))
     made = DiLoCoWorker(

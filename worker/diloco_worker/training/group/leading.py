@@ -174,6 +174,11 @@ class LeadingDriver(Driver):
         sight = super()._look()
         return Sight(sight.news, sight.link, self._totals)
 
+    @property
+    def _has_news(self) -> bool:
+        is_lost = self.link.lost_process is not None and not self._is_leaving
+        return is_lost or super()._has_news
+
     def _wait(self, seconds: float) -> None:
         if self._is_leaving:
             super()._wait(seconds)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,8 @@ from diloco_lab.chaos.attacks.cli import attack
 from diloco_lab.chaos.crew import MODES
 from diloco_lab.chaos.drill import Options, drill, prepare_text
 from diloco_lab.chaos.faults import SHORT, WHOLE
-from diloco_lab.chaos.report import Report
+from diloco_lab.chaos.leftovers import claim
+from diloco_lab.chaos.report import NO_TIME, Report, new_report
 from diloco_lab.chaos.table import NOTES, faults_table, figures_table
 from diloco_lab.driver.experiment import Experiment
 from diloco_lab.driver.options import words
@@ -42,7 +44,10 @@ def main(
     durable: Annotated[
         bool, typer.Option("--durable", help="The broker saves each version before it tells of it.")
     ] = False,
-    minutes: Annotated[float, typer.Option(help="The drill ends after so long, done or not.")] = 7,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="End after so many; what is left is not run. Default: no limit."),
+    ] = None,
 ) -> None:
     """Kill, stop, cut off and fill up a run of one broker and four workers, then audit it.
 
@@ -61,37 +66,50 @@ def main(
                 fail(COMMAND, f"--{name} before a command does nothing; {behind}", 2)
         return
     experiment = Experiment(COMMAND, out, width=WIDTH)
-    deadline = time.monotonic() + 60 * minutes
+    ends_at = math.inf if minutes is None else time.monotonic() + 60 * minutes
     chosen = words(modes)
     if not chosen or not MODES.keys() >= set(chosen):
         choose = f"choose from {', '.join(MODES)}"
         experiment.refuse(f"--modes {modes!r} has none or unknown ones; {choose}")
     torch.set_num_threads(1)
     scale = SHORT if short else WHOLE
-    asked = Options(experiment.out, scale, seed, deadline, durable=durable, with_calm=not short)
-    reports: list[Report] = []
+    asked = Options(experiment.out, scale, seed, ends_at, durable=durable, with_calm=not short)
     with experiment.folder() as folder:
-        held_out = prepare_text(asked.texts)
-        for mode in chosen:
-            faults = sum(scale.counts.values())
-            logs = folder / mode
-            experiment.say(
-                f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {logs}"
-            )
-            reports.append(drill(mode, held_out, asked, experiment.say))
-            experiment.save(f"{mode}.json", reports[-1])
+        reports = list(_reports(experiment, chosen, asked))
     experiment.say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {folder}")
     problems = [sentence for report in reports for sentence in report["problems"]]
     tables = faults_table(reports), figures_table(reports)
     experiment.end(tables, [*NOTES, *_remarks(reports)], problems)
 
 
+def _reports(experiment: Experiment, modes: Sequence[str], asked: Options) -> Iterator[Report]:
+    """Run one mode after the other; what it comes to is written to MODE.json as well."""
+    claim(asked.out)
+    for mode in modes:
+        (asked.out / f"{mode}.json").unlink(missing_ok=True)  # of an earlier drill
+    held_out = prepare_text(asked.texts)
+    for mode in modes:
+        if time.monotonic() > asked.ends_at:
+            report = new_report(mode, 0, "-") | {"not_run": NO_TIME}
+        else:
+            scale = asked.scale.of(MODES[mode].relays)
+            faults, logs = sum(scale.counts.values()), asked.out / mode
+            experiment.say(
+                f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {logs}"
+            )
+            report = drill(mode, held_out, asked, experiment.say)
+        experiment.save(f"{mode}.json", report)
+        yield report
+
+
 def _remarks(reports: list[Report]) -> Iterator[str]:
-    """Pushes that are in no final version, with the reason."""
+    """Pushes that are in no final version, with the reason, and modes that were not run."""
     for report in reports:
         audit = report["audit"] or {}
         remarks = [each for name in REMARKS for each in audit.get(name, ())]
         yield from (f"note    {report['mode']}: {each}" for each in remarks[:MOST_REMARKS])
+        if report["not_run"]:
+            yield f"NOT RUN  {report['mode']}: {report['not_run']}"
 
 
 app.command()(attack)

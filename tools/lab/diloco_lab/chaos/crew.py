@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco_lab.chaos import leftovers
 from diloco_lab.chaos.audit import BROKER_LOG, RELAY_LOGS
 from diloco_lab.chaos.disk import Disk
 from diloco_lab.chaos.faults import (
@@ -19,7 +20,7 @@ from diloco_lab.chaos.faults import (
     WORKERS,
 )
 from diloco_lab.chaos.job import Job, Life
-from diloco_tools.processes import Child, Children
+from diloco_tools.processes import C, Child, Children
 from diloco_tools.tcp_proxy import HOST, Gate, TcpProxy
 
 SYNC_EVERY = 6  # H
@@ -147,6 +148,10 @@ class Crew(Children):
             proxy.close()
         if self.disk is not None:
             self.disk.close()
+
+    def add(self, child: C) -> C:
+        leftovers.note(self.folder, child.pid)
+        return super().add(child)
 
     def start_broker(self) -> None:
         """Start the broker, for the first time or again. Returns at once."""

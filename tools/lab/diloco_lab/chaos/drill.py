@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +20,10 @@ from diloco_lab.chaos.disk import small_disk
 from diloco_lab.chaos.faults import NEWCOMERS, WORKERS, Injected, Scale, plan
 from diloco_lab.chaos.inject import inject_all
 from diloco_lab.chaos.job import RESULT
+from diloco_lab.chaos.leftovers import empty
+from diloco_lab.chaos.pace import CALM_ROUNDS, Pace
 from diloco_lab.chaos.report import Report
-from diloco_lab.chaos.run_watch import Broken, RunWatch
+from diloco_lab.chaos.run_watch import Broken, OutOfTime, RunWatch
 from diloco_lab.chaos.worker import CONTEXT, checksum, named
 from diloco_protocol.errors import DilocoError
 from diloco_tools.demo.data import load_text
@@ -31,6 +32,7 @@ from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient, GlobalParameters
 
 START_WITHIN_S = 60.0
+START = Pace(10.0)  # of a machine of which nothing is known yet
 LEAVE_WITHIN_S = 40.0
 PULL_WITHIN_S = 20.0
 EXIT_WITHIN_S = 30.0
@@ -46,7 +48,7 @@ class Options:
     out: Path  # a folder for each mode, and one for the text
     scale: Scale
     seed: int
-    deadline: float  # on the monotonic clock
+    ends_at: float  # on the monotonic clock; what is left then is not run
     durable: bool
     with_calm: bool  # compare with a run without faults
 
@@ -74,13 +76,18 @@ def drill(mode: str, held_out: Windows, asked: Options, say: Callable[[str], Non
     report = reports.new_report(mode, how.allowed_loss, disk.how)
     crew = Crew(folder, how, disk, asked.texts, seed=seed, pause=how.pause_s, durable=asked.durable)
     with crew:
-        watch = RunWatch(crew, asked.deadline)
+        watch = RunWatch(crew, START, asked.ends_at)
         try:
             open_run(watch)
+            watch.wait_rounds(CALM_ROUNDS, "the start")
+            watch.pace = Pace.of(time.monotonic() - began)
+            report["slowness"] = watch.pace.slowness
             inject_all(watch, plan(seed, mode, asked.scale.of(how.relays)), injected)
             close_in(watch, asked.scale.rounds)
             until = time.monotonic()
             report["ending"] = bring_to_an_end(watch, held_out)
+        except OutOfTime:
+            return report | {"not_run": reports.CUT_SHORT}
         except (Broken, ChildFailed) as error:
             broken.append(str(error))
     report["seconds"] = round(time.monotonic() - began, 1)
@@ -91,25 +98,12 @@ def drill(mode: str, held_out: Windows, asked: Options, say: Callable[[str], Non
             say(f"{mode}: the same without faults, for comparison")
             empty(folder / "calm")
             with Crew(folder / "calm", how, None, asked.texts, seed=seed + 1, pause=0.0) as crew:
-                broken += calm(report, RunWatch(crew, asked.deadline), held_out)
+                broken += calm(report, RunWatch(crew, watch.pace, asked.ends_at), held_out)
     report["faults"] = [reports.verdict(each, seen, began) for each in injected]
     report["table"] = reports.rows(report["faults"])
     broken += reports.problems(report, asked.scale.rounds)
     report["problems"] = [f"{mode}: {sentence}" for sentence in broken]
     return report
-
-
-def empty(folder: Path) -> None:
-    """Make this folder, or remove what an earlier drill has left in it.
-
-    Raises:
-        OSError: there is something else in it.
-    """
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / audits.BROKER_LOG).exists():
-            raise FileExistsError(f"{folder} holds something that is not of a drill")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def open_run(watch: RunWatch) -> None:
@@ -119,7 +113,7 @@ def open_run(watch: RunWatch) -> None:
         watch.crew.start_relay(relay)
     for worker in WORKERS:
         watch.crew.start_worker(worker)
-    sentence = f"No round closed within {START_WITHIN_S:g} s."
+    sentence = f"No round closed within {watch.pace.stretched(START_WITHIN_S):g} s."
     watch.wait_until(lambda: watch.rounds >= 1, START_WITHIN_S, sentence)
 
 
@@ -145,34 +139,35 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
     Raises:
         Broken: somebody hangs.
     """
-    crew = watch.crew
+    crew, pace = watch.crew, watch.pace
     staying = [life for life in crew.lives if not life.was_killed]
     for life in staying:
         life.job.finish.touch()
     watch.wait_until(
         lambda: all(life.ended_at is not None for life in staying),
         LEAVE_WITHIN_S,
-        f"Not everybody left within {LEAVE_WITHIN_S:g} s of being asked to.",
+        f"Not everybody left within {pace.stretched(LEAVE_WITHIN_S):g} s of being asked to.",
     )
     try:
-        with DiLoCoClient(crew.address, timeout=PULL_WITHIN_S) as observer:
+        with DiLoCoClient(crew.address, timeout=pace.stretched(PULL_WITHIN_S)) as observer:
             final = observer.pull()
     except DilocoError as error:
         raise Broken(f"The final version cannot be pulled: {error}") from None
     for life in staying:
         life.job.pull.touch()
-    until = time.monotonic() + EXIT_WITHIN_S
+    within_s = pace.stretched(EXIT_WITHIN_S)
+    until = time.monotonic() + within_s
     exits = {life.job.name: life.child.wait(until - time.monotonic()) for life in staying}
     hung = [name for name, code in exits.items() if code is None]
     if hung:
-        raise Broken(f"{', '.join(hung)} did not end within {EXIT_WITHIN_S:g} s of leaving.")
+        raise Broken(f"{', '.join(hung)} did not end within {within_s:g} s of leaving.")
     pulled = [life.job for life in staying if life.job.pulls and life.job.file(RESULT).exists()]
     for name, relay in crew.relays.items():
         relay.process.terminate()
-        exits[name] = relay.wait(BROKER_EXIT_WITHIN_S)
+        exits[name] = relay.wait(pace.stretched(BROKER_EXIT_WITHIN_S))
     began = time.monotonic()
     crew.broker.process.terminate()
-    broker_exit = crew.broker.wait(BROKER_EXIT_WITHIN_S)
+    broker_exit = crew.broker.wait(pace.stretched(BROKER_EXIT_WITHIN_S))
     return {
         "versions": named(final),
         "checksum": checksum(final),
@@ -246,6 +241,8 @@ def calm(report: Report, watch: RunWatch, held_out: Windows) -> list[str]:
         while watch.contributions < report["contributions"]:
             watch.wait_rounds(1 / watch.crew.mode.versions_a_round, "the start of the calm run")
         ending = bring_to_an_end(watch, held_out)
+    except OutOfTime:
+        return []  # the loss is compared with nothing
     except (Broken, ChildFailed) as error:
         return [f"The calm run: {error}"]
     report["calm"] = {

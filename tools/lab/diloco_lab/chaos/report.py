@@ -20,6 +20,7 @@ from typing import Any
 from diloco_lab.chaos.audit import Contribution, Findings, Push, Record, WorkerLog
 from diloco_lab.chaos.faults import RELAYS, WORKERS, Injected, Kind
 from diloco_lab.chaos.job import Life
+from diloco_lab.chaos.pace import Pace
 
 LEAST_SHARE_AVERAGED = 0.95
 MOST_LOSS = 1.03  # of the calm run's
@@ -28,6 +29,8 @@ MOST_LOSS = 1.03  # of the calm run's
 MOST_LOSS_WITH_RELAYS = 1.06
 RECOVERY_S = 20.0  # from a kill to the next round, starting a process on a busy machine included
 SEEN_BY_ITSELF = (Kind.FILL_DISK, Kind.GUEST)  # their end takes more than a new version
+# Why a mode was not run, or not to its end.
+NO_TIME, CUT_SHORT = "--minutes were over before it began", "--minutes were over before its end"
 Report = dict[str, Any]
 
 
@@ -48,6 +51,8 @@ def new_report(mode: str, allowed: int, disk: str) -> Report:
         "audit": None,  # see `audited`
         "ending": None,  # see `drill.bring_to_an_end`
         "calm": None,  # the run without faults: loss, contributions, seconds
+        "slowness": 1.0,  # of this machine, see `Pace`
+        "not_run": None,  # why, where it was not run to its end
         "problems": [],
     }
 
@@ -153,11 +158,12 @@ def problems(report: Report, least_rounds: int) -> Iterator[str]:
             when = "never carried out" if at is None else f"{at:.0f} s after the start"
             what = f"{Kind[each['kind'].upper()].words} ({each['target']}, {when})"
             yield f"The run did not get over a fault: {what}."
+    allowed_s = Pace(report["slowness"]).stretched(RECOVERY_S)
     for each in kills(report):
-        if (each["next_round_s"] or 0.0) > RECOVERY_S:
+        if (each["next_round_s"] or 0.0) > allowed_s:
             yield (
                 f"After {each['target']} was killed the next round closed in "
-                f"{each['next_round_s']:.1f} s; at most {RECOVERY_S:g} s are allowed."
+                f"{each['next_round_s']:.1f} s; at most {allowed_s:g} s are allowed."
             )
     if report["audit"] is not None:
         yield from report["audit"]["problems"]

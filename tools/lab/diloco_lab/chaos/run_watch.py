@@ -6,12 +6,14 @@ while it lasts what has been put off (`when`) is done at its time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 from diloco_lab.chaos.audit import BROKER_LOG, Record
 from diloco_lab.chaos.crew import Crew
 from diloco_lab.chaos.job import AUDIT, Life
+from diloco_lab.chaos.pace import Pace
 from diloco_tools.processes import JsonLines
 
 TURN_S = 0.03  # between two looks
@@ -22,12 +24,22 @@ class Broken(Exception):
     """A promise is broken and the drill cannot go on; the message is a sentence that names it."""
 
 
-class RunWatch:
-    """See the head of this module. Times are of the monotonic clock."""
+class OutOfTime(Exception):
+    """The drill was given no more minutes: what is left is not run."""
 
-    def __init__(self, crew: Crew, deadline: float) -> None:
+
+class RunWatch:
+    """See the head of this module. Times are of the monotonic clock.
+
+    `pace` says how slow this machine is, and so how long each wait may take. The drill ends at
+    `drill_ends_at`, whatever is left to do.
+    """
+
+    def __init__(self, crew: Crew, pace: Pace, drill_ends_at: float = math.inf) -> None:
         self.crew = crew
-        self.deadline = deadline  # the run has to be over by then
+        self.pace = pace
+        self._began = time.monotonic()
+        self._drill_ends_at = drill_ends_at
         # The versions so far, those that came after others, and when each was seen.
         self.seen: list[tuple[float, Record]] = []
         self._log = JsonLines(crew.folder / BROKER_LOG)
@@ -82,16 +94,19 @@ class RunWatch:
     def wait_until(
         self, condition: Callable[[], bool], seconds: float, sentence: str, every: float = TURN_S
     ) -> None:
-        """Wait until a condition holds; raises Broken with the sentence after `seconds`.
+        """Wait until a condition holds; raises Broken with the sentence after `seconds`, or more of them
+        on a slow machine.
 
         The condition is looked at each `every` seconds, the run itself all the time.
         """
-        until = time.monotonic() + seconds
+        until = time.monotonic() + self.pace.stretched(seconds)
         self.look()
         while not condition():
             now = time.monotonic()
-            if now > self.deadline:
-                raise Broken(f"The drill ran out of time (--minutes gives it more): {sentence}")
+            if now > self._drill_ends_at:
+                raise OutOfTime
+            if now - self._began > self.pace.mode_s:
+                raise Broken(f"The run was not over after {self.pace.mode_s:.0f} s. {sentence}")
             if now > until:
                 raise Broken(sentence)
             for each in (self.crew.broker, *self.crew.relays.values()):
@@ -102,7 +117,8 @@ class RunWatch:
     def wait_rounds(self, rounds: float, after: str) -> None:
         """Wait until this many more rounds have closed; raises Broken when the run stands still."""
         target = len(self.seen) + rounds * self.crew.mode.versions_a_round
-        sentence = f"No round closed for {STANDSTILL_S:g} s after {after}."
+        seconds = self.pace.stretched(STANDSTILL_S)
+        sentence = f"No round closed for {seconds:g} s after {after}."
         while (have := len(self.seen)) < target:
             self.wait_until(self._more_than(have), STANDSTILL_S, sentence)
 
@@ -122,6 +138,7 @@ class RunWatch:
             life = self.crew.life(worker)
             return life.joined_at is not None and life.ended_at is None
 
-        sentence = f"{worker} did not join within {STANDSTILL_S:g} s."
+        seconds = self.pace.stretched(STANDSTILL_S)
+        sentence = f"{worker} did not join within {seconds:g} s."
         self.wait_until(takes_part, STANDSTILL_S, sentence)
         return self.crew.life(worker)

@@ -47,7 +47,10 @@ def figures_table(reports: Sequence[Report]) -> Table:
     shown.add_column("", no_wrap=True)
     for report in reports:
         shown.add_column(report["mode"], justify="right")
-    headline = (Text(_work(report["useful_work"]["not_killed"]), "bold") for report in reports)
+    headline = (
+        Text("not run" if each["not_run"] else _work(each["useful_work"]["not_killed"]), "bold")
+        for each in reports
+    )
     shown.add_row(Text("lives not killed (goal 1.0)", "bold"), *headline)
     by_mode = [_cells(report) for report in reports]
     for name in by_mode[0]:

@@ -31,7 +31,9 @@ BATCH = 4
 LEARNING_RATE = 2e-3
 WARMUP = 10  # steps of each life: AdamW has no state in the beginning
 LOOK_EVERY_S = 0.05
-PULL_WITHIN_S = 60.0  # that a worker which has left waits for the others
+PULL_WITHIN_S = (
+    600.0  # that a worker which has left waits for the others; the drill has bounds of its own
+)
 PATIENCE_S = 30.0  # without a sign of life of the broker
 FORCES = 3  # attempts to get the last steps in
 

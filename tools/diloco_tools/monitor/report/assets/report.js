@@ -90,8 +90,7 @@ const axes = { round: AXES.round(data.word), time: timeline.axis() };
 for (const { plot, lines, ...words } of data.charts) {
   const given = PLOTS[plot];
   const isTime = given.x === "time";
-  // A whole run: what is off the scale is so by far, or it would be missed.
-  const chart = new Chart({ id: `plot-${words.id ?? plot}`, ...given, ...words, axis: axes[given.x], bands: isTime ? bands : [], cutsAbove: 8, empty: words.empty ?? "Not in this history." });
+  const chart = new Chart({ id: `plot-${words.id ?? plot}`, ...given, ...words, axis: axes[given.x], bands: isTime ? bands : [], isWhole: true, empty: words.empty ?? "Not in this history." });
   document.getElementById("charts").append(chart.node);
   chart.draw(isTime ? lines.map(({ name, points }) => ({ name, points: points.map(([at, y]) => [timeline.at(at), y]) })) : lines);
 }

@@ -81,13 +81,13 @@ function parts(points) {
 }
 
 /**
- * One plot. `axis` is one of `AXES`; `recent`: a single line is scaled by its newer half where all values
- * differ by more than `cutsAbove` times as much; `bands` are stretches of x in a colour of the style sheet:
- * [[from, to, colour], ...].
+ * One plot. `axis` is one of `AXES`; `recent`: a single line is scaled by its newer half, but of a whole run
+ * (`isWhole`) only where few values would flatten all others; `bands` are stretches of x in a colour of the
+ * style sheet: [[from, to, colour], ...].
  */
 export class Chart {
-  constructor({ id, title, unit = "", format, axis, fromZero = true, recent = false, mayJump = false, cutsAbove = 1, bands = [], empty = "No round has closed yet." }) {
-    Object.assign(this, { title, format, axis, fromZero, recent, mayJump, cutsAbove, bands });
+  constructor({ id, title, unit = "", format, axis, fromZero = true, recent = false, mayJump = false, isWhole = false, bands = [], empty = "No round has closed yet." }) {
+    Object.assign(this, { title, format, axis, fromZero, recent, mayJump, isWhole, bands });
     this.lines = [];
     this.readout = make("p", { className: "readout", id: `${id}-now` });
     this.surface = make("div", { className: "surface", tabIndex: 0, role: "img" });
@@ -130,8 +130,11 @@ export class Chart {
     let [y0, y1] = extent(points.map(([, y]) => y));
     if (this.recent && this.lines.length === 1) {
       const [low, high] = recentScale(points.map(([, y]) => y), this.mayJump);
-      if (y1 - y0 > this.cutsAbove * (high - low)) [y0, y1] = [low, high];
-      this.tellCut(points.filter(([, y]) => y < y0 || y > y1));
+      const off = points.filter(([, y]) => y < low || y > high);
+      if (!this.isWhole || (off.length <= points.length / 10 && y1 - y0 > 8 * (high - low))) {
+        [y0, y1] = [low, high];
+        this.tellCut(off);
+      }
     }
     this.across = x0 < x1 ? [x0, x1] : [x0 - 0.5, x1 + 0.5];
     if (this.fromZero) y0 = Math.min(0, y0);

@@ -64,4 +64,5 @@ def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
     yield open_
     for context in contexts:
         context.close()
+    PAGES.clear()  # a dashboard of the next test must not close them again
     assert complaints == []

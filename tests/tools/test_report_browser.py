@@ -35,14 +35,14 @@ COLOUR = "getComputedStyle(document.documentElement).backgroundColor"
 def report(tmp_path: Path) -> str:
     """The address of a page: two starts of the broker, hostile names, a pause, a warning."""
     rounds = [
-        closed(AT + 9 * n, n, HOSTILE, "b", loss=3.0 - n / 20, seconds=9.0) for n in range(1, 30)
+        closed(AT + 9 * n, n, HOSTILE, "b", loss=2 + 8 * 0.6**n, seconds=9.0) for n in range(1, 30)
     ]
     lines: list[Any] = [
         start(AT),
         event(AT + 1, f"{HOSTILE} joins from {HOSTILE}."),
         *rounds,
         event(AT + 270, "b counts as dead: nothing was heard from it for 30 s.", level="warning"),
-        {**closed(AT + 3000, 30, HOSTILE, loss=1.5, seconds=7200.0), "epoch": "b1"},
+        {**closed(AT + 3000, 30, HOSTILE, loss=2.0, seconds=7200.0), "epoch": "b1"},
         {**line("stop", AT + 3010, text=HOSTILE), "epoch": "b1"},
     ]
     orders = (action(AT + 50, "pause", "the run is paused"), action(AT + 70, "resume", HOSTILE))
@@ -77,9 +77,9 @@ def test_page_draws_its_curves_and_fetches_nothing(
     assert page.locator("img").count() == 0
     assert page.locator(".plot canvas").count() == 7
     assert min(widths(page, ".plot canvas")) > 100
-    assert read(page, "loss") == "1.5"
-    assert read(page, "loss", "Home") == "round 1: 2.95"
-    assert read(page, "loss", "ArrowRight") == "round 2: 2.9"
+    assert read(page, "loss") == "2"
+    assert read(page, "loss", "Home") == "round 1: 6.8"
+    assert read(page, "loss", "ArrowRight") == "round 2: 4.88"
     assert read(page, "speeds", "Home").startswith("2023-11-14 22:13:29 UTC: ")
 
 
@@ -89,6 +89,7 @@ def test_an_interrupted_round_is_off_the_scale_and_the_page_says_so(
     page = opened(report)
     playwright.expect(page.locator("#plot-seconds .cut")).to_contain_text("round 30 with 2 h")
     assert page.evaluate("document.querySelector('#plot-seconds').chart.up")[1] < 20
+    assert page.locator("#plot-loss .cut").is_hidden(), "a loss that falls is shown from its start"
 
 
 def test_rows_show_when_each_worker_was_here(report: str, opened: Callable[..., Page]) -> None:

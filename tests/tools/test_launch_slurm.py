@@ -98,6 +98,7 @@ def test_words_of_the_user_reach_the_command_as_they_are(words: list[str], path:
     assert shown.stdout.decode().split("\0")[:-1] == words
 
 
+@pytest.mark.slow
 def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     run = a_run(folder=tmp_path / "run", start_in=tmp_path, islands=1)
     folders.write(run)
@@ -142,6 +143,7 @@ def test_wrong_use_gets_a_sentence_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_slurm_the_scripts_are_written_and_that_is_said(tmp_path: Path) -> None:
     done = launch(tmp_path, "--islands", "1", "--submit", "--", "true", path=str(tmp_path))
     assert done.returncode == 2
@@ -149,6 +151,7 @@ def test_without_slurm_the_scripts_are_written_and_that_is_said(tmp_path: Path) 
     assert (tmp_path / "runs" / "diloco" / "islands.sh").exists()
 
 
+@pytest.mark.slow
 def test_what_is_to_be_submitted_is_named(tmp_path: Path) -> None:
     done = launch(tmp_path, "--islands", "1", "--", "true")
     assert done.returncode == 0, done.stderr

@@ -106,6 +106,7 @@ def test_dead_worker_is_not_missing_once_the_run_is_over() -> None:
     assert verdict(stage).word == "healthy"
 
 
+@pytest.mark.slow
 def test_deaths_on_record_are_bounded_in_number_and_time() -> None:
     stage, (a, *others) = a_run(*(f"w{number:03}" for number in range(130)))
     for each in others:

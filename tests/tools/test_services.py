@@ -68,6 +68,7 @@ def test_systemd_finds_what_is_wrong(tmp_path: Path) -> None:
     assert "x.service" in done.stderr
 
 
+@pytest.mark.slow
 def test_broker_of_the_unit_starts_with_what_the_page_says(keys: Path) -> None:
     given = re.search(r"DILOCO_SERVE=(.*)' >", PAGE)
     assert given is not None
@@ -89,6 +90,7 @@ def test_worker_of_the_unit_starts_its_script_with_its_key(keys: Path) -> None:
     assert "DILOCO_WORKER_ID=gpu-0" in told
 
 
+@pytest.mark.slow
 def test_broker_of_the_compose_file_starts(keys: Path) -> None:
     broker = COMPOSE["broker"]
     words = ["diloco-broker", *broker["command"], "--check"]

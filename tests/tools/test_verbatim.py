@@ -155,6 +155,7 @@ def test_metrics_have_names_as_they_are(name: str) -> None:
     assert label_value(name) == name and name in labels
 
 
+@pytest.mark.slow
 def test_no_console_reads_markup() -> None:
     """What is printed for people takes its styles from `Text`, and brackets in a name as they are."""
     for path in MODULES.values():

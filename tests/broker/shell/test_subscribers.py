@@ -46,6 +46,7 @@ def stranger(stack: ExitStack, address: str) -> None:
     stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
 
 
+@pytest.mark.slow
 def test_subscribers_that_never_read_do_not_slow_the_broker(
     context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

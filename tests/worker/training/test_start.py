@@ -116,6 +116,7 @@ def fails_at(place: int) -> Callable[[FrameType, str, Any], Any]:
     return lambda frame, event, _: line if frame.f_code.co_filename in traced else None
 
 
+@pytest.mark.slow
 def test_start_that_fails_at_any_line_leaves_nothing_behind(
     broker: Broker, members: Callable[[], list[str]], tmp_path: Path
 ) -> None:

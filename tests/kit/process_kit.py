@@ -7,7 +7,6 @@ functions at the end of this module (`start`).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import multiprocessing
@@ -64,12 +63,28 @@ def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
 _ports = itertools.count(10_000 + os.getpid() * 101 % 20_000)
 
 
+_kept: list[socket.socket] = []
+
+
 def a_free_address() -> str:
-    """For a broker that is to be found there again after it was killed."""
+    """For a broker that is to be found there again after it was killed.
+
+    On Linux the port stays bound until the tests end, so nobody else gets it: who listens there with
+    SO_REUSEADDR, as ZeroMQ does, may share it with a socket that does not listen.
+    """
     for port in itertools.islice(_ports, 1000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"tcp://127.0.0.1:{port}"
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        if sys.platform == "linux":
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _kept.append(holder)
+        else:
+            holder.close()
+        return f"tcp://127.0.0.1:{port}"
     raise AssertionError("no port is free")
 
 

@@ -51,9 +51,10 @@ def train(processes: Processes, address: str, broker: Child, steps: int, width: 
 # memory is used again (`tensor_pool` of the protocol), which smaller ones leave to the allocator.
 SMALL = 70
 ROUNDS = 500
-# From the median of rounds 100 to 200 to that of the last third are 267 rounds: a leak of 10 kB a round
-# is 2,600 KiB. What was seen without one is 300 to 700: heaps that still settle.
-GROWTH_KIB = 1500
+# From the median of rounds 100 to 200 to that of the last third are 267 rounds: a delta that each of
+# them left behind would be 10,400 KiB. What was seen without one is 300 to 700: heaps that still
+# settle. What is smaller than a delta is counted below.
+GROWTH_KIB = 5000
 
 MODES = {
     "sync": ["--no-save"],
@@ -140,7 +141,7 @@ def peaks(processes: Processes, workers: int, *options: str) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_memory_is_flat_from_2_to_16_workers(processes: Processes) -> None:
-    """Peaks: the broker has less than 8 MB more for each worker more, a worker less than 8 MB in all.
+    """Peaks: the broker has less than 8 MB more for each worker more, a worker less than 16 MB in all.
 
     What the broker has more are chunks under way, which credits limit for all workers together, whatever
     the size of the model: 64 of 1 MiB at most. A copy of each worker's delta, 8 MB here, would be
@@ -148,7 +149,7 @@ def test_memory_is_flat_from_2_to_16_workers(processes: Processes) -> None:
     """
     (broker, worker), (broker_16, worker_16) = peaks(processes, 2), peaks(processes, 16)
     assert broker_16 - broker < (UPLOAD_WINDOW_TOTAL + 8) * MIB < 14 * 8 * MIB
-    assert worker_16 - worker < 8 * MIB
+    assert worker_16 - worker < 16 * MIB  # a version
 
 
 # What the state reaches, counted.

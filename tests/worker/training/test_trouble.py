@@ -62,7 +62,10 @@ def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(
     training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.begins(timeout=0.3)
-    training.steps(H)  # nobody answers
+    training.stops_time()
+    training.trains(H)
+    training.passes(0.4)
+    training.done()  # nobody answers
     training.steps(H + 2)  # past the next boundary: no second delta
     assert training.values == 100 - H - (H + 2)
     metrics = training.metrics

@@ -21,6 +21,7 @@ from diloco_worker.training.group import leading, waiting
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
+ENDS_WITHIN_S = 3 * PATIENCE_S  # a whole run of it, from the first import on
 
 
 class Language(nn.Module):
@@ -306,7 +307,7 @@ class Island:
         return self.folder / f"{self.name}.{rank}"
 
     def ends(self) -> list[int]:
-        return [each.ends() for each in self.ranks]
+        return [each.ends(ENDS_WITHIN_S) for each in self.ranks]
 
     def kill(self) -> None:
         for each in self.ranks:

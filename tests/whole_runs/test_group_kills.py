@@ -11,7 +11,7 @@ import pytest
 from kit.islands import Island
 from kit.process_kit import PATIENCE_S, Processes, a_free_address
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 pytest_plugins = ("kit.process_fixtures",)
 
 OPTIONS: dict[str, Any] = {

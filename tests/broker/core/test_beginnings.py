@@ -79,6 +79,7 @@ def test_new_run_begins_once_all_its_workers_are_there_and_a_return_would_have_c
 def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -> None:
     stage = a_broker(workers=3, recover_wait=8.0)
     new = stage.worker("new").joins()
+    assert "3 workers" in stage.shown()["waiting_for"]
     stage.passes(7.8)
     assert not new.asked_for
     stage.passes(0.3)

@@ -317,7 +317,7 @@ def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> No
     address = a_free_address()
     result = CliRunner().invoke(app, [command, "--address", address, "--timeout", "0.2"])
     assert result.exit_code == 2
-    assert f"No answer from {address}" in result.output
+    assert address in result.output
     assert result.output.count("\n") == 1
 
 
@@ -353,7 +353,7 @@ def test_operator_hears_only_the_answer_to_its_own_request() -> None:
         with Operator(f"tcp://127.0.0.1:{port}", timeout=PATIENCE_S, who="me") as operator:
             assert operator.ask("anything", deep=[1]).text == "its own"
             operator.timeout = 0.05
-            with pytest.raises(Unreachable, match="may still carry out 'kick'"):
+            with pytest.raises(Unreachable, match="kick"):
                 operator.ask("kick", worker="a")
             with pytest.raises(UsageError, match="cannot be sent"):
                 operator.ask("set", outer_lr=object())

@@ -66,4 +66,4 @@ def test_programs_get_one_object(folder: Path) -> None:
 def test_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
     result = inspect(tmp_path)
     assert result.exit_code == 2
-    assert f"There is no checkpoint in {tmp_path}." in result.output
+    assert str(tmp_path) in result.output

@@ -36,7 +36,7 @@ def test_probe_is_answered_with_as_many_bytes_as_are_asked_for(stage: Stage, siz
 def test_answer_is_not_longer_than_a_stranger_may_be_in_the_middle_of(stage: Stage) -> None:
     sent = answer(stage, Probe(7, LONGEST_PROBE + 1))
     assert isinstance(sent.message, Error) and sent.message.code == "bad_header"
-    with pytest.raises(ProtocolError, match="the limit is 49152"):
+    with pytest.raises(ProtocolError, match="49152"):
         unpack(pack(Probe(7), b"x" * (LONGEST_PROBE + 1)))
 
 

@@ -91,7 +91,7 @@ def test_worker_that_comes_when_the_run_has_gone_on_does_not_change_it() -> None
     b = stage.worker("b").comes_with(ahead(crashed.holdings(), f0=1))
     assert not b.asked_for
     assert stage.version().counter == 2
-    assert stage.said("b holds version 3#", f"from an older copy and is at {stage.version()}")
+    assert stage.said("b holds", "version 3#", str(stage.version()))
     a_round([a, b], 2)
     assert stage.version().counter == 3
 

@@ -39,7 +39,7 @@ def test_what_cannot_be_handled_ends_no_relay(
         loop._uplink.close("the test is over")
         loop.close()
     assert heard == ["usual"]
-    assert "could not be handled; the relay goes on" in caplog.text
+    assert [record.levelname for record in caplog.records].count("ERROR") >= 1
 
 
 def test_relay_is_called_the_same_after_a_restart_with_the_same_options() -> None:

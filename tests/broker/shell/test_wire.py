@@ -344,7 +344,7 @@ def test_initial_that_is_no_state_dict_is_refused(initial: Any) -> None:
 
 
 def test_port_in_use_is_one_sentence() -> None:
-    with a_broker() as broker, pytest.raises(UsageError, match="cannot be bound: something else"):
+    with a_broker() as broker, pytest.raises(UsageError, match="--bind"):
         Broker(BrokerConfig(bind=broker.address, feed="tcp://127.0.0.1:*"))
 
 
@@ -400,7 +400,7 @@ def test_broker_that_ends_by_an_error_tells_workers_and_whoever_stops_it(
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         broker.stop()
     broker.stop()
-    assert "The broker ends because of an error" in caplog.text
+    assert "a mistake of ours" in caplog.text
 
 
 def test_factory_that_cannot_be_used_ends_the_broker_with_its_sentence() -> None:

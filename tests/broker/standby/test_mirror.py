@@ -155,7 +155,7 @@ def test_hub_that_saves_nothing_says_so_and_so_does_one_without_a_checkpoint(
         wait_for(lambda: "no checkpoint yet" in (mirror.problem or ""))
     config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None)
     with Broker(config) as hub, Mirror(hub.address, tmp_path / "b") as mirror:
-        wait_for(lambda: "start it with --save-dir" in (mirror.problem or ""))
+        wait_for(lambda: "--save-dir" in (mirror.problem or ""))
 
 
 @pytest.mark.parametrize(("name", "may"), [("anna", True), ("w0", False), ("display", False)])
@@ -169,7 +169,7 @@ def test_key_of_an_operator_may_copy_and_no_other(
         if may:
             is_copied(mirror, checkpoint.found(tmp_path / "hub")[0])
         else:
-            wait_for(lambda: "that takes the key of an operator" in (mirror.problem or ""))
+            wait_for(lambda: "operator" in (mirror.problem or ""))
 
 
 def test_folder_of_another_broker_is_left_alone(hub: Broker, tmp_path: Path) -> None:

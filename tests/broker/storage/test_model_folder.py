@@ -141,7 +141,7 @@ def test_what_is_no_hugging_face_folder_is_refused(like: Path, tmp_path: Path) -
     with pytest.raises(UsageError, match="same folder"):
         write_like(a_model(), like, like)
     (like / "model-00001-of-00002.safetensors").write_bytes(b"no header")
-    with pytest.raises(UsageError, match="must be safetensors"):
+    with pytest.raises(UsageError, match="safetensors"):
         write_like(a_model(), tmp_path / "new", like)
     (like / "config.json").unlink()
     with pytest.raises(UsageError, match=r"config\.json"):

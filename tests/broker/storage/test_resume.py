@@ -173,7 +173,7 @@ def test_folder_without_a_sound_checkpoint_stops_the_start_with_a_way_out(tmp_pa
     bad.mkdir()
     with pytest.raises(UsageError, match="--fresh"):
         Broker(a_config(tmp_path))
-    with pytest.raises(UsageError, match="there is no checkpoint there"):
+    with pytest.raises(UsageError, match="nowhere"):
         Broker(a_config(tmp_path, resume=str(tmp_path / "nowhere")))
     Broker(a_config(tmp_path, resume="none")).close()
 

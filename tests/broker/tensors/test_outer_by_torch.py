@@ -172,7 +172,7 @@ class Stubborn(torch.optim.SGD):
 
 def test_optimizer_that_cannot_step_is_named() -> None:
     model = ChunkedModel(TorchOuter(lambda parameters: Stubborn(parameters, lr=0.1)))
-    with pytest.raises(UsageError, match=r"Stubborn of fragment 0 failed .*closure is None"):
+    with pytest.raises(UsageError, match=r"Stubborn.*closure is None"):
         model.merges(torch.randn_like(model.start[0]))
 
 

@@ -1,4 +1,4 @@
-"""What is around the packages: images, workflows, completion in the shell, the board for Grafana."""
+"""What is around the packages: images, workflows, the board for Grafana."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -117,30 +116,6 @@ def test_job_has_twice_the_time_of_what_it_runs_and_actions_are_of_a_version(
         minutes = sum(MINUTES[each] for each in MINUTES for run in steps if run.startswith(each))
         assert job["timeout-minutes"] == 10 + 2 * minutes, name  # ten for what it installs
         assert all(re.search(r"@v\d", step["uses"]) for step in job["steps"] if "uses" in step)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("diloco-broker se", {"serve", "set"}),
-        ("diloco-top --on", {"--once"}),
-        ("diloco-worker d", {"doctor"}),
-        *((f"{name} --he", {"--help"}) for name in COMMANDS),
-    ],
-)
-def test_shell_completes_commands_and_options(words: str, expected: set[str]) -> None:
-    name = words.split(maxsplit=1)[0]
-    module = COMMANDS[name]
-    variable = f"_{name.upper().replace('-', '_')}_COMPLETE"
-    said = subprocess.run(
-        [sys.executable, "-c", f"from {module} import app; app(prog_name={name!r})"],
-        env={**os.environ, variable: "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert expected <= set(said.stdout.split()), said.stderr
 
 
 def queries() -> list[str]:

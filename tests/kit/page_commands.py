@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco_tools.command import SUBCOMMANDS
 from kit.paths import ROOT
 
 FOLDERS = ("protocol", "broker", "worker", "tools", "tests")
@@ -19,9 +20,16 @@ PAGES = sorted(
 )
 # Words that a shell takes for itself, between two commands of a line.
 BETWEEN = {"&&", "|", ";"}
+# The programs of this project, by the app of each.
+PROGRAMS = {
+    app: name
+    for name, app in re.findall(
+        r'^(diloco\S*) = "(\S+:app)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+}
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # `diloco-top --once`, `make demo`: in the middle of a sentence.
-SPAN = re.compile(r"`((?:[A-Z]+=\S+ )?(?:diloco-[a-z]+|make|python -m)(?: [^`]*)?)`")
+SPAN = re.compile(r"`((?:[A-Z]+=\S+ )?(?:diloco(?:-[a-z]+)?|make|python -m)(?: [^`]*)?)`")
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,16 @@ def commands_of(page: str, line: int, text: str) -> Iterator[Command]:
                 name, _, value = part.pop(0).partition("=")
                 variables.append((name, value))
             words = (part[0].removeprefix(".venv/bin/"), *part[1:]) if part else ()
-            yield Command(page, line, text, words, tuple(variables))
+            yield Command(page, line, text, by_own_name(words), tuple(variables))
             part = []
+
+
+def by_own_name(words: tuple[str, ...]) -> tuple[str, ...]:
+    """`diloco broker serve` as `diloco-broker serve`: the words of the program behind the subcommand."""
+    if words[:1] != ("diloco",) or not words[1:] or words[1] not in SUBCOMMANDS:
+        return words
+    module, app, *within = SUBCOMMANDS[words[1]][0].split(":")
+    return (PROGRAMS[f"{module}:{app}"], *within, *words[2:])
 
 
 def spans(page: Path) -> Iterator[Command]:

@@ -18,7 +18,7 @@ from kit.paths import ROOT
 
 PROJECT = (ROOT / "pyproject.toml").read_text()
 # Commands that this project installs, by name: module and the name of the app in it.
-OURS = dict(re.findall(r'^(diloco-[\w-]+) = "([\w.]+:\w+)"$', PROJECT, re.MULTILINE))
+OURS = dict(re.findall(r'^(diloco[\w-]*) = "([\w.]+:\w+)"$', PROJECT, re.MULTILINE))
 _EXTRAS = PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
 EXTRAS = set(re.findall(r"^(\w+) = \[", _EXTRAS, re.M))
 MARKERS = set(re.findall(r'^    "(\w+): ', PROJECT, re.MULTILINE))

@@ -79,7 +79,7 @@ class TestStart:
         [
             (("--host", "0.0.0.0"), "0.0.0.0 can be reached from other machines"),
             (("--host", "0.0.0.0"), "or add --insecure"),
-            (("--feed", "localhost:"), "is not a feed address"),
+            (("--feed", "localhost:"), "must be an address"),
             (("--replay", "x", "--server", NOBODY), "nothing to steer"),
             (("--replay", "/no/such"), "/no/such"),
         ],

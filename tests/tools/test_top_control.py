@@ -231,7 +231,7 @@ class TestRequests:
     def test_what_is_no_address_gets_a_sentence(self) -> None:
         answer = ask_once("tcp://nowhere:", "save", {})
         assert not answer.ok
-        assert "is not a control address" in answer.text
+        assert "must be an address" in answer.text
 
     @screen({"control": "tcp://tunnel:9"})
     async def test_another_control_address_may_be_given(self, pilot: ScreenPilot) -> None:

@@ -71,7 +71,7 @@ class TestCommand:
         ("arguments", "words"),
         [
             *(
-                ((address, "--once"), (ascii(address), "tcp://HOST:PORT"))
+                ((address, "--once"), (ascii(address), "must be an address"))
                 for address in NO_ADDRESSES
             ),
             *((("--timeout", s), (f"--timeout {s} is no time to wait",)) for s in NO_TIMES),

@@ -8,24 +8,16 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from diloco_protocol.clients import Keys, find_keys
-from diloco_protocol.clients.keys import VARIABLE
+from diloco_protocol.clients.command_line import KeyFile as KeysOption
+from diloco_protocol.clients.command_line import fail
 from diloco_protocol.roles import Role
 
-KeysOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--keys",
-        metavar="FILE",
-        envvar=VARIABLE,
-        help="Your key, where the broker asks for one; diloco-broker keygen makes it.",
-    ),
-]
+__all__ = ["KeysOption", "console", "console_for_tables", "fail", "installed", "keys_of"]
 
 
 def keys_of(given: Path | None, *, steers: bool) -> Keys | None:
@@ -56,9 +48,3 @@ def installed(command: str) -> str:
         return command
     path, here = Path(sys.executable).with_name(command), Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
-
-
-def fail(command: str, sentence: str, code: int) -> NoReturn:
-    """End a command with a sentence on its standard error and this exit code."""
-    typer.echo(f"{command}: {sentence}", err=True)
-    raise typer.Exit(code)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import typer
-
 from diloco_broker.cli import checkpoints, operator
 from diloco_broker.cli.keygen import keygen
 from diloco_broker.cli.plan import plan
 from diloco_broker.cli.relay import relay
 from diloco_broker.cli.serve import WithPort, serve
 from diloco_broker.cli.standby import standby
-from diloco_protocol.clients.command_line import with_version
+from diloco_protocol.clients.command_line import App
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = App(no_args_is_help=True)
 
 
 @app.callback()
-@with_version
 def commands() -> None:
     """Average the pseudo-gradients of DiLoCo workers and hand global parameters back."""
 

@@ -9,15 +9,19 @@ from typing import Annotated
 import typer
 
 from diloco_broker.cli.failures import fail, failing_in_a_sentence
-from diloco_broker.cli.operator import KeyFile
-from diloco_protocol.addresses import address_or_path, with_scheme
 from diloco_protocol.clients import find_keys
-from diloco_protocol.clients.command_line import ServerOption
+from diloco_protocol.clients.command_line import (
+    SERVER_VARIABLE,
+    KeyFile,
+    server_option,
+    server_or_path,
+)
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
 
 # What reads checkpoints imports torch, which takes seconds that other commands have not.
 
+ModelServer = Annotated[str | None, server_option(help="A running broker, instead of SOURCE.")]
 RUN_FOLDER = Path("diloco-run")  # of `serve`, unless it is given another
 
 
@@ -25,12 +29,13 @@ def export(  # noqa: PLR0917  each is an option
     source: Annotated[
         str | None,
         typer.Argument(
+            metavar="SOURCE",
             show_default=False,
             help="Folder of checkpoints, one checkpoint, or the address of a running broker "
-            f"(tcp://HOST:PORT). Default: {RUN_FOLDER}.",
+            f"(tcp://HOST:PORT). Default: {SERVER_VARIABLE}, else {RUN_FOLDER}.",
         ),
     ] = None,
-    server: ServerOption = None,
+    server: ModelServer = None,
     to: Annotated[
         Path,
         typer.Option(
@@ -68,7 +73,7 @@ def export(  # noqa: PLR0917  each is an option
             raise UsageError(f"{to} exists already; give --force to replace it.")
         if not to.parent.is_dir():
             raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
-        address = _address(source, server)
+        address, folder = server_or_path(source, server, RUN_FOLDER)
         if address is not None:
             with Observer(address, keys=find_keys(keys, Role.OPERATOR, Role.WORKER)) as observer:
                 read = observer.read()
@@ -80,25 +85,13 @@ def export(  # noqa: PLR0917  each is an option
                     "master is in the checkpoints"
                 )
         else:
-            path, found = newest_sound(Path(source or RUN_FOLDER), checkpoint.load)
+            path, found = newest_sound(folder, checkpoint.load)
             model, what = model_of(found), f"{path.name}, before round {found.number}"
             reply = str(found.config.get("reply_dtype", ""))
             if reply in SIZES and in_few_bits(reply):
                 what += f"; this is the master, which workers hold in {reply} steps behind it"
         size = write_model(model, to) if like is None else write_like(model, to, like)
     typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")
-
-
-def _address(source: str | None, server: str | None) -> str | None:
-    """The address of the broker to read from; None to read checkpoints. Raises UsageError for both."""
-    if server is not None:
-        if source is not None:
-            raise UsageError(
-                f"Both {source} and --server {server} are given; leave one out: the model is read from "
-                "one place."
-            )
-        return with_scheme(server)
-    return None if source is None or Path(source).exists() else address_or_path(source)
 
 
 def inspect(

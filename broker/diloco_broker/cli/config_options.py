@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields
-from inspect import Parameter, Signature, signature
+from inspect import Parameter
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -19,10 +19,11 @@ _TYPES = get_type_hints(BrokerConfig)
 
 def parameter(name: str, default: Any, text: str, panel: str | None = None) -> Parameter:
     """An option of the configuration as a parameter of a command that typer reads."""
-    kind = DECLARED[name].reads or _TYPES[name]
+    declared = DECLARED[name]
+    kind = declared.reads or _TYPES[name]
     # Without a name of its own typer adds --no-NAME, which makes sense only where it is on by default.
     names = ["--" + name.replace("_", "-")] if default is False else []
-    shown = typer.Option(*names, help=text, rich_help_panel=panel)
+    shown = typer.Option(*names, metavar=declared.rule.word, help=text, rich_help_panel=panel)
     kind = Annotated[kind | None if default is None else kind, shown]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
@@ -54,18 +55,3 @@ def all_declared(defaults: Mapping[str, Any], without: Container[str] = ()) -> I
     for name in dict.fromkeys((*MOST_USED, *DECLARED)):
         if name not in without:
             yield as_declared(name, defaults[name])
-
-
-def with_options(options: Iterable[Parameter]) -> Callable[[Any], Any]:
-    """Give a command these options in place of its `**options`, before those of its own."""
-
-    def decorate(command: Any) -> Any:
-        together = list(options)
-        for each in signature(command, eval_str=True).parameters.values():
-            if each.kind is not Parameter.VAR_KEYWORD:
-                together.append(each.replace(kind=Parameter.KEYWORD_ONLY))
-        command.__signature__ = Signature(together)
-        command.__annotations__ = {each.name: each.annotation for each in together}
-        return command
-
-    return decorate

@@ -1,29 +1,20 @@
-"""How a command fails: with one sentence on stderr and an exit code that a script can tell apart."""
+"""How a command of the broker fails: with one sentence on stderr and exit code 2."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
-import typer
+from diloco_protocol.clients import command_line
 
-from diloco_protocol.errors import ProtocolError, Unreachable, UsageError
-
-# Wrong usage, no broker, or nothing that could be read.
-FAILED = 2
+COMMAND = "diloco-broker"
 
 
 def fail(sentence: object) -> NoReturn:
     """Say why, and end the process."""
-    typer.echo(f"diloco-broker: {sentence}", err=True)
-    raise typer.Exit(FAILED) from None
+    command_line.fail(COMMAND, sentence)
 
 
-@contextmanager
-def failing_in_a_sentence() -> Iterator[None]:
+def failing_in_a_sentence() -> AbstractContextManager[None]:
     """Within it, an error of the caller or of the other side ends the process with its sentence."""
-    try:
-        yield
-    except (UsageError, Unreachable, ProtocolError) as error:
-        fail(error)
+    return command_line.failing_in_a_sentence(COMMAND)

@@ -18,14 +18,20 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from diloco_broker.cli.config_options import DECLARED, parameter, with_options
-from diloco_broker.cli.failures import FAILED, fail
+from diloco_broker.cli.config_options import DECLARED, parameter
+from diloco_broker.cli.failures import fail
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.config import duration
 from diloco_broker.core.rules.settings import SETTINGS
 from diloco_protocol.clients import Operator, find_keys
-from diloco_protocol.clients.command_line import ServerArgument, ServerOption, server_of
-from diloco_protocol.clients.keys import VARIABLE
+from diloco_protocol.clients.command_line import (
+    WRONG_USAGE,
+    KeyFile,
+    ServerArgument,
+    ServerOption,
+    server_of,
+    with_options,
+)
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.feed import read_snapshot
 from diloco_protocol.messages import Result
@@ -37,15 +43,6 @@ ASK_AGAIN_S = 0.5
 # Settings that end the run.
 ENDS = {"max_rounds", "token_budget", "max_time"}
 
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--keys",
-        metavar="FILE",
-        envvar=VARIABLE,
-        help="Your key, where the broker asks for one; diloco-broker keygen makes it.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the answer.")]
 Wait = Annotated[
@@ -353,5 +350,5 @@ def _sure(yes: bool, question: str, as_json: bool = False) -> None:
 def _fail(sentence: str, as_json: bool = False) -> NoReturn:
     if as_json:
         typer.echo(json.dumps({"ok": False, "text": sentence}))
-        raise typer.Exit(FAILED)
+        raise typer.Exit(WRONG_USAGE)
     fail(sentence)

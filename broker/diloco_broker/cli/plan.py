@@ -10,14 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, parameter, with_options
+from diloco_broker.cli.config_options import DEFAULTS, parameter
 from diloco_broker.cli.failures import failing_in_a_sentence
-from diloco_broker.cli.operator import KeyFile
 from diloco_broker.cli.plan_report import Planned, as_json, as_text
 from diloco_broker.storage.model_header import read_header
 from diloco_broker.storage.own_plan import read_split
-from diloco_protocol.addresses import address_or_path
 from diloco_protocol.clients import Operator, find_keys
+from diloco_protocol.clients.command_line import (
+    KeyFile,
+    server_option,
+    server_or_path,
+    with_options,
+)
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
@@ -56,14 +60,18 @@ class Source:
 
 
 @with_options(parameter(name, None, text) for name, text in OPTIONS.items())
-def plan(
+def plan(  # noqa: PLR0917  each is an option
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
+            show_default=False,
             help="A .safetensors file, a .pt state dict, a Hugging Face folder; or a run: a folder of "
-            "checkpoints, the address of a broker (tcp://HOST:PORT)."
+            "checkpoints, the address of a broker (tcp://HOST:PORT). Default: DILOCO_SERVER.",
         ),
-    ],
+    ] = None,
+    server: Annotated[
+        str | None, server_option(help="The run of this broker, instead of MODEL.")
+    ] = None,
     frozen: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,7 +91,7 @@ def plan(
     """
     asked = {name: options[name] for name in USED if options[name] is not None}
     with failing_in_a_sentence():
-        source = _source(model, frozen or [], keys)
+        source = _source(*server_or_path(model, server), frozen or [], keys)
         split, pattern = _split(source, *(options[name] for name in SPLIT))
         view = split.view(source.manifest, **{name: source.options[name] for name in USED} | asked)
     planned = Planned(source.name, source.manifest, split, pattern, view, source.notes)
@@ -118,18 +126,16 @@ def _split(
     return FragmentPlan.of(source.manifest, pieces, pattern), pattern
 
 
-def _source(model: str, frozen: Sequence[str], keys: Path | None) -> Source:
-    path = Path(model)
+def _source(address: str | None, path: Path, frozen: Sequence[str], keys: Path | None) -> Source:
     manifests = (path / "checkpoint.json", *path.glob("checkpoint-*/checkpoint.json"))
     is_checkpoint = path.name == "checkpoint.json" or any(each.exists() for each in manifests)
-    is_address = not path.exists() and address_or_path(model) is not None
-    if not is_checkpoint and not is_address:
+    if not is_checkpoint and address is None:
         manifest, in_order = read_header(path, frozen)
         notes = (*([] if in_order else [IN_NO_ORDER]), *([] if frozen else [ALL_TRAINED]))
         return Source(path.name, manifest, notes=notes)
     if frozen:
-        raise UsageError(f"--frozen is for model files; {model} knows what is trained.")
-    return _of_broker(model, keys) if is_address else _of_checkpoint(path)
+        raise UsageError(f"--frozen is for model files; {address or path} knows what is trained.")
+    return _of_checkpoint(path) if address is None else _of_broker(address, keys)
 
 
 def _of_broker(address: str, keys: Path | None) -> Source:

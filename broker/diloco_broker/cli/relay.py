@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, as_declared, with_options
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, as_declared
 from diloco_broker.cli.failures import fail, failing_in_a_sentence
 from diloco_broker.cli.serve import end_on_signals, log_to_stderr
+from diloco_protocol.clients.command_line import (
+    SERVER_VARIABLE,
+    ServerArgument,
+    server_of,
+    server_option,
+    with_options,
+)
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
@@ -41,14 +48,17 @@ OF_THE_SITE = (
 
 @with_options(as_declared(name, DEFAULTS[name]) for name in OF_THE_SITE)
 def relay(  # noqa: PLR0917  each is an option of the command
+    address: ServerArgument = None,
     parent: Annotated[
-        str,
-        typer.Option(
+        str | None,
+        server_option(
+            "--parent",
+            rich_help_panel=MOST_USED_PANEL,
             help="Address of the broker, or relay, whose run the site takes part in: tcp://HOST:8512. "
             "It has to be started with --relays. Of several, with commas in between, it takes the first "
-            "that lets it in.",
+            f"that lets it in. Default: {SERVER_VARIABLE}.",
         ),
-    ],
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -103,6 +113,7 @@ def relay(  # noqa: PLR0917  each is an option of the command
     from diloco_broker.shell.process_memory import keep_freed_memory
 
     with failing_in_a_sentence():
+        parent = server_of(address, parent, default=None)
         keys, name = _identity(parent_keys, name)
         # A window without a quorum is one of asynchronous mode: its parent says whether the run has it.
         is_async = bool(options["grace"]) and options["quorum"] is None

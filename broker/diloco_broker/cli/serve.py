@@ -13,13 +13,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared, with_options
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared
 from diloco_broker.cli.dashboard_process import Dashboard, key_of_page
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
 from diloco_protocol.clients.address_file import write_address
+from diloco_protocol.clients.command_line import with_options
+from diloco_protocol.clients.help_page import Command
 from diloco_protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ RUN_IS_OVER = 3
 _DEFAULTS = DEFAULTS | {"save_dir": Path("diloco-run")}
 
 
-class WithPort(TyperCommand):
+class WithPort(Command):
     """Takes `--dashboard` with a port behind it or without, which typer has no option for."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -198,6 +199,12 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
             "aside, or another --save-dir."
         )
         waiting = "It goes on when its workers are back."
+        most = broker.config.max_rounds
+        if most is not None and most <= broker.rounds:
+            waiting = (
+                f"It ends at once: --max-rounds {most} counts from its beginning, and it has made "
+                f"{broker.rounds}. To go on give more than that."
+            )
         if model:
             text = "--model %s is not used: the broker resumed %s (--fresh begins a new run)."
             logging.getLogger("diloco.broker").warning(text, model, broker.resumed)

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_broker.cli.config_options import DEFAULTS, all_declared, with_options
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.cli.serve import RUN_IS_OVER, config_of, end_on_signals, log_to_stderr
+from diloco_protocol.clients.command_line import (
+    SERVER_VARIABLE,
+    ServerArgument,
+    server_of,
+    server_option,
+    with_options,
+)
 from diloco_protocol.clients.keys import find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
@@ -26,12 +33,16 @@ _DEFAULTS = DEFAULTS | {"save_dir": Path("diloco-standby")}
 
 @with_options(all_declared(_DEFAULTS, NOT_ITS_OWN))
 def standby(
+    address: ServerArgument = None,
     of: Annotated[
-        str,
-        typer.Option(
-            help="Address of the hub: tcp://HOST:8512. It has to be started with --standby.",
+        str | None,
+        server_option(
+            "--of",
+            rich_help_panel=MOST_USED_PANEL,
+            help="Address of the hub: tcp://HOST:8512. It has to be started with --standby. "
+            f"Default: {SERVER_VARIABLE}.",
         ),
-    ],
+    ] = None,
     hub_keys: Annotated[
         Path | None,
         typer.Option(help="Key of an operator for the hub, where that asks for keys."),
@@ -57,6 +68,7 @@ def standby(
     from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
 
     with failing_in_a_sentence():
+        of = server_of(address, of, default=None)
         config = config_of(options)
         keys = None if hub_keys is None else find_keys(hub_keys, Role.OPERATOR)
         if keys is not None and keys.peer.role is not Role.OPERATOR:

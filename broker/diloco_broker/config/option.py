@@ -13,6 +13,7 @@ from diloco_broker.config.schedule import CONSTANT, MOST_ROUNDS, Schedule
 from diloco_protocol.errors import UsageError
 
 _KEY = "option"
+LONGEST_WORD = 16  # characters; a longer list of choices is in the text of the option
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Rule:
     what: str  # the end of the sentence "--name is VALUE; it must be ..."
     holds: Callable[[Any], bool]
     show: Callable[[Any], str] = str  # how the sentence writes a value
+    word: str = "X"  # what `--help` shows in place of a value
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,12 @@ def refusal(name: str, value: object, what: str) -> UsageError:
 
 def one_of(*choices: str) -> Rule:
     *others, last = choices
-    return Rule(f"{', '.join(others)} or {last}", lambda value: value in choices)
+    word = "|".join(choices)
+    return Rule(
+        f"{', '.join(others)} or {last}",
+        lambda value: value in choices,
+        word=word if len(word) <= LONGEST_WORD else "NAME",
+    )
 
 
 def whole(least: int, most: float = math.inf) -> Rule:
@@ -89,36 +96,41 @@ def whole(least: int, most: float = math.inf) -> Rule:
     def holds(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
-    return Rule(f"a whole number, {limits}", holds)
+    return Rule(f"a whole number, {limits}", holds, word="N")
 
 
 def word_or(word: str, rule: Rule) -> Rule:
     """One word, or what another rule takes."""
-    return Rule(f"{word}, or {rule.what}", lambda value: value == word or rule.holds(value))
+    holds = rule.holds
+    return Rule(
+        f"{word}, or {rule.what}",
+        lambda value: value == word or holds(value),
+        word=f"{rule.word}|{word}",
+    )
 
 
-def _number(what: str, fits: Callable[[float], bool]) -> Rule:
+def _number(what: str, fits: Callable[[float], bool], unit: str = "") -> Rule:
     def holds(value: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and math.isfinite(value) and fits(value)
 
-    return Rule(what, holds)
+    return Rule(what, holds, word=unit.strip().upper() or "X")
 
 
 def up_to(most: float, unit: str = "") -> Rule:
     """A number from 0 to this one, both included."""
-    return _number(f"from 0 to {most:.12g}{unit}", lambda value: 0 <= value <= most)
+    return _number(f"from 0 to {most:.12g}{unit}", lambda value: 0 <= value <= most, unit)
 
 
 def above_0_up_to(most: float, unit: str = "") -> Rule:
     """A number above 0 and not above this one."""
-    return _number(f"above 0, at most {most:.12g}{unit}", lambda value: 0 < value <= most)
+    return _number(f"above 0, at most {most:.12g}{unit}", lambda value: 0 < value <= most, unit)
 
 
 def within(least: float, most: float, unit: str = "") -> Rule:
     """A number between these, both included."""
     what = f"from {least:.12g} to {most:.12g}{unit}"
-    return _number(what, lambda value: least <= value <= most)
+    return _number(what, lambda value: least <= value <= most, unit)
 
 
 FINITE = _number("a finite number", lambda _: True)
@@ -138,7 +150,7 @@ def schedule(value: str, bounds: str, fits: Callable[[Schedule], bool]) -> Rule:
             return False
 
     what = f"{CONSTANT}, linear:R[:{value}] or cosine:R[:{value}], with R from 1 to {MOST_ROUNDS} rounds"
-    return Rule(f"{what} and {value} {bounds}", holds, lambda text: str(text)[:60])
+    return Rule(f"{what} and {value} {bounds}", holds, lambda text: str(text)[:60], "CURVE")
 
 
 def _is_duration(text: Any) -> bool:
@@ -149,13 +161,15 @@ def _is_duration(text: Any) -> bool:
 
 
 DURATION = Rule(
-    "a span of time like 90s, 30m, 36h or 7d", _is_duration, lambda text: f"{text!s:.60}"
+    "a span of time like 90s, 30m, 36h or 7d", _is_duration, lambda text: f"{text!s:.60}", "TIME"
 )
 
 
 def path_of(what: str) -> Rule:
     """The path of something, as text."""
-    return Rule(f"the path of a {what}", lambda value: isinstance(value, str) and value != "", repr)
+    return Rule(
+        f"the path of a {what}", lambda value: isinstance(value, str) and value != "", repr, "PATH"
+    )
 
 
 def _is_address(address: str) -> bool:
@@ -170,4 +184,6 @@ def _is_address(address: str) -> bool:
     return port == "*" or int(port) <= 65535
 
 
-ADDRESS = Rule("an address like tcp://127.0.0.1:8512 (port * picks a free one)", _is_address, repr)
+ADDRESS = Rule(
+    "an address like tcp://127.0.0.1:8512 (port * picks a free one)", _is_address, repr, "ADDR"
+)

@@ -11,7 +11,7 @@ from diloco_broker.relay.local_rounds import LocalOuter
 from diloco_broker.relay.loop import RelayLoop
 from diloco_broker.shell.broker import Broker
 from diloco_protocol.addresses import several
-from diloco_protocol.clients.address_file import file_of, leads_somewhere
+from diloco_protocol.clients.address_file import check_address
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import UsageError
@@ -77,20 +77,9 @@ def check(config: BrokerConfig, parent: Given, name: str, wire_dtype: str | None
         check_wire_dtype(wire_dtype)
     if config.save_dir is not None:
         raise UsageError("A relay saves nothing: its parent does. Leave --save-dir out.")
-    return _checked(parent) if isinstance(parent, str) else parent
-
-
-def _checked(parent: str) -> str:
-    """The address, or addresses, of a parent, with their schemes."""
-    if file_of(parent) is not None:
+    if not isinstance(parent, str):
         return parent
-    places = several(parent)
-    if not all(map(leads_somewhere, places)) or len(set(places)) < len(places):
-        raise UsageError(
-            f"--parent is {parent!r:.200}; write tcp://HOST:PORT as the parent printed it, or several, "
-            "each once, with commas in between."
-        )
-    return ",".join(places)
+    return ",".join(several(check_address("--parent", parent)))
 
 
 def default_name(config: BrokerConfig) -> str:

@@ -107,6 +107,11 @@ class Broker:
         return self._loop.core.state.resumed
 
     @property
+    def rounds(self) -> int:
+        """Rounds that the run has made, before this start as well; in async mode applied pushes."""
+        return self._loop.core.state.totals.rounds
+
+    @property
     def run_is_over(self) -> bool:
         """Was the broker asked to end for good, and not to come back?"""
         return self._loop.run_is_over

@@ -25,7 +25,7 @@ from diloco_broker.storage.standby_file import (
     write_standby,
 )
 from diloco_protocol.addresses import with_scheme
-from diloco_protocol.clients.address_file import leads_somewhere
+from diloco_protocol.clients.address_file import leads_somewhere, wrong_address
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Promise
@@ -91,9 +91,7 @@ class StandbyBroker:
                 )
         self.hub = with_scheme(hub)
         if not leads_somewhere(self.hub):
-            raise UsageError(
-                f"--of is {hub!r:.200}; write tcp://HOST:PORT, the control address that the hub printed."
-            )
+            raise wrong_address("--of", hub)
         self._keys, self._folder = keys, Path(config.save_dir)
         self._record = read_standby(self._folder) or new_standby()
         self._following: Following | None = None

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import zmq
-
 from diloco_broker.standby.copying import CopyFailed, Copying, Listing, Outdated, listing_of
 from diloco_broker.storage import checkpoint, pieces
 from diloco_broker.storage.checkpoint import Damaged
@@ -161,8 +159,6 @@ class Mirror:
             pass
         except (CopyFailed, UsageError, ProtocolError, Damaged) as error:
             self._has_problem(str(error))
-        except zmq.ZMQError:
-            self._has_problem(f"{self.address!a} is no control address of a broker.")
         except OSError as error:
             self._has_problem(f"{self.save_dir} cannot be written: {error.strerror or error}.")
         except Exception as error:

@@ -17,12 +17,17 @@ from pathlib import Path
 from diloco_protocol.addresses import (
     EVERYWHERE,
     can_be_reached,
+    several,
     with_scheme,
 )
 from diloco_protocol.errors import UsageError
 
 SCHEME = "file://"
 LARGEST_FILE = 1024  # bytes
+# What a command or a keyword takes, as the end of the sentence "NAME is VALUE; it must be ...".
+ADDRESS = (
+    "an address like tcp://10.0.0.1:8512, several with commas in between, or file:///PATH of one"
+)
 
 
 class NoAddress(Exception):
@@ -77,6 +82,38 @@ def leads_somewhere(address: str) -> bool:
         and ((scheme == "ipc" and rest != "") or (scheme == "tcp" and is_host))
         and (can_be_reached(address))
     )
+
+
+def is_address(text: str) -> bool:
+    """Whether it looks like tcp://HOST:PORT, a short form of it or ipc://PATH, or several of these with
+    commas in between and none twice, or is file:///PATH.
+    """
+    places = several(text)
+    is_several = all(map(_is_place, places)) and len(set(places)) == len(places)
+    return file_of(text) is not None or is_several
+
+
+def _is_place(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    host, colon, _ = rest.rpartition(":")
+    is_host = bool(colon) and host.isascii() and not set(host) & set("/;* ") and host != ""
+    is_known = (scheme == "ipc" and rest != "") or (scheme == "tcp" and is_host)
+    return is_known and can_be_reached(address)
+
+
+def check_address(name: str, text: str) -> str:
+    """The text, if it is an address; `name` is what it was given as.
+
+    Raises:
+        UsageError: it is not one, in the same words whatever needs it.
+    """
+    if not is_address(text):
+        raise wrong_address(name, text)
+    return text
+
+
+def wrong_address(name: str, text: str) -> UsageError:
+    return UsageError(f"{name} is {text!a:.200}; it must be {ADDRESS}.")
 
 
 def resolved(address: str, line: int = 0) -> str:

@@ -1,43 +1,70 @@
-"""What all commands of this project share: `--version`, and which option names which address.
-
-`--server` is the broker's control address and `--feed` that of its feed in every command. An argument
-without an option is the address that the command connects to first.
-"""
+"""What all commands of this project share: how they look, fail, and take the address of a broker."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib.metadata import version
-from inspect import Parameter, signature
-from typing import Annotated, Any
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
-from diloco_protocol.errors import UsageError
+from diloco_protocol.addresses import (
+    CONTROL_PORT,
+    DEFAULT_CONTROL_ADDRESS,
+    DEFAULT_FEED_ADDRESS,
+    FEED_PORT,
+    address_or_path,
+    several,
+    with_scheme,
+)
+from diloco_protocol.clients.address_file import ADDRESS, check_address, resolved
+from diloco_protocol.clients.help_page import Command, Group
+from diloco_protocol.clients.keys import VARIABLE, Keys
+from diloco_protocol.clients.operator import Operator
+from diloco_protocol.errors import DilocoError, Unreachable, UsageError
 
 DISTRIBUTION = "diloco-broker"
 SERVER_VARIABLE, FEED_VARIABLE = "DILOCO_SERVER", "DILOCO_FEED"
+WRONG_USAGE = 2  # exit code; of most failures to start as well
 
-ServerArgument = Annotated[
-    str | None, typer.Argument(metavar="[ADDR]", show_default=False, help="The same as --server.")
-]
-ServerOption = Annotated[
-    str | None,
+KeyFile = Annotated[
+    Path | None,
     typer.Option(
-        "--server",
-        "--address",
-        metavar="ADDR",
-        show_default=False,
-        help="Control address that diloco-broker serve printed: HOST, HOST:PORT or file:///PATH. Of "
-        "several, separated by commas, the broker that has the run is asked. Default: "
-        f"{SERVER_VARIABLE}, else {DEFAULT_CONTROL_ADDRESS}.",
+        "--keys",
+        metavar="FILE",
+        envvar=VARIABLE,
+        help="Your key, where the broker asks for one; diloco-broker keygen makes it.",
     ),
 ]
+
+
+def server_option(
+    *aliases: str, otherwise: str = f", else {DEFAULT_CONTROL_ADDRESS}", **settings: Any
+) -> Any:
+    """The option that has the broker's address; `otherwise` ends the sentence on its default."""
+    usual: dict[str, Any] = {
+        "metavar": "ADDR",
+        "show_default": False,
+        "help": "Address of the broker: HOST, HOST:PORT or file:///PATH of the file that serve "
+        "--address-file writes. Of several, with commas in between, the one that has the run. "
+        f"Default: {SERVER_VARIABLE}{otherwise}.",
+    }
+    return typer.Option("--server", "--address", *aliases, **usual | settings)
+
+
+ServerArgument = Annotated[
+    str | None, typer.Argument(metavar="ADDR", show_default=False, help="The same as --server.")
+]
+ServerOption = Annotated[str | None, server_option()]
+# Of displays, which read the broker's feed. From its control address they find that by themselves.
 FeedArgument = Annotated[
-    str | None, typer.Argument(metavar="[ADDR]", show_default=False, help="The same as --feed.")
+    str | None,
+    typer.Argument(metavar="ADDR", show_default=False, help="The same as --server, or as --feed."),
 ]
 FeedOption = Annotated[
     str | None,
@@ -45,31 +72,122 @@ FeedOption = Annotated[
         "--feed",
         metavar="ADDR",
         show_default=False,
-        help="Feed address that diloco-broker serve printed: HOST, HOST:PORT or file:///PATH. Default: "
-        f"{FEED_VARIABLE}, else {DEFAULT_FEED_ADDRESS}.",
+        help=f"Address of the broker's feed, as it printed it. Default: {FEED_VARIABLE}, else what the "
+        f"broker at --server says, else {DEFAULT_FEED_ADDRESS}.",
     ),
 ]
+FeedServerOption = Annotated[str | None, server_option("--control", otherwise="")]
 
 
-def server_of(argument: str | None, option: str | None) -> str:
-    """The control address that a command line gives; raises UsageError where it gives two."""
-    return _address("--server", argument, option, SERVER_VARIABLE, DEFAULT_CONTROL_ADDRESS)
-
-
-def feed_of(argument: str | None, option: str | None) -> str:
-    """The feed address that a command line gives; raises UsageError where it gives two."""
-    return _address("--feed", argument, option, FEED_VARIABLE, DEFAULT_FEED_ADDRESS)
-
-
-def _address(
-    name: str, argument: str | None, option: str | None, variable: str, default: str
+def server_of(
+    argument: str | None, option: str | None, default: str | None = DEFAULT_CONTROL_ADDRESS
 ) -> str:
-    if None not in (argument, option) and argument != option:
+    """The control address that a command line gives, or the environment.
+
+    Raises:
+        UsageError: there are two, none where `default` is None, or it is not an address.
+    """
+    given = _one_of({"ADDR": argument, "--server": option})
+    name, text = given or _variable(SERVER_VARIABLE) or ("ADDR", default)
+    if text is None:
         raise UsageError(
-            f"Both {argument} and {name} {option} are given, and mean the same; leave one out."
+            f"The broker's address is missing; give --server or {SERVER_VARIABLE}: {ADDRESS}."
         )
-    given = option if argument is None else argument
-    return os.environ.get(variable, "").strip() or default if given is None else given
+    return check_address(name, text)
+
+
+def server_or_path(
+    argument: str | None, option: str | None, default: Path | None = None
+) -> tuple[str | None, Path]:
+    """The address of a broker, or else the path, of a command that takes either as its argument.
+
+    Raises:
+        UsageError: as of `server_of`.
+    """
+    if argument is not None and (Path(argument).exists() or address_or_path(argument) is None):
+        if option is not None:
+            raise _two(argument, "--server", option)
+        return None, Path(argument)
+    if default is not None and not (argument or option or _variable(SERVER_VARIABLE)):
+        return None, default
+    return with_scheme(server_of(argument, option, default=None)), Path()
+
+
+def feed_of(
+    argument: str | None, feed: str | None, server: str | None, keys: Keys | None = None
+) -> str:
+    """Where a display finds the feed that a command line names, or the environment.
+
+    It is the broker's control address where only that is given.
+
+    Raises:
+        UsageError: there are two, it is not an address, or a file has none.
+    """
+    given = _one_of({"ADDR": argument, "--feed": feed})
+    if given is None and server is None:
+        given = _variable(FEED_VARIABLE)
+    if given is None and (server is not None or _variable(SERVER_VARIABLE)):
+        text, port = server_of(None, server), CONTROL_PORT
+    else:
+        text, port = check_address(*given) if given else DEFAULT_FEED_ADDRESS, FEED_PORT
+    places = several(text)
+    if len(places) > 1:
+        with suppress(Unreachable), Operator(text, keys=keys) as operator:
+            return operator.find()
+        text = places[0]
+    return resolved(with_scheme(text, port), line=1)
+
+
+def _one_of(given: dict[str, str | None]) -> tuple[str, str] | None:
+    """The name and value of the one that is given; None where none is."""
+    found = [(name, value) for name, value in given.items() if value is not None]
+    if len({value for _, value in found}) > 1:
+        raise _two(found[0][1], *found[1])
+    return found[0] if found else None
+
+
+def _two(argument: str, name: str, option: str) -> UsageError:
+    return UsageError(f"Both {argument} and {name} {option} are given; leave one out.")
+
+
+def _variable(name: str) -> tuple[str, str] | None:
+    text = os.environ.get(name, "").strip()
+    return (name, text) if text else None
+
+
+def fail(command: str, sentence: object, code: int = WRONG_USAGE) -> NoReturn:
+    """End a command with a sentence on its standard error and this exit code."""
+    typer.echo(f"{command}: {sentence}", err=True)
+    raise typer.Exit(code) from None
+
+
+@contextmanager
+def failing_in_a_sentence(command: str) -> Iterator[None]:
+    """Within it, an error of the caller or of the other side ends the process with its sentence."""
+    try:
+        yield
+    except DilocoError as error:
+        fail(command, error)
+
+
+def with_options(options: Iterable[Parameter]) -> Callable[[Any], Any]:
+    """Give a command these options in place of its `**options`, before those of its own."""
+
+    def decorate(command: Any) -> Any:
+        together = list(options)
+        for each in signature(command, eval_str=True).parameters.values():
+            if each.kind is not Parameter.VAR_KEYWORD:
+                together.append(each.replace(kind=Parameter.KEYWORD_ONLY))
+        _declare(command, together)
+        return command
+
+    return decorate
+
+
+def _declare(command: Any, parameters: list[Parameter]) -> None:
+    """Let typer see these parameters."""
+    command.__signature__ = Signature(parameters)
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
 
 
 def _print_version(is_asked: bool) -> None:
@@ -78,12 +196,17 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-_VERSION = Annotated[
-    bool,
-    typer.Option(
-        "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-    ),
-]
+_VERSION = Parameter(
+    "version",
+    Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ],
+)
 
 
 def with_version(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,9 +216,21 @@ def with_version(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, version: bool = False, **options: Any) -> Any:
         return command(*arguments, **options)
 
-    found = signature(command, eval_str=True)
-    option = Parameter("version", Parameter.KEYWORD_ONLY, default=False, annotation=_VERSION)
-    together = [*found.parameters.values(), option]
-    run.__signature__ = found.replace(parameters=together)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in together}
+    _declare(run, [*signature(command, eval_str=True).parameters.values(), _VERSION])
     return run
+
+
+class App(typer.Typer):
+    """A program, or a group of commands in one: each has `--version`, and the help page of all."""
+
+    def __init__(self, **settings: Any) -> None:
+        plain = {"cls": Group, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+        super().__init__(**plain | settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
+        register = super().command(name, **{"cls": Command} | settings)
+        return lambda command: register(with_version(command))
+
+    def callback(self, **settings: Any) -> Callable[..., Any]:
+        register = super().callback(**settings)
+        return lambda command: register(with_version(command))

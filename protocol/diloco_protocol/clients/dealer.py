@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from diloco_protocol.addresses import can_be_reached
+from diloco_protocol.clients.address_file import wrong_address
 from diloco_protocol.clients.handshake import HandshakeMonitor
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import UsageError
@@ -16,7 +16,7 @@ from diloco_protocol.messages import Message
 
 
 class Dealer:
-    """See the head of this module. Raises zmq.ZMQError where the address is none."""
+    """See the head of this module. Raises UsageError where the address is none."""
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         # A context of its own: `close` then never waits for what others have queued.
@@ -29,12 +29,10 @@ class Dealer:
             keys.lock(self._socket)
         self._monitor = HandshakeMonitor(self._socket, address, keys)
         try:
-            if not can_be_reached(address):
-                raise zmq.ZMQError(zmq.EINVAL)
             self._socket.connect(address)
         except zmq.ZMQError:
             self.close()
-            raise
+            raise wrong_address("The address", address) from None
 
     def send(self, message: Message, payload: Any = None) -> None:
         """Raises TypeError or ValueError for what cannot be sent."""

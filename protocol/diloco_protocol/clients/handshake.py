@@ -28,10 +28,14 @@ EXPLAINED = FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a handshake failed, a sentence. Where it `is_final` trying again cannot help."""
+    """Why a handshake failed, a sentence. Where it `is_final` trying again cannot help.
+
+    `meant` is the broker's other address, where the one of the wrong socket was given and it says so.
+    """
 
     text: str
     is_final: bool
+    meant: str = ""
 
 
 def failure(event: int, address: str, *, has_keys: bool) -> Failure | None:
@@ -84,9 +88,9 @@ class Handshakes:
         # Without keys ZeroMQ reports a socket of the wrong type as a mere disconnection.
         is_ended = event == zmq.EVENT_DISCONNECTED and not was_up
         if is_ended or (found is not None and not found.is_final):
-            sentence = self._mistaken(self._address, self._keys)
-            if sentence is not None:
-                return Failure(sentence, is_final=True)
+            mistake = self._mistaken(self._address, self._keys)
+            if mistake is not None:
+                return Failure(mistake.text, is_final=True, meant=mistake.meant)
         return found
 
 
@@ -105,6 +109,7 @@ class HandshakeMonitor:
         self.socket: zmq.Socket[Any] = watched.get_monitor_socket(EXPLAINED)
         self._count = 0
         self.failure: str | None = None  # of the last handshake; None where it succeeded
+        self.meant = ""  # the address that was meant, as of `Failure`
 
     def look(self) -> bool:
         """Read the events. Returns whether a handshake failed for a reason that a retry cannot mend."""
@@ -114,6 +119,7 @@ class HandshakeMonitor:
             if found is None and event == zmq.EVENT_DISCONNECTED:
                 continue  # it says nothing new: the reason, if any, came before
             self.failure = None if found is None else found.text
+            self.meant = "" if found is None else found.meant
             self._count = 0 if found is None or found.is_final else self._count + 1
             if found is not None and found.is_final:
                 return True

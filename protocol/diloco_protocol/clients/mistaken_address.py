@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -25,12 +26,21 @@ HANDSHAKE_WITHIN_S = 0.5
 ANSWER_WITHIN_S = 1.5  # the feed publishes once a second
 _ENDS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
-# Address and keys; returns the sentence for an address of the other kind, None for any other address.
-Mistaken = Callable[[str, Keys | None], str | None]
+
+@dataclass(frozen=True)
+class Mistake:
+    """An address of the broker, of its other socket."""
+
+    text: str  # a sentence
+    meant: str  # the address that was meant; empty where the broker does not say
 
 
-def is_a_feed(address: str, keys: Keys | None = None) -> str | None:
-    """What to tell a user who gave the address of a feed as the control address; None if it is not one.
+# Address and keys; returns None where the address is not one of the other kind.
+Mistaken = Callable[[str, Keys | None], Mistake | None]
+
+
+def is_a_feed(address: str, keys: Keys | None = None) -> Mistake | None:
+    """Find out whether the address of a feed was given as the control address.
 
     Takes `HANDSHAKE_WITHIN_S` at most, and `ANSWER_WITHIN_S` more where a feed publishes.
     """
@@ -42,11 +52,11 @@ def is_a_feed(address: str, keys: Keys | None = None) -> str | None:
         control = "" if frame is None else parse_snapshot(frame[0]).control
     except FeedError:
         control = ""
-    return _sentence("feed address", "control address", address, control)
+    return _mistake("feed address", "control address", address, control)
 
 
-def is_a_control_address(address: str, keys: Keys | None = None) -> str | None:
-    """What to tell a user who gave the control address as that of the feed; None if it is not one.
+def is_a_control_address(address: str, keys: Keys | None = None) -> Mistake | None:
+    """Find out whether the control address was given as that of the feed.
 
     Takes as long as `is_a_feed`.
     """
@@ -60,18 +70,16 @@ def is_a_control_address(address: str, keys: Keys | None = None) -> str | None:
     except ProtocolError:
         answer = None
     feed = answer.data.get("feed_address") if isinstance(answer, Result) else None
-    return _sentence(
+    return _mistake(
         "control address", "feed address", address, feed if isinstance(feed, str) else ""
     )
 
 
-def _sentence(found: str, wanted: str, address: str, bound: str) -> str:
+def _mistake(found: str, wanted: str, address: str, bound: str) -> Mistake:
     """`bound`: what the broker says that the wanted socket is bound to; empty if it does not say."""
-    if bound:
-        return (
-            f"{address} is the {found} of the broker; its {wanted} is {as_reached(bound, address)}."
-        )
-    return f"{address} is the {found} of the broker; give the {wanted} that it printed."
+    meant = as_reached(bound, address) if bound else ""
+    advice = f"its {wanted} is {meant}" if bound else f"give the {wanted} that it printed"
+    return Mistake(f"{address} is the {found} of the broker; {advice}.", meant)
 
 
 def _received(peer: zmq.Socket[Any]) -> list[bytes] | None:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
 from torch import Tensor
 
 from diloco_protocol import messages
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
-from diloco_protocol.clients.address_file import resolved
+from diloco_protocol.clients.address_file import check_address, resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import REPLY_DTYPES, check_wire_dtype, whole_dtype
@@ -47,12 +46,9 @@ class Observer:
     """
 
     def __init__(self, address: str, timeout: float = 10.0, keys: Keys | None = None) -> None:
-        address = resolved(with_scheme(address))
-        self._address, self._timeout = address, timeout
-        try:
-            self._dealer = Dealer(address, keys)
-        except zmq.ZMQError as error:
-            raise UsageError(f"{address} is no address of a broker: {error}.") from None
+        self._address = resolved(with_scheme(check_address("The control address", address)))
+        self._timeout = timeout
+        self._dealer = Dealer(self._address, keys)
 
     def __enter__(self) -> Observer:
         return self

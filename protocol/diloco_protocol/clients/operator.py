@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, several
-from diloco_protocol.clients.address_file import resolved
+from diloco_protocol.clients.address_file import check_address, resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.clients.mistaken_address import unknown_name
@@ -104,6 +102,7 @@ class Operator:
         who: str | None = None,
         keys: Keys | None = None,
     ) -> None:
+        check_address("The control address", address)
         self._places = tuple(map(resolved, several(address)))
         self._keys = keys
         self.address = self._places[0]
@@ -112,9 +111,7 @@ class Operator:
         self._request = 0
         if not (timeout > 0 and math.isfinite(timeout)):
             raise UsageError(f"A timeout of {timeout:g} s is no time to wait; give more than 0.")
-        for place in self._places[1:]:  # an address that is none is told at once
-            self._dealer_at(place).close()
-        self._dealer = self._dealer_at(self.address)
+        self._dealer = Dealer(self.address, keys)
         self._refusal = ""  # the code of the error that was the last answer, if it was one
 
     def ask(self, action: str, **arguments: Any) -> Result:
@@ -127,6 +124,12 @@ class Operator:
         if len(self._places) > 1:
             self._find(action)
         return self._ask(action, self.timeout, arguments)
+
+    def find(self) -> str:
+        """The address of the broker that has the run. Raises as `ask` does."""
+        if len(self._places) > 1:
+            self._find("status")
+        return self.address
 
     def _find(self, action: str) -> None:
         """Of several addresses, take that of the broker that has the run; in doubt the newer one.
@@ -163,16 +166,7 @@ class Operator:
 
     def _turn_to(self, place: str) -> None:
         self._dealer.close()
-        self.address, self._dealer = place, self._dealer_at(place)
-
-    def _dealer_at(self, place: str) -> Dealer:
-        try:
-            return Dealer(place, self._keys)
-        except zmq.ZMQError:
-            raise UsageError(
-                f"{place!a} is not a control address; write tcp://HOST:PORT as diloco-broker serve "
-                f"prints it, for example {DEFAULT_CONTROL_ADDRESS}."
-            ) from None
+        self.address, self._dealer = place, Dealer(place, self._keys)
 
     def _ask(self, action: str, timeout: float, arguments: Mapping[str, Any]) -> Result:
         self._request += 1

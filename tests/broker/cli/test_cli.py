@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
@@ -63,15 +62,6 @@ def test_options_are_checked_and_nothing_is_served(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, [*good, "--quorum", "5"])
     assert wrong.exit_code == 2
     assert "quorum" in wrong.output
-
-
-def test_help_begins_with_the_ten_options_that_most_runs_need() -> None:
-    panels: dict[str, list[str]] = {}
-    for each in get_command(app).commands["serve"].params:  # type: ignore[attr-defined]
-        panels.setdefault(each.rich_help_panel or "", []).append(each.name)
-    assert next(panel for panel in panels if panel) == "Most used"
-    assert len(panels["Most used"]) == 10
-    assert set(panels.get("", [])) <= {"help"}
 
 
 @pytest.mark.parametrize("command", ["standby", "relay"])

@@ -14,7 +14,7 @@ import zmq
 from torch.optim import SGD, Optimizer
 from typer.testing import CliRunner
 
-from diloco_broker import Broker, FragmentParameters
+from diloco_broker import Broker, BrokerConfig, FragmentParameters
 from diloco_broker.cli.app import app
 from diloco_broker.cli.operator import reached_end
 from diloco_broker.storage.history import ACTIONS, HISTORY
@@ -23,12 +23,13 @@ from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.frames import pack, unpack
 from diloco_protocol.messages import Control, Result
 from diloco_worker import DiLoCoWorker
-from kit.process_kit import a_free_address
+from kit.process_kit import Processes, a_free_address
 from kit.reference import ByTorch, Plan, State, streaming
 from kit.uniform_model import until
 from kit.whole_run import assert_same, joined, make_config, mlp, run, strided, trainees
 
 PATIENCE_S = 20.0
+pytest_plugins = ("kit.process_fixtures",)
 
 
 @pytest.fixture
@@ -310,6 +311,24 @@ def test_programs_get_json_also_when_nobody_answers() -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert json.loads(result.stdout)["ok"] is False
+
+
+def test_start_with_fewer_rounds_than_the_run_has_made_says_that_it_ends(
+    processes: Processes, tmp_path: Path
+) -> None:
+    model = mlp()
+    options: dict[str, Any] = {"workers": 1, "sync_every": 4, "save_dir": str(tmp_path / "run")}
+    delta = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    free = "tcp://127.0.0.1:*"
+    config = BrokerConfig(**options, bind=free, feed=free)
+    with Broker(config) as first, joined(first, model, 1) as (client,):
+        for _ in range(2):
+            client.push(delta)
+            client.pull()
+    words = ("--save-dir", options["save_dir"], "--sync-every", "4", "--max-rounds", "1")
+    second, _ = processes.serve(*words)
+    assert "has made 2" in second.says("--max-rounds 1")
+    assert second.ends() == 0
 
 
 @pytest.mark.parametrize("command", ["status", "save", "pause", "resume", "save-all"])

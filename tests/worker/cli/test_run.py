@@ -111,7 +111,7 @@ def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ((), "give the broker's address"),
+        ((), "address is missing"),
         (("--server", "file://"), "it must be an address"),
         ((*SERVER, "--shard-index", "3", "--num-shards", "3"), "DILOCO_SHARD_INDEX is '3'"),
         ((*SERVER, "--shard-index", "3"), "DILOCO_NUM_SHARDS is ''"),

@@ -102,7 +102,7 @@ def test_key_that_is_let_in_measures_through_encryption(keyed: Broker, folder: K
 
 
 def test_address_that_is_none() -> None:
-    finds(Fault.USAGE, "is no address of a broker", "broker:")
+    finds(Fault.USAGE, "must be an address", "broker:")
 
 
 def test_file_of_an_address_is_read(broker: Broker, tmp_path: Path) -> None:

@@ -95,6 +95,17 @@ def test_variable_silences_the_lines(
 
 
 @pytest.mark.slow
+def test_worker_that_is_used_wrongly_ends_its_script_as_called_wrongly(tmp_path: Path) -> None:
+    """Restarts cannot mend it: `diloco-worker run` and launchers leave exit code 2 alone."""
+    path = tmp_path / "wrong.py"
+    path.write_text(
+        FAIL.partition("previous, seen")[0] + "DiLoCoWorker(model, optimizer, sync_evry=5)\n"
+    )
+    ended = subprocess.run([sys.executable, str(path)], capture_output=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert b"sync_evry" in ended.stderr
+
+
 @pytest.mark.parametrize("options", [(), ("-m", "diloco_worker.auto")], ids=["alone", "auto"])
 def test_uncaught_errors_end_a_script_with_their_sentence(
     broker: Broker, tmp_path: Path, options: tuple[str, ...]

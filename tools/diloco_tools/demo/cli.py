@@ -9,24 +9,24 @@ import torch
 import typer
 from rich.console import Console
 
-from diloco_protocol.clients.command_line import with_version
+from diloco_protocol.clients.command_line import App, with_options
 from diloco_protocol.errors import DilocoError
 from diloco_tools.demo.data import DataError
 from diloco_tools.demo.display import Display
 from diloco_tools.demo.experiment import run
 from diloco_tools.demo.plot import draw
 from diloco_tools.demo.results import Record, table, traffic
-from diloco_tools.demo.settings import Settings, with_options
+from diloco_tools.demo.settings import Settings
+from diloco_tools.options import options_of
 from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 from diloco_tools.terminal import console, fail
 
 COMMAND = "diloco-demo"
-app = typer.Typer(pretty_exceptions_enable=False)
+app = App()
 
 
 @app.command()
-@with_version
-@with_options(Settings)
+@with_options(options_of(Settings))
 def main(
     *,
     data: Annotated[

@@ -1,39 +1,8 @@
-"""What decides how a demo goes, and options of a command that are declared as the fields of a record."""
+"""What decides how a demo goes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from inspect import Parameter, Signature, signature
-from typing import Annotated, Any
+from dataclasses import dataclass
 
-import typer
-
-
-def option(default: Any, told: str) -> Any:
-    """A field that is an option of the command line, and its help."""
-    return field(default=default, metadata={"help": told})
-
-
-def with_options(record: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of a record in place of its `**given`, behind those of its own."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        *own, _ = signature(command).parameters.values()
-        declared = [
-            Parameter(
-                each.name,
-                Parameter.KEYWORD_ONLY,
-                default=each.default,
-                annotation=Annotated[type(each.default), typer.Option(help=each.metadata["help"])],
-            )
-            for each in fields(record)
-            if "help" in each.metadata
-        ]
-        together = [*own, *declared]
-        command.__signature__ = Signature(together)  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in together}
-        return command
-
-    return decorate
+from diloco_tools.options import option
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import typer
-
-from diloco_protocol.clients.command_line import with_version
+from diloco_protocol.clients.command_line import App
 from diloco_tools.launch.kubernetes.cli import kubernetes
 from diloco_tools.launch.local.cli import local
 from diloco_tools.launch.slurm.cli import app as slurm
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = App(no_args_is_help=True)
 # What follows the name of the script belongs to it, with or without -- in front.
 app.command("local", context_settings={"allow_interspersed_args": False})(local)
 app.add_typer(slurm, name="slurm")
@@ -17,6 +15,5 @@ app.command("kubernetes")(kubernetes)
 
 
 @app.callback()
-@with_version
 def main() -> None:
     """Start a run: on this machine, or on the cluster that you have."""

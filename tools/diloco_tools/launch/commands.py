@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from diloco_protocol.errors import UsageError
 # Seconds that any of them may take.
 PATIENCE_S = 60.0
 OPERATOR, MONITOR = "launcher", "display"
+COMMAND = "diloco-launch"
 
 
 def output_of(words: Sequence[str], *, cwd: Path | None = None) -> str:
@@ -77,11 +77,9 @@ def check_serve_options(options: Sequence[str], cwd: Path) -> None:
             "another folder for the new run."
         )
     words = [sys.executable, "-m", "diloco_broker", "serve", *options, "--check"]
-    env = os.environ | {"NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(
         words,
         cwd=cwd,
-        env=env,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -89,6 +87,5 @@ def check_serve_options(options: Sequence[str], cwd: Path) -> None:
         stdin=subprocess.DEVNULL,
     )
     if done.returncode != 0:
-        said = [line.strip(" │") for line in done.stderr.splitlines()]
-        told = [line for line in said if line and not line.startswith(("╭", "╰", "Usage", "Try"))]
-        raise UsageError(f"The broker would not start: {' '.join(told[-3:])}")
+        said = "".join(done.stderr.splitlines()[-1:]).removeprefix("Error: ")
+        raise UsageError(f"The broker would not start: {said}")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _PARTS = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/%]*)\s*", re.IGNORECASE)
 _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
@@ -48,6 +52,11 @@ def seconds(text: str) -> float:
     if number is None or factor is None:
         raise ValueError(f"{text!r} is no time; write 20ms, 0.5s, 10min or 24h.")
     return number * factor
+
+
+def several(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Reads what commas separate."""
+    return lambda text: tuple(parse(each) for each in text.split(","))
 
 
 def share(text: str) -> float:

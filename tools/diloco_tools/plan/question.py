@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES, check_wire_dtype, in_few_bits
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import longest_delay
+from diloco_tools.options import option
+from diloco_tools.plan import quantities
 
 # What a worker may train alone at most, and what is still simulated in a minute or two.
 MOST_WORKERS, MOST_PARAMETERS, MOST_FRAGMENTS = 1000, 10**12, 256
 # A line never carries its whole rate: a frame of Ethernet has 1514 bytes, 1448 of which are ours. That
 # share was also measured through `tc tbf`.
 USABLE = 0.95
+# Headings of `--help`.
+MOST_USED, RUN, SITES, FAILURES = "Most used", "The run", "Sites", "Failures"
 
 
 @dataclass(frozen=True)
 class Question:
     """See the head of this module. Rates are bits a second each way, delays seconds there and back.
+
+    A field that is an option of `diloco-plan` is declared as one, with its help.
 
     Attributes:
         links, delays: of the workers; where there are fewer than workers, they are taken in turn.
@@ -37,30 +43,99 @@ class Question:
             `heartbeat_timeout` seconds; a process that is killed is noticed at once.
     """
 
-    parameters: int
-    workers: int = 2
-    broker_link: float = 1e9
+    parameters: int = option(
+        MISSING, "Size of the model: 124M, 7B.", value="N", panel=MOST_USED, parse=quantities.count
+    )
+    workers: int = option(2, "Workers that train.", value="N", panel=MOST_USED)
+    broker_link: float = option(
+        "1G", "The broker's line, each way.", value="RATE", panel=MOST_USED, parse=quantities.rate
+    )
     links: tuple[float, ...] = (1e9,)
     links_down: tuple[float, ...] | None = None
-    delays: tuple[float, ...] = (0.001,)
-    step_s: float = 1.0
-    sync_every: int = 500
-    fragments: int = 1
+    delays: tuple[float, ...] = option(
+        "1ms",
+        "From a worker to the broker and back, as ping shows.",
+        "--delay",
+        value="TIME[,TIME]",
+        panel=MOST_USED,
+        parse=quantities.several(quantities.seconds),
+    )
+    step_s: float = option(
+        "1s",
+        "Duration of an inner step.",
+        "--step-time",
+        value="TIME",
+        panel=MOST_USED,
+        parse=quantities.seconds,
+    )
+    sync_every: int = option(
+        500, "Inner steps between two pushes.", "--sync-every", "-H", value="H", panel=MOST_USED
+    )
+    fragments: int = option(
+        1,
+        "Parts that the model travels in.",
+        "--num-fragments",
+        "--fragments",
+        "-P",
+        value="P",
+        panel=MOST_USED,
+    )
     delay_steps: int | None = 0
-    wire_dtype: str = "bf16"
-    reply_dtype: str = "fp32"
-    mode: str = "sync"
-    is_whole: bool = False
-    has_keys: bool = False
-    sites: int = 1
-    site_link: float | None = None
-    has_relays: bool = False
-    lan_link: float = 10e9
+    wire_dtype: str = option(
+        "bf16", "Codec of pushes: bf16, fp32, int8, int4, int4z.", value="CODEC", panel=MOST_USED
+    )
+    reply_dtype: str = option("fp32", "Codec of replies.", value="CODEC", panel=RUN)
+    mode: str = option("sync", "Rounds, or each worker by itself.", value="sync|async", panel=RUN)
+    is_whole: bool = option(
+        False,
+        "Pushes count whole: --deterministic, an aggregate, a quorum.",
+        "--whole",
+        panel=RUN,
+    )
+    has_keys: bool = option(False, "Everything is encrypted.", "--keys", panel=RUN)
+    sites: int = option(
+        1, "Places with as many workers each; the broker is at one.", value="N", panel=SITES
+    )
+    site_link: float | None = option(
+        None,
+        "Line of a site, which its workers share.",
+        value="RATE",
+        panel=SITES,
+        parse=quantities.rate,
+    )
+    has_relays: bool = option(
+        False,
+        "A relay at each site averages its workers' pushes and sends one: diloco-broker relay.",
+        "--relays",
+        panel=SITES,
+    )
+    lan_link: float = option(
+        "10G", "A worker's line within its site.", value="RATE", panel=SITES, parse=quantities.rate
+    )
     lan_delay: float = 0.0005
     cores: float | None = None
-    fails_every_s: float | None = None
-    back_after_s: float = 300.0
-    dies_unnoticed: bool = False
+    fails_every_s: float | None = option(
+        None,
+        "Mean time between failures of a worker.",
+        "--fails-every",
+        value="TIME",
+        panel=FAILURES,
+        parse=quantities.seconds,
+    )
+    back_after_s: float = option(
+        "5min",
+        "Time until it is started again.",
+        "--back-after",
+        value="TIME",
+        panel=FAILURES,
+        parse=quantities.seconds,
+    )
+    dies_unnoticed: bool = option(
+        False,
+        "The machine or link fails, so the broker notices only after its timeout.",
+        "--dies-unnoticed",
+        panel=FAILURES,
+    )
     heartbeat_timeout: float = 120.0
 
     def __post_init__(self) -> None:

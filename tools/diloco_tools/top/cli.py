@@ -12,14 +12,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from diloco_protocol.addresses import FEED_PORT, with_scheme
 from diloco_protocol.clients import Keys, ask_once
-from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.clients.command_line import (
+    App,
     FeedArgument,
     FeedOption,
+    FeedServerOption,
     feed_of,
-    with_version,
 )
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.errors import UsageError
@@ -37,7 +36,7 @@ from diloco_tools.top.drawing.text_screen import screen
 HEALTHY, DEGRADED, NO_FEED, INTERRUPTED = 0, 1, 2, 130
 LOOK_S = 1.0  # with --follow: how soon a feed that falls silent is noticed
 
-app = typer.Typer(pretty_exceptions_show_locals=False)
+app = App()
 
 
 @app.command(
@@ -45,7 +44,6 @@ app = typer.Typer(pretty_exceptions_show_locals=False)
     "degraded or has not begun (the reasons are printed), 2 no feed within --timeout, or the command "
     "line cannot work."
 )
-@with_version
 def top(  # noqa: PLR0913  each is an option
     *,
     address: FeedArgument = None,
@@ -84,15 +82,7 @@ def top(  # noqa: PLR0913  each is an option
             help="Show a past run: the history.jsonl in the folder that the broker saved to.",
         ),
     ] = None,
-    control: Annotated[
-        str | None,
-        typer.Option(
-            "--server",
-            "--control",
-            metavar="ADDR",
-            help="Where to send control requests, if not to the address that the feed names.",
-        ),
-    ] = None,
+    server: FeedServerOption = None,
     timeout: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="How long text and JSON wait for the broker."),
@@ -107,21 +97,18 @@ def top(  # noqa: PLR0913  each is an option
     """
     if not (timeout > 0 and math.isfinite(timeout)):
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
-    try:
-        where = resolved(with_scheme(feed_of(address, feed), FEED_PORT), line=1)
-    except UsageError as error:
-        _fail(str(error))
     glyphs = Glyphs.ascii() if ascii_only else Glyphs.for_encoding(sys.stdout.encoding)
     show = _show_json if as_json else partial(_show_text, glyphs)
     healthy = True
     shown: Iterable[tuple[FeedModel, float]]
     try:
         history = None if replay is None else read_history(replay)
-        name = where if replay is None else str(replay)
         is_screen = not (once or as_json or follow) and _is_terminal()
         key = None if replay is not None else keys_of(keys, steers=is_screen and not readonly)
+        where = feed_of(address, feed, server, key)
+        name = where if replay is None else str(replay)
         if is_screen:
-            _full_screen(name, history, glyphs=glyphs, control=control, readonly=readonly, keys=key)
+            _full_screen(name, history, glyphs=glyphs, control=server, readonly=readonly, keys=key)
             return
         if history is not None:
             moments = history if follow else history[-1:]

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
-from diloco_protocol.clients.command_line import with_version
+from diloco_protocol.clients.command_line import App
+from diloco_protocol.clients.help_page import Group
 from diloco_worker.cli.doctor import doctor
 from diloco_worker.cli.run import run
 from diloco_worker.core.restarts import WRONG_USAGE
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """Names the command that runs a training script where its own name is given as the command."""
 
     # Any: the classes are those of click, or of a copy that newer releases of typer have.
@@ -35,17 +35,12 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = App(cls=Commands, no_args_is_help=True)
 # What follows the name of the training program belongs to it, with or without -- in front.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
 
 
 @app.callback()
-@with_version
 def commands() -> None:
     """Take part in a run of a diloco-broker."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from diloco_protocol.clients.command_line import ServerArgument, ServerOption, server_of
-from diloco_protocol.clients.keys import VARIABLE
+from diloco_protocol.clients.command_line import (
+    KeyFile,
+    ServerArgument,
+    ServerOption,
+    fail,
+    server_of,
+)
 from diloco_protocol.errors import UsageError
 from diloco_worker.doctor import report
-from diloco_worker.doctor.examination import examine
-from diloco_worker.doctor.faults import Fault
+from diloco_worker.doctor.examination import Findings, examine
+from diloco_worker.doctor.faults import Fault, Wrong
 from diloco_worker.doctor.planning import plan
 
 WIDE = 400  # columns
@@ -39,10 +43,7 @@ def doctor(
     *,
     address: ServerArgument = None,
     server: ServerOption = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", envvar=VARIABLE, help="Key file of this worker."),
-    ] = None,
+    keys: KeyFile = None,
     parameters: Annotated[
         int | None,
         typer.Option(metavar="N", parser=_count, help="Of a model: 124M. Default: the run's."),
@@ -67,11 +68,11 @@ def doctor(
     clocks, 13 line.
     """
     try:
-        where = server_of(address, server)
+        findings = examine(server_of(address, server), keys, timeout)
     except UsageError as error:
-        typer.echo(f"diloco-worker: {error}", err=True)
-        raise typer.Exit(Fault.USAGE) from None
-    findings = examine(where, keys, timeout)
+        if not as_json:
+            fail("diloco-worker", error)
+        findings = Findings(address or server or "", [Wrong(Fault.USAGE, str(error))])
     found = report.estimate(findings, parameters, step_time)
     planned = plan(findings, found)
     if as_json:

@@ -13,20 +13,28 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from diloco_protocol import UsageError
+from diloco_protocol.clients.command_line import (
+    fail,
+    failing_in_a_sentence,
+    server_of,
+    server_option,
+)
 from diloco_protocol.clients.keys import HANDED_OUT
 from diloco_protocol.roles import Role
 from diloco_worker.auto import SEED_OFFSET
 from diloco_worker.cli.python_command import with_auto
-from diloco_worker.core.restarts import RUN_IS_OVER, WRONG_USAGE, Restarts
+from diloco_worker.core.restarts import RUN_IS_OVER, Restarts
 from diloco_worker.shell.end_file import VARIABLE
 from diloco_worker.shell.training_program import TrainingProgram
-from diloco_worker.training.settings import ADDRESS, resolve, worker_keys
+from diloco_worker.training.settings import resolve, worker_keys
 from diloco_worker.training.shard import COUNT, INDEX, shard
+
+COMMAND = "diloco-worker"
 
 
 def run(  # noqa: PLR0913  each is an option
@@ -34,13 +42,7 @@ def run(  # noqa: PLR0913  each is an option
         list[str], typer.Argument(metavar="COMMAND...", help="What starts the training script.")
     ],
     *,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            help="The broker's control address, several with commas in between, or file:///PATH of the "
-            "file that diloco-broker serve --address-file writes. Default: DILOCO_SERVER."
-        ),
-    ] = None,
+    server: Annotated[str | None, server_option(otherwise="")] = None,
     keys: Annotated[
         Path | None,
         typer.Option(help="The worker's key file, or the folder of diloco-broker keygen."),
@@ -101,7 +103,7 @@ def run(  # noqa: PLR0913  each is an option
     never started again.
     """
     logging.basicConfig(format="diloco-worker: %(message)s", stream=sys.stderr, level=logging.INFO)
-    with _failing_in_a_sentence():
+    with failing_in_a_sentence(COMMAND):
         given = _settings(
             server=server,
             keys=keys,
@@ -139,19 +141,6 @@ def _end_file() -> Iterator[Path]:
         yield Path(folder) / "end"
 
 
-@contextlib.contextmanager
-def _failing_in_a_sentence() -> Iterator[None]:
-    try:
-        yield
-    except UsageError as error:
-        _fail(error)
-
-
-def _fail(sentence: object) -> NoReturn:
-    typer.echo(f"diloco-worker: {sentence}", err=True)
-    raise typer.Exit(WRONG_USAGE) from None
-
-
 def _settings(
     *,
     server: str | None,
@@ -165,12 +154,9 @@ def _settings(
 
     Raises UsageError.
     """
+    server = server_of(None, server, default=None)
     own = resolve({"server": server, "keys": keys, "worker_id": worker_id})
-    if own.server is None:
-        raise UsageError(
-            f"There is no --server and no DILOCO_SERVER; give the broker's address: {ADDRESS.what}."
-        )
-    given = {"DILOCO_SERVER": str(own.server)}  # a function comes from scripts alone
+    given = {"DILOCO_SERVER": str(own.server)}
     shards = zip((INDEX, COUNT), (shard_index, num_shards), strict=True)
     given |= {name: str(value) for name, value in shards if value is not None}
     index, count = shard(None, os.environ | given)
@@ -219,7 +205,9 @@ def _detach(
                 start_new_session=True,
             )
     except OSError as error:
-        _fail(f"The log {log} cannot be written: {error.strerror}; give another --log-file.")
+        fail(
+            COMMAND, f"The log {log} cannot be written: {error.strerror}; give another --log-file."
+        )
     typer.echo(f"pid {started.pid}")
     typer.echo(f"log {log}")
     typer.echo(

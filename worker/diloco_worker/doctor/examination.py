@@ -14,7 +14,7 @@ import zmq
 
 from diloco_protocol import feed
 from diloco_protocol.addresses import can_be_reached, several
-from diloco_protocol.clients.address_file import resolved
+from diloco_protocol.clients.address_file import resolved, wrong_address
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.clients.mistaken_address import is_a_feed
@@ -124,10 +124,7 @@ def _place(server: str) -> tuple[str, int]:
     """Host and port of an address."""
     host, _, port = server.removeprefix("tcp://").rpartition(":")
     if not server.startswith("tcp://") or not host or not can_be_reached(server):
-        text = (
-            f"{server!a:.200} is no address of a broker; write tcp://HOST:PORT, as it printed it."
-        )
-        raise Found(Fault.USAGE, text)
+        raise Found(Fault.USAGE, str(wrong_address("The address", server)))
     return host, int(port)
 
 
@@ -163,8 +160,8 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
             if isinstance(message, Result) and message.request == number:
                 return feed.read_snapshot(message.data)
     except UsageError:
-        if (sentence := is_a_feed(findings.server, findings.keys)) is not None:
-            raise Found(Fault.NOT_A_BROKER, sentence) from None
+        if (mistake := is_a_feed(findings.server, findings.keys)) is not None:
+            raise Found(Fault.NOT_A_BROKER, mistake.text) from None
         raise Found(
             Fault.WRONG_KEY if findings.with_keys else Fault.NOT_A_BROKER,
             "The broker does not let this key in: it was taken back, or replaced; diloco-broker keygen "

@@ -3,6 +3,8 @@
 A sentence says what to do; twenty lines of our code above it hide the one line of the script that
 matters. The exception is changed only when nothing has caught it and Python is about to print it, so
 notebooks, debuggers and test runners see it whole. DILOCO_LOG=debug leaves it whole for all.
+
+A `UsageError` ends the script with exit code 2, so that a launcher does not start it again in vain.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import ParamSpec, TypeVar
 import diloco_protocol
 from diloco_protocol import UsageError
 from diloco_protocol.errors import DilocoError
+from diloco_worker.core.restarts import WRONG_USAGE
 from diloco_worker.shell.own_log import asked_level
 
 # Names, and folders: a module that `python -m` runs is named `__main__`.
@@ -58,6 +61,9 @@ def install() -> None:
             error.__suppress_context__, error.__cause__ = True, None
             error.__traceback__ = trace
         previous(kind, error, trace)
+        # Not where somebody who has caught it has it printed.
+        if isinstance(error, UsageError) and sys.exc_info()[0] is None:
+            raise SystemExit(WRONG_USAGE)
 
     setattr(print_shortened, "is_of_diloco", True)  # noqa: B010  an attribute, to mypy
     sys.excepthook = print_shortened

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from diloco_protocol import UsageError
 from diloco_protocol.addresses import several
-from diloco_protocol.clients.address_file import file_of
+from diloco_protocol.clients import address_file
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
@@ -115,31 +115,11 @@ def _can_be_sent(value: Any) -> bool:
     return isinstance(value, float | None)
 
 
-def _is_address(value: Any) -> bool:
-    """Whether it looks like tcp://host:port, host:port, ipc://path, several of these with commas in
-    between and none twice, or file:///path, or is a function.
-    """
-    if not isinstance(value, str):
-        return callable(value)
-    if file_of(value) is not None:
-        return True
-    places = several(value)
-    return all(_is_place(each) for each in places) and len(set(places)) == len(places)
-
-
-def _is_place(value: str) -> bool:
-    scheme, _, rest = value.partition("://")
-    host, _, port = rest.rpartition(":")
-    is_host = host != "" and not host.startswith("*")
-    is_port = port.isdecimal() and 0 < int(port) < 65536
-    return (scheme == "ipc" and rest != "") or (scheme == "tcp" and is_host and is_port)
-
-
 SWITCH = Kind(_truth, "True or False (in a variable 1 or 0)", lambda value: isinstance(value, bool))
 ADDRESS = Kind(
     str,
-    "an address like tcp://10.0.0.1:8512, several with commas in between, or file:///PATH of one",
-    _is_address,
+    address_file.ADDRESS,
+    lambda value: address_file.is_address(value) if isinstance(value, str) else callable(value),
 )
 _ID = Kind(
     str,

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from diloco_protocol.clients.command_line import failing_in_a_sentence
 from diloco_protocol.errors import UsageError
-from diloco_tools.launch.commands import check_serve_options, make_keys, serve_words
-from diloco_tools.launch.failures import failing_in_a_sentence
+from diloco_tools.launch.commands import COMMAND, check_serve_options, make_keys, serve_words
 from diloco_tools.launch.kubernetes.manifest import as_yaml
 from diloco_tools.launch.kubernetes.run import KubernetesRun
 
@@ -58,7 +58,7 @@ def kubernetes(  # noqa: PLR0913  each is an option
     replacements: Annotated[int, typer.Option(min=0, help="Of the pods of an island.")] = 100,
 ) -> None:
     """Print the objects of a run for kubectl apply -f -; checked by schema, not run on a cluster."""
-    with failing_in_a_sentence():
+    with failing_in_a_sentence(COMMAND):
         sizes = {
             "storage": storage,
             "broker-cpu": broker_cpu,

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
+from diloco_protocol.clients.command_line import failing_in_a_sentence
 from diloco_protocol.errors import UsageError
-from diloco_tools.launch.commands import check_serve_options, serve_words
-from diloco_tools.launch.failures import failing_in_a_sentence
+from diloco_tools.launch.commands import COMMAND, check_serve_options, serve_words
 from diloco_tools.launch.local.run import LocalRun, make_folders, search_path, start
 from diloco_tools.launch.local.status import Status
 from diloco_tools.terminal import console
@@ -62,7 +62,7 @@ def local(
     joined, or no round closed, 2 called wrongly, 130 Ctrl-C, 143 SIGTERM, 129
     SIGHUP.
     """
-    with failing_in_a_sentence():
+    with failing_in_a_sentence(COMMAND):
         run = LocalRun(
             folder=_folder(folder, command),
             command=_command(command),

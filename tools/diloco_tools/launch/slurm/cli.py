@@ -11,11 +11,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from typer.core import TyperGroup
 
+from diloco_protocol.clients.command_line import App, failing_in_a_sentence
+from diloco_protocol.clients.help_page import Group
 from diloco_protocol.errors import UsageError
-from diloco_tools.launch.commands import MONITOR, OPERATOR, check_serve_options, serve_words
-from diloco_tools.launch.failures import failing_in_a_sentence
+from diloco_tools.launch.commands import (
+    COMMAND,
+    MONITOR,
+    OPERATOR,
+    check_serve_options,
+    serve_words,
+)
 from diloco_tools.launch.slurm import folder as folders
 from diloco_tools.launch.slurm import jobs
 from diloco_tools.launch.slurm.scripts import BROKER, ISLANDS, SlurmRun
@@ -27,7 +33,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 WIDTH = 110  # of the table where there is no terminal
 
 
-class StartsByDefault(TyperGroup):
+class StartsByDefault(Group):
     """`slurm --islands 4 ...` is `slurm start --islands 4 ...`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -36,7 +42,7 @@ class StartsByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=StartsByDefault, no_args_is_help=True, pretty_exceptions_enable=False)
+app = App(cls=StartsByDefault, no_args_is_help=True)
 
 
 @app.callback()
@@ -98,7 +104,7 @@ def start(  # noqa: PLR0913  each is an option
     submit: Annotated[bool, typer.Option("--submit", help="Submit the jobs, too.")] = False,
 ) -> None:
     """Write the scripts, keys and folder of a run; --submit starts it."""
-    with failing_in_a_sentence():
+    with failing_in_a_sentence(COMMAND):
         here = Path.cwd()
         run = SlurmRun(
             name=_checked(name, NAME, "name", "letters, digits, dots, dashes, 40 at most"),
@@ -135,7 +141,7 @@ def status(
     folder: Annotated[Path, typer.Argument(help="Of the run.")],
 ) -> None:
     """Show the jobs of a run, and what its broker says."""
-    with failing_in_a_sentence():
+    with failing_in_a_sentence(COMMAND):
         run = folders.read(folder.absolute())
         jobs.check_there()
         rows = jobs.queued(run)
@@ -165,7 +171,7 @@ def stop(
     ] = 120.0,
 ) -> None:
     """Let the islands leave and the broker save. `slurm start` with the same folder goes on."""
-    with failing_in_a_sentence():
+    with failing_in_a_sentence(COMMAND):
         run = folders.read(folder.absolute())
         jobs.stop(run, within, typer.echo)
     typer.echo(f"The run {run.name} is stopped; its checkpoints are in {run.folder}/broker.")

@@ -8,13 +8,9 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from diloco_protocol.addresses import (
-    DEFAULT_FEED_ADDRESS,
-    FEED_PORT,
-    can_be_reached,
-    with_scheme,
-)
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, FEED_PORT, with_scheme
 from diloco_protocol.clients import Keys
+from diloco_protocol.clients.address_file import is_address, wrong_address
 from diloco_protocol.clients.handshake import HandshakeMonitor
 from diloco_protocol.clients.mistaken_address import is_a_control_address
 from diloco_protocol.feed import (
@@ -58,27 +54,27 @@ class FeedSubscriber:
     ) -> None:
         """Connect in the background. `tcp://` may be left out of the address; `keys` say who we are.
 
+        Given the control address, it asks the broker there for that of the feed.
+
         Raises:
             FeedAddressError: the address is not one; whether somebody is there shows in `receive`.
         """
-        self.address = with_scheme(address, FEED_PORT)
+        self.address = self._given = with_scheme(address, FEED_PORT)
         self.malformed = 0
         self.last_error = ""
         self._renew_after_s = renew_after_s
         self._keys = keys
         self._context = zmq.Context()
         try:
-            if not can_be_reached(self.address):
+            if not is_address(self.address):
                 raise zmq.ZMQError
-            self._connect()
+            self._connect(self._given)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
-            raise FeedAddressError(
-                f"{self.address!a} is not a feed address: write tcp://HOST:PORT as diloco-broker "
-                f"serve prints it, for example {DEFAULT_FEED_ADDRESS}"
-            ) from None
+            raise FeedAddressError(str(wrong_address("The feed address", address))) from None
 
-    def _connect(self) -> None:
+    def _connect(self, address: str) -> None:
+        self.address = address
         self._renew_at = time.monotonic() + self._renew_after_s
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._socket.linger = 0
@@ -108,13 +104,13 @@ class FeedSubscriber:
 
         Raises:
             FeedVersionError: the broker is too new or too old for this program.
-            FeedRefusedError: the broker wants a key, or another one, or the address is its control
-                address. It is asked again later.
+            FeedRefusedError: the broker wants a key, or another one, or does not say where its feed is.
+                It is asked again later.
         """
         began = time.monotonic()
         if began >= self._renew_at and (self._socket.closed or not self._socket.poll(0)):
             self._disconnect()
-            self._connect()
+            self._connect(self._given)
         left_s = max(0.0, timeout_s)
         # A flood of garbage does not hold the caller for longer.
         while left_s >= 0 and (ready := dict(self._poller.poll(math.ceil(1000 * left_s)))):
@@ -129,9 +125,12 @@ class FeedSubscriber:
                     return snapshot
             elif self._handshake.look() or self._handshake.is_worth_telling:
                 refusal = FeedRefusedError(str(self._handshake.failure))
+                feed = self._handshake.meant
                 self._disconnect()
-                self._renew_at = time.monotonic() + KNOCK_AGAIN_S
-                raise refusal
+                if not is_address(feed) or self.address != self._given:
+                    self._renew_at = time.monotonic() + KNOCK_AGAIN_S
+                    raise refusal
+                self._connect(feed)
             left_s = began + timeout_s - time.monotonic()
         return None
 

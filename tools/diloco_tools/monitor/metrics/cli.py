@@ -10,13 +10,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from diloco_protocol.addresses import FEED_PORT, is_loopback, with_scheme
-from diloco_protocol.clients.address_file import resolved
+from diloco_protocol.addresses import is_loopback
 from diloco_protocol.clients.command_line import (
+    App,
     FeedArgument,
     FeedOption,
+    FeedServerOption,
     feed_of,
-    with_version,
 )
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError, FeedRefusedError, FeedVersionError, Snapshot
@@ -27,7 +27,7 @@ from diloco_tools.terminal import KeysOption, fail, keys_of
 CANNOT_START = 2
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
-app = typer.Typer(pretty_exceptions_show_locals=False)
+app = App()
 
 
 @contextmanager
@@ -46,12 +46,12 @@ def _signals_held() -> Iterator[None]:
     epilog="Exit codes: 0 it was ended by Ctrl-C or SIGTERM, 2 it could not start (one sentence "
     "says why)."
 )
-@with_version
 @_signals_held()
 def exporter(
     *,
     address: FeedArgument = None,
     feed: FeedOption = None,
+    broker: FeedServerOption = None,
     port: Annotated[int, typer.Option(help="Port for Prometheus; 0 takes a free one.")] = 9512,
     host: Annotated[
         str, typer.Option(help="Address to listen on; any but loopback needs --insecure.")
@@ -110,8 +110,8 @@ def exporter(
         said = ""
 
     try:
-        where = resolved(with_scheme(feed_of(address, feed), FEED_PORT), line=1)
-        watcher = FeedWatcher(where, complain, note, keys_of(keys, steers=False))
+        key = keys_of(keys, steers=False)
+        watcher = FeedWatcher(feed_of(address, feed, broker, key), complain, note, key)
     except (FeedError, UsageError) as error:
         _fail(str(error))
     collector = RunCollector(watcher.read, importlib.metadata.version("diloco-broker"), max_workers)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_protocol.clients.command_line import with_version
+from diloco_protocol.clients.command_line import App
 from diloco_protocol.feed import FeedError, json_safe
 from diloco_protocol.records import to_plain
 from diloco_tools.monitor.report.page import page_of
@@ -21,13 +21,12 @@ COMMAND = "diloco-report"
 PAGE = "report.html"
 NO_HISTORY, NOT_WRITTEN = 2, 1
 
-app = typer.Typer(pretty_exceptions_show_locals=False)
+app = App()
 
 
 @app.command(
     epilog="Exit codes: 0 the report was made, 1 it cannot be written, 2 there is no history to read."
 )
-@with_version
 def report(
     *,
     run: Annotated[

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from diloco_protocol.addresses import FEED_PORT, is_loopback, with_scheme
-from diloco_protocol.clients.address_file import resolved
+from diloco_protocol.addresses import is_loopback
 from diloco_protocol.clients.command_line import (
+    App,
     FeedArgument,
     FeedOption,
+    FeedServerOption,
     feed_of,
-    with_version,
 )
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
@@ -30,24 +30,15 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 8514
 MISUSE = 2
 
-app = typer.Typer(pretty_exceptions_show_locals=False)
+app = App()
 
 
 @app.command()
-@with_version
 def dashboard(
     *,
     address: FeedArgument = None,
     feed: FeedOption = None,
-    control: Annotated[
-        str | None,
-        typer.Option(
-            "--server",
-            "--control",
-            metavar="ADDR",
-            help="Control address of the broker; by default what its feed says.",
-        ),
-    ] = None,
+    control: FeedServerOption = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the page; 0 takes a free one.")
     ] = DEFAULT_PORT,
@@ -109,7 +100,7 @@ def dashboard(
     try:
         key = None if replay is not None else keys_of(keys, steers=not readonly)
         past = ReplaySource.of_file(replay) if replay is not None else None
-        where = resolved(with_scheme(feed_of(address, feed), FEED_PORT), line=1)
+        where = feed_of(address, feed, control, key)
         streams = serving.Streams(FeedSource(where, key)) if past is None else None
     except (FeedError, UsageError) as error:
         _fail(str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,16 +13,9 @@ from textual.pilot import Pilot
 
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import Snapshot, parse_snapshot
-from diloco_tools.monitor.feed.model import FeedModel
-from diloco_tools.monitor.feed.series import RunSeries
-from diloco_tools.top import palette
-from diloco_tools.top.application import Top
-from diloco_tools.top.drawing.full_screen import Picture, picture
-from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.drawing.scene import View
-from diloco_tools.top.widgets import Canvas
+from diloco_tools.monitor.terminal.application import Top
 from kit.feed_snapshots import frame, status, worker
-from kit.top_text import UTF8, matches, scene
+from kit.top_text import matches
 
 FEED = "tcp://10.0.0.1:8513"
 PATIENCE_S = 20.0
@@ -172,7 +165,7 @@ class ScreenPilot:
             async with self.app.run_test(size=self.size) as pilot:
                 self._pilot = pilot
                 if self._fill:
-                    for sequence in range(1, 42):
+                    for sequence in range(30, 42):
                         self.clock.now += 1.0
                         self.app.heard(snapshot(sequence))
                 await pilot.pause()
@@ -231,32 +224,30 @@ class ScreenPilot:
         matches(f"{name}_{self.size[0]}x{self.size[1]}.txt", self.text())
 
     def workers(self) -> list[str]:
-        """Ids in the window of the table, in their order."""
-        drawn = self.app.screen_stack[0].query_one(Canvas).picture
-        return [worker.id for worker in drawn.rows[drawn.first : drawn.first + drawn.shown]]
+        """Ids in the table, in their order."""
+        return [worker.id for worker in self.app.table.listed]
 
-    def header_colour(self) -> str | None:
-        """The colour that the whole first line has turned to, as it is on the screen."""
-        strip = self.app.screen._compositor.render_strips()[0]
-        styles = {segment.style for segment in strip if segment.text.strip()}
-        (style,) = styles if len(styles) == 1 else (None,)
-        if style is None or not style.reverse or style.color is None:
-            return None
-        return style.color.get_truecolor(palette.COLOURS).hex
+    def marked(self) -> str | None:
+        """The worker under the cursor of the table."""
+        worker = self.app.table.marked
+        return None if worker is None else worker.id
+
+    def header_is(self, fresh: str) -> bool:
+        """The whole first line has the colour of a feed that is LATE or STALE."""
+        return self.app.screen_stack[0].query_one("#header").has_class(fresh)
 
 
-def full_screen(
-    news: dict[str, Any],
-    width: int = 80,
-    height: int = 24,
-    *,
-    glyphs: Glyphs = UTF8,
-    view: View | None = None,
-    series: RunSeries | None = None,
-    **keys: Any,
-) -> Picture:
-    series = series or RunSeries()
-    read = parse_snapshot(frame(news))
-    series.update(read, 5.0)
-    shown = scene(FeedModel(read, 5.0), 5.0, series=series, **keys)
-    return picture(shown, view or View(), width, height, glyphs)
+def shown(
+    news: Mapping[str, Any], size: tuple[int, int] = SMALL, keys: Sequence[str] = (), **options: Any
+) -> str:
+    """What the full screen shows of one snapshot, after these keys."""
+    pilot = ScreenPilot(size, fill=False, **options)
+    found: list[str] = []
+
+    async def script() -> None:
+        await pilot.hears(parse_snapshot(frame(news)))
+        await pilot.press(*keys)
+        found.append(pilot.text())
+
+    pilot.play(script)
+    return found[0]

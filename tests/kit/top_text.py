@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console, RenderableType
 from typer.testing import CliRunner, Result
 
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.monitor.feed.model import FeedModel
 from diloco_tools.monitor.feed.series import RunSeries
-from diloco_tools.top.cli import app
-from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.drawing.scene import Scene
-from diloco_tools.top.drawing.text_screen import screen
+from diloco_tools.monitor.terminal.cli import app
+from diloco_tools.monitor.terminal.glyphs import Glyphs
+from diloco_tools.monitor.terminal.scene import Scene
+from diloco_tools.monitor.terminal.text import screen
 from kit.feed_snapshots import PATIENCE_S, Publisher, frame
 from kit.paths import ROOT
 
@@ -68,7 +70,15 @@ def drawn(
     address: str = "tcp://127.0.0.1:8513",
 ) -> str:
     model, now = FeedModel(parse_snapshot(frame(document)), 5.0), 5.0 + later_s
-    return screen(scene(model, now, address=address), width, glyphs).plain
+    return plain(screen(scene(model, now, address=address), width, glyphs), width)
+
+
+def plain(shown: RenderableType, width: int) -> str:
+    """Lines without the blanks at their ends."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, emoji=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def scene(model: FeedModel, now: float, **keys: Any) -> Scene:

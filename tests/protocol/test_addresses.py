@@ -18,8 +18,8 @@ from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.errors import Refused, UsageError
 from diloco_protocol.roles import Peer, Role
 from diloco_tools.monitor.feed.listener import FeedSubscriber
+from diloco_tools.monitor.terminal.cli import app as top_app
 from diloco_tools.monitor.web.source import FeedSource
-from diloco_tools.top.cli import app as top_app
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.cli.app import app as worker_app
 from diloco_worker.doctor.faults import Fault

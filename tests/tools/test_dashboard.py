@@ -222,7 +222,7 @@ class TestWords:
             for row in ((each["cells"], each["sort"]) for each in said["workers"])
         ]
         assert by_key[0]["id"] == (("b", "", "desk"), "b")
-        assert by_key[0]["rate_up"] == (("5.0 MB/s", "", "1.0 MB/s"), 6e6)
+        assert by_key[0]["rate_up"] == (("5.0 MB", "", "1.0 MB"), 6e6)
         assert by_key[1]["health"] == (("lost", "bad", ""), 0)
 
     def test_of_a_recorded_moment_nothing_is_said_that_was_not_recorded(self) -> None:

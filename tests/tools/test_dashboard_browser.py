@@ -290,7 +290,7 @@ class TestLook:
         below = ["north (3)", "\u2003a", "\u2003b", "\u2003cellar (1)", "\u2003\u2003x", "zeta"]
         playwright.expect(names).to_have_count(6, timeout=PATIENCE_MS)
         assert names.all_text_contents() == below
-        page.get_by_role("button", name="Steps/s").click()
+        page.get_by_role("button", name="Speed").click()
         assert names.all_text_contents() == [
             *("zeta", "north (3)", "\u2003b", "\u2003a", "\u2003cellar (1)", "\u2003\u2003x")
         ]
@@ -330,8 +330,7 @@ class TestLook:
         publisher.says(workers=workers, dead=[a_worker("zed", health="dead", sync_age_s=None)])
         sees(page, "#round", "412")
         for row, said in {
-            "Missing": "mac, rtx",
-            "Training": "xeon",
+            "Round": "missing: mac, rtx, training: xeon",
             "Workers": "4 alive, 3 participating, 4 averaged",
             "Rejected": "6: 4 non finite, 2 bad push",
             "Checkpoint": "round 411",
@@ -355,13 +354,13 @@ class TestLook:
         publisher.says(workers=said)
         names = page.locator("#worker-rows .id .main")
         playwright.expect(names).to_have_text(["a", "b", "c"], timeout=PATIENCE_MS)
-        button = page.get_by_role("button", name="Steps/s")
+        button = page.get_by_role("button", name="Speed")
         button.focus()
         page.keyboard.press("Enter")
         playwright.expect(names).to_have_text(["c", "a", "b"])
         page.keyboard.press("Enter")
         playwright.expect(names).to_have_text(["b", "a", "c"])
-        head = page.locator("th", has_text="Steps/s")
+        head = page.locator("th", has_text="Speed")
         playwright.expect(head).to_have_attribute("aria-sort", "descending")
         page.get_by_role("button", name="Kick a").focus()
         publisher.says(sequence=8, workers=said[:1])

@@ -14,7 +14,7 @@ from kit.core_harness import Stage, a_run
 from kit.feed_snapshots import Publisher, frame, status, worker
 from kit.scripted_broker import ScriptedBroker
 from kit.scripted_training import ScriptedTraining
-from kit.top_screen import full_screen
+from kit.top_screen import shown
 from kit.top_text import drawn, top_of
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -152,13 +152,13 @@ def test_silence_beyond_the_usual_interval_ends_the_estimate(timeout: float, sil
 
 
 def test_screens_mark_an_estimate() -> None:
-    for news, shown in (
+    for news, inner in (
         (told_of(), " ~262/500 "),
         (told_of(state="waiting"), " 212/500 "),
         (told_of(inner_age_s=None), " 212/500 "),
     ):
-        assert shown in drawn(news, width=120)
-        assert shown in "\n".join(line.plain for line in full_screen(news, 100, 24).lines)
+        assert inner in drawn(news, width=120)
+        assert inner in shown(news, (100, 24))
     assert " 212/500 " in drawn(told_of(), width=120, later_s=11.0), "a stale feed"
 
 

@@ -19,7 +19,7 @@ from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame
 from kit.restarts import a_saved_run, next_life
-from kit.top_screen import full_screen
+from kit.top_screen import LARGE, shown
 from kit.top_text import drawn
 from kit.whole_run import make_config
 
@@ -53,8 +53,7 @@ def test_every_display_keeps_a_dead_worker_and_agrees_that_the_run_is_degraded()
     stage, (_, b) = a_run("a", "b")
     b.dies()
     news = stage.shown()
-    full = "\n".join(line.plain for line in full_screen(news, 140, 40).lines)
-    for text in (as_text(news), drawn(news), full):
+    for text in (as_text(news), drawn(news), shown(news, LARGE)):
         assert "DEGRADED" in text
         rows = [line.split() for line in text.splitlines()]
         assert any("b" in row and "dead" in row for row in rows), text

@@ -13,11 +13,11 @@ from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Leave
 from diloco_protocol.monitor.verdict import Verdict
 from diloco_tools.monitor.feed.model import FeedModel
-from diloco_tools.top.drawing.notation import Glyphs
+from diloco_tools.monitor.terminal.glyphs import Glyphs
 from kit.core_harness import Puppet, Stage, a_run, a_stage
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import Publisher, frame, status
-from kit.top_screen import full_screen
+from kit.top_screen import shown as screen_of
 from kit.top_text import drawn, top_of
 
 MODES = pytest.mark.parametrize("options", [{}, {"mode": "async"}], ids=["sync", "async"])
@@ -147,7 +147,7 @@ def test_displays_say_the_word(glyphs: Glyphs) -> None:
     ):
         shown = (
             drawn(news, glyphs=glyphs),
-            "\n".join(line.plain for line in full_screen(news, glyphs=glyphs).lines),
+            screen_of(news, glyphs=glyphs),
         )
         for text in shown:
             assert f"{word}  {sentence}" in text

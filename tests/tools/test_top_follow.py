@@ -25,7 +25,7 @@ from kit.top_text import top_of
 def following(*arguments: str) -> Iterator[IO[str]]:
     """The output of diloco-top as a process of its own, for as long as the tests have patience."""
     clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    command = [sys.executable, "-m", "diloco_tools.top.cli", *arguments, "--follow"]
+    command = [sys.executable, "-m", "diloco_tools.monitor.terminal.cli", *arguments, "--follow"]
     with subprocess.Popen(
         [*command, "--timeout", str(PATIENCE_S)],
         stdout=subprocess.PIPE,
@@ -82,7 +82,8 @@ def test_ascii_prints_no_other_sign(publisher: Publisher) -> None:
 
 @pytest.mark.parametrize("options", [("--once",), ("--json",), ()])
 def test_text_and_json_do_without_textual(publisher: Publisher, options: tuple[str, ...]) -> None:
-    code = "import sys; sys.modules['textual'] = None; from diloco_tools.top.cli import app; app()"
+    without = "import sys; sys.modules['textual'] = None; "
+    code = without + "from diloco_tools.monitor.terminal.cli import app; app()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, publisher.address, *options, "--timeout", str(PATIENCE_S)],
         stdout=subprocess.PIPE,
@@ -180,7 +181,7 @@ def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -
         await pilot.sees("run 3fa2c1d0", "● LIVE")
         publisher.close()
         await pilot.waits(30.0)
-        assert "○ STALE 30s" in pilot.lines()[0]
+        assert "○ STALE 30 s" in pilot.lines()[0]
         with Publisher(address) as again:
             await pilot.until(lambda: again.has_subscriber)
             again.send(frame(status(sequence=1, epoch="cd34", run="4444aaaa")))

@@ -20,9 +20,9 @@ import diloco_lab.evidence.cli
 import diloco_tools.demo.cli
 import diloco_tools.monitor.metrics.cli
 import diloco_tools.monitor.report.cli
+import diloco_tools.monitor.terminal.cli
 import diloco_tools.monitor.web.cli
 import diloco_tools.plan.cli
-import diloco_tools.top.cli
 from diloco_broker.cli.status_text import as_text
 from diloco_lab.bench.report.figures import figure
 from diloco_lab.bench.report.table import tables
@@ -50,7 +50,7 @@ COMMANDS = {
     "diloco-exporter": diloco_tools.monitor.metrics.cli.app,
     "diloco-report": diloco_tools.monitor.report.cli.app,
     "diloco-plan": diloco_tools.plan.cli.app,
-    "diloco-top": diloco_tools.top.cli.app,
+    "diloco-top": diloco_tools.monitor.terminal.cli.app,
     "python -m diloco_lab.chaos": diloco_lab.chaos.__main__.app,
 }
 
@@ -123,12 +123,12 @@ def test_tables_show_rows_as_they_are(name: str) -> None:
 @EVERY_NAME
 def test_one_screen_and_status_show_names_as_they_are(name: str) -> None:
     text = drawn(strangers(name), width=200)
-    for line in (f"run {name[:8]}", f"missing {name}", f"NOT SAVED: {name}", f"error: {name}"):
+    for line in (f"run {name[:8]}", f"missing: {name}", f"NOT SAVED: {name}", f"error: {name}"):
         assert line in text
     assert f"{name}: {name}" in text
     assert f"\n{name} " in text
     told = as_text(strangers(name))
-    assert f"missing     {name}" in told and f"\n{name} " in told and f"NOT WRITTEN: {name}" in told
+    assert f"missing: {name}" in told and f"\n{name} " in told and f"NOT SAVED: {name}" in told
 
 
 @EVERY_NAME
@@ -137,9 +137,11 @@ async def test_full_screen_and_its_dialogs_show_names_as_they_are(
     pilot: ScreenPilot, name: str
 ) -> None:
     await pilot.hears(parse_snapshot(frame(strangers(name) | {"sequence": 50})), after_s=1.0)
-    await pilot.sees(f">{name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
+    await pilot.sees(f" {name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
     await pilot.press("enter")
-    await pilot.sees(f"Worker {name} ", f"id             {name}", f"{name[:14]:<15}{name}")
+    await pilot.sees(
+        f"Worker {name} ", f"Worker                   {name}", f"{name[:24]:<25}{name}"
+    )
     await pilot.press("escape", "k")
     await pilot.sees(f"Kick {name} on {name}?")
     pilot.broker.answer = Answer(False, f"There is no {name}.")

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import typer
 
-from diloco_broker.cli.status_text import span
 from diloco_broker.storage import checkpoint, checkpoint_format
 from diloco_broker.storage.checkpoint import Damaged
 from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind
+from diloco_protocol.quantities import byte_size, duration
 
 T = TypeVar("T")
 _SHOWN = ("mode", "workers", "sync_every", "outer_lr", "outer_momentum", "num_fragments")
@@ -78,9 +78,8 @@ def as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
     for each in found:
         name = Path(each["path"]).name
         if each["sound"]:
-            count, age = each["bytes"], span(each["age_s"])
-            size = f"{count / 1e6:,.1f} MB" if count > 1e5 else f"{count:,} B"
-            lines.append(f"  {name}  before round {each['round']}, {age} ago, {size}")
+            count, age = each["bytes"], duration(each["age_s"])
+            lines.append(f"  {name}  before round {each['round']}, {age} ago, {byte_size(count)}")
         else:
             lines.append(f"  {name}  DAMAGED: {each['problem']}")
     sound = next((each for each in found if each["sound"]), None)

@@ -21,6 +21,7 @@ from diloco_protocol.quantities import FORMATS, duration, names, plural, scaled
 
 STATUS, TOP, DASHBOARD, EXPORTER, REPORT = "status", "top", "dashboard", "exporter", "report"
 SCREENS = (STATUS, TOP, DASHBOARD)
+LARGE = (TOP, DASHBOARD)  # `status` shows a run on 24 lines
 GOOD, UNEASY, BAD = "good", "uneasy", "bad"  # tones; "" is none
 UNHEARD = ("lost", DEAD)  # healths of workers whose state is unknown
 STANDS_OUT = 5.0  # times the usual norm, from which the broker warns of a push
@@ -151,12 +152,12 @@ def _when_async(phrase: str, count: Callable[[Snapshot], int]) -> Callable[[Snap
     return lambda snapshot: phrase.format(count(snapshot)) if snapshot.mode == "async" else ""
 
 
-def _named(snapshot: Snapshot, ids: Sequence[str]) -> str:
+def _named(snapshot: Snapshot, what: str, ids: Sequence[str]) -> str:
     """Some workers by name, a relay with how many are downstream of it."""
-    if not has_round(snapshot):
+    if not ids or not has_round(snapshot):
         return ""
     titles = {worker.id: worker.title for worker in snapshot.workers if worker.workers is not None}
-    return names([titles.get(name, name) for name in ids])
+    return f"{what}: {names([titles.get(name, name) for name in ids])}"
 
 
 def _not_listed(snapshot: Snapshot) -> str:
@@ -239,7 +240,7 @@ def _contributions(snapshot: Snapshot) -> str:
     if not any(counts):
         return ""
     by_fragment = f" ({' '.join(map(str, counts))})" if len(counts) > 1 else ""
-    return f"{sum(counts)} pushes averaged{by_fragment}"
+    return f"{plural(sum(counts), 'push', 'pushes')} averaged{by_fragment}"
 
 
 def _has_fragments(snapshot: Snapshot) -> bool:
@@ -435,7 +436,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("run", "Run", "First characters of the run's id.", "text", row="run",
         say=lambda s: run_name(s) or "not begun"),
     Field("mode", "Mode", "Synchronous or asynchronous.", "text", row="run"),
-    Field("version", "Version", "Version of the broker.", "text", row="broker"),
+    Field("version", "Version", "Version of the broker.", "text", row="broker",
+        displays=LARGE),
     Field("uptime_s", "Uptime", "Time since the broker's start.", "duration", row="run",
         phrase="up {}", metric="broker_uptime_seconds"),
     Field("state", "State", "What the run does.", "text", row="state", say=state_of),
@@ -456,8 +458,6 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("round.fragment", "Fragment of the round", row="round", say=_fragment_of_round),
     Field("round.arrived", "Arrived", "Workers whose push has begun, of those expected.",
         row="round", unit="workers", say=_arrived),
-    Field("round.floor", "Least contributions", "Workers below which the round stays open.",
-        row="round", unit="workers", say=_floor),
     Field("applied", "Applied", "Pushes applied, of an asynchronous run.", row="pushes",
         unit="pushes", say=_when_async("{} applied", lambda s: sum(f.gradients for f in s.fragments))),
     Field("reducer.submissions", "In progress",
@@ -469,15 +469,18 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         say=_when_async("{} waiting for a slot", lambda s: s.reducer.waiting),
         metric="waiting_submissions"),
     Field("missing", "Missing", "Workers that the round waits for and that do not train.", "names",
-        row="missing", say=lambda s: _named(s, s.missing)),
+        row="round", say=lambda s: _named(s, "missing", s.missing)),
     Field("sites_away", "Missing sites",
         "Relays that were given up with workers downstream, and have not come back.",
         row="missing", tone=BAD, unit="sites",
         say=lambda s: ", ".join(
-            f"site {each.name} ({each.workers}) for {duration(each.away_s)}" for each in s.sites_away),
+            f"site {each.name} ({plural(each.workers, 'worker')}) for {duration(each.away_s)}"
+            for each in s.sites_away),
         metric="sites_away", measure=lambda s: len(s.sites_away)),
     Field("training", "Training", "Workers that the round waits for and that train.", "names",
-        row="training", say=lambda s: _named(s, s.training)),
+        row="round", say=lambda s: _named(s, "training", s.training)),
+    Field("round.floor", "Least contributions", "Workers below which the round stays open.",
+        row="round", unit="workers", say=_floor),
 
     Field("counts.alive", "Workers alive", "Workers that are alive.",
         row="workers", phrase="{} alive", unit="workers", metric="workers_alive"),
@@ -573,7 +576,7 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("outer.momentum_warmup", "Momentum warm-up", format="text", is_setting=True),
     Field("outer.nesterov", "Nesterov", "", "setting", row="outer", is_setting=True,
         say=lambda s: "no Nesterov" if s.outer.nesterov is False else ""),
-    Field("outer.c", "c of Delayed Nesterov", "", "setting", row="outer", is_setting=True,
+    Field("outer.c", "Constant c of Delayed Nesterov", "", "setting", row="outer", is_setting=True,
         say=lambda s: f"c {s.outer.c:g}" if s.outer.c else ""),
     Field("outer.buffer", "Gradients to a momentum step",
         "Pseudo-gradients to one step of a buffered outer optimizer; absent without a buffer.",
@@ -581,9 +584,9 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("outer.groups", "Groups of the torch optimizer", format="text", is_setting=True),
 
     Field("sync_every", "Steps to a boundary (H)", "Inner steps to a round (H).", unit="steps",
-        row="exchange", phrase="every {} steps", metric="sync_every_steps", is_setting=True),
+        row="outer", phrase="every {} steps", metric="sync_every_steps", is_setting=True),
     Field("wire_dtype", "Pseudo-gradients are sent as", format="text", is_setting=True,
-        row="exchange", say=_dtypes),
+        row="outer", say=_dtypes),
     Field("reply_dtype", "Parameters are sent as", format="text", is_setting=True),
 
     Field("num_fragments", "Fragments (P)", "Fragments of the model.", row="fragments", say=_split,
@@ -685,23 +688,25 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         say=_counted("{} malformed", lambda s: s.totals.malformed, UNEASY)),
     Field("totals.bytes_up", "Sent up",
         "Pseudo-gradients, and the first parameters, received from workers.", "bytes",
-        row="traffic", phrase="{} up", metric="uploaded_bytes_total"),
+        row="traffic", displays=LARGE, phrase="{} up", metric="uploaded_bytes_total"),
     Field("totals.bytes_down", "Sent down", "Parameters sent to workers.", "bytes",
-        row="traffic", phrase="{} down", metric="downloaded_bytes_total"),
+        row="traffic", displays=LARGE, phrase="{} down", metric="downloaded_bytes_total"),
     Field("totals.pushes", "Pushes", "Pushes begun.", "count", row="traffic", unit="pushes",
+        displays=LARGE,
         phrase="{} pushes", metric="pushes_total"),
     Field("totals.contributions", "Pushes counted", "Pushes counted whole.", unit="pushes",
         metric="contributions_total"),
     Field("totals.rounds", "Rounds", "Rounds closed.", "count", row="broker", unit="rounds",
+        displays=LARGE,
         phrase="{} rounds", metric="rounds_total"),
     Field("loop.longest_turn_ms", "Longest turn",
         "CPU time of the longest turn of the broker's loop between its last two snapshots.",
-        "norm", unit="ms", row="broker", phrase="turn {} ms",
+        "norm", unit="ms", row="broker", displays=LARGE, phrase="turn {} ms",
         metric="broker_longest_turn_seconds", measure=_longest_turn_s),
     Field("loop.cpu_s", "CPU time", "CPU time of the broker's own thread.", "duration",
-        row="broker", phrase="cpu {}", metric="broker_cpu_seconds_total"),
+        row="broker", displays=LARGE, phrase="cpu {}", metric="broker_cpu_seconds_total"),
     Field("loop.rss_bytes", "Memory", "Resident memory of the broker.", "bytes",
-        row="broker", phrase="rss {}", metric="broker_resident_memory_bytes"),
+        row="broker", displays=LARGE, phrase="rss {}", metric="broker_resident_memory_bytes"),
 )
 
 # Of the open round; absent while there is none.
@@ -803,7 +808,7 @@ OF_WORKER: tuple[Field, ...] = (
     Field("state", "State", "What the worker does; unknown while it is lost or dead.", "text",
         title="State"),
     Field("round", "Round", "Last round that the worker pushed for.", title="Round",
-        displays=(TOP, DASHBOARD), metric="worker_round"),
+        displays=LARGE, metric="worker_round"),
     Field("step", "Steps", "Inner steps that the worker has made.", "amount", title="Steps",
         unit="steps", displays=(STATUS, TOP), metric="worker_steps_total"),
     Field("inner_step", "Inner steps",
@@ -813,9 +818,9 @@ OF_WORKER: tuple[Field, ...] = (
     Field("sync_every", "Steps to a boundary (H)",
         "Inner steps to a push of the worker (H, with DyLU its own).", unit="steps",
         metric="worker_sync_every_steps", measure=lambda of: of.sync_every or None),
-    Field("steps_per_s", "Steps/s",
+    Field("steps_per_s", "Speed",
         "Inner steps a second, as the worker reports; absent while it is lost or dead.", "amount",
-        title="Steps/s", unit="steps/s", displays=IN_TABLES, metric="worker_steps_per_second",
+        title="Speed", unit="steps/s", displays=IN_TABLES, metric="worker_steps_per_second",
         measure=lambda of: None if of.health in UNHEARD else of.steps_per_s),
     Field("loss", "Loss", "Loss that the worker reported last; NaN if that was not finite.",
         "figure", title="Loss", displays=IN_TABLES, metric="worker_loss",
@@ -830,14 +835,14 @@ OF_WORKER: tuple[Field, ...] = (
         title="Heard", metric="worker_heartbeat_age_seconds"),
     Field("sync_age_s", "Synced",
         "Time since work of the worker was last counted; absent before the first.", "duration",
-        title="Synced", displays=(TOP, DASHBOARD), metric="worker_sync_age_seconds"),
+        title="Synced", displays=LARGE, metric="worker_sync_age_seconds"),
     Field("staleness", "Staleness",
         "Versions between the base of the worker's last push and the version that it went into.",
         title="Stale", unit="versions", displays=IN_TABLES, metric="worker_staleness_versions"),
     Field("rate_up", "Up/s", "Bytes a second that the worker sends.", "bytes/s",
-        title="Up/s", displays=(TOP, DASHBOARD)),
+        title="Up/s", displays=LARGE),
     Field("rate_down", "Down/s", "Bytes a second that the worker receives.", "bytes/s",
-        title="Down/s", displays=(TOP, DASHBOARD)),
+        title="Down/s", displays=LARGE),
     Field("bytes_up", "Sent up",
         "Pseudo-gradients, and the first parameters, received from the worker.", "bytes",
         title="Up", displays=(TOP, REPORT), metric="worker_uploaded_bytes_total"),

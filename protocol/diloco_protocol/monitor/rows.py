@@ -22,7 +22,7 @@ from diloco_protocol.monitor.fields import (
     Field,
     Part,
 )
-from diloco_protocol.quantities import NONE, byte_rate
+from diloco_protocol.quantities import NONE, byte_size
 
 # In their order; each with at least one field of the catalogue.
 ROWS = (
@@ -33,12 +33,11 @@ ROWS = (
         "round",
         "pushes",
         "missing",
-        "training",
         "workers",
         "last",
         "end",
     ),
-    *("commands", "data", "parent", "model", "outer", "exchange", "reducing", "fragments", "async"),
+    *("commands", "data", "parent", "model", "outer", "reducing", "fragments", "async"),
     *("timeouts", "checkpoint", "standby", "rejected", "traffic", "broker"),
 )
 ESTIMATED = "~"  # before a number that the worker has not reported
@@ -134,8 +133,8 @@ _CELLS: dict[str, Callable[[Listed], Part]] = {
     "loss": _loss,
     "delta_norm": _norm,
     "rejected": _rejected,
-    "rate_up": lambda listed: Part(byte_rate(listed.up)),
-    "rate_down": lambda listed: Part(byte_rate(listed.down)),
+    "rate_up": lambda listed: Part(byte_size(listed.up)),
+    "rate_down": lambda listed: Part(byte_size(listed.down)),
 }
 _OF_LIVING = ("state", "inner_step", "steps_per_s")
 # What a relay does not report of the workers downstream of it.

@@ -1,56 +1,22 @@
-"""What stands on the full screen: the canvas that shows the picture, and the dialogs over it."""
+"""The dialogs over the full screen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
-from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.geometry import Region
 from textual.screen import ModalScreen
-from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from diloco_tools.top.drawing import sentences
-from diloco_tools.top.drawing.full_screen import Picture
-from diloco_tools.top.drawing.notation import BAD, QUIET, UNEASY, Glyphs
+from diloco_protocol.monitor.fields import BAD, UNEASY
+from diloco_tools.monitor.terminal import sentences
+from diloco_tools.monitor.terminal.glyphs import QUIET, STYLES, Glyphs
 
 T = TypeVar("T")
-
-
-class Canvas(Widget):
-    """Draws lines that somebody else made, and asks for new ones when it has another size."""
-
-    def __init__(self, redraw: Callable[[], None]) -> None:
-        super().__init__()
-        self.picture = Picture([], [])
-        self._redraw = redraw
-        self._base = Style()
-
-    def on_resize(self) -> None:
-        self._redraw()
-
-    def show(self, drawn: Picture) -> None:
-        """Draw this instead; what stays as it was is not drawn again, for that costs the most."""
-        before, now = self.picture.lines, drawn.lines
-        self.picture, self._base = drawn, self.rich_style
-        if len(before) != len(now):
-            self.refresh()
-            return
-        changed = [y for y, line in enumerate(now) if line != before[y]]
-        if changed:
-            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
-
-    def render_line(self, y: int) -> Strip:
-        lines, width = self.picture.lines, self.size.width
-        if y >= len(lines):
-            return Strip.blank(width, self._base)
-        strip = Strip(lines[y].render(self.app.console))
-        return strip.adjust_cell_length(width).apply_style(self._base)
 
 
 class Dialog(ModalScreen[T]):
@@ -80,7 +46,7 @@ class Question(Dialog[bool]):
 
     def __init__(self, title: str, said: Text, yes: str) -> None:
         asked = [Static(said, classes="said")]
-        super().__init__(Text(title, "bold"), asked, ("y", yes), ("n", "leave it"))
+        super().__init__(Text(title, "bold"), asked, ("y", yes), ("n", "cancel"))
 
 
 class NewRate(Dialog[float]):
@@ -95,7 +61,7 @@ class NewRate(Dialog[float]):
         self._change = Static(self._changing(""), classes="said")
         title = Text("Outer learning rate", "bold")
         asked = (self._entry, self._change)
-        super().__init__(title, asked, ("enter", "go on"), ("esc", "leave it"))
+        super().__init__(title, asked, ("enter", "go on"), ("esc", "cancel"))
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
@@ -108,7 +74,7 @@ class NewRate(Dialog[float]):
             return
         self._entry.disabled = True
         self.set_focus(None)
-        self._choices.update(_choices(("y", "send it to the broker"), ("n", "leave it")))
+        self._choices.update(_choices(("y", "send it to the broker"), ("n", "cancel")))
 
     def on_key(self, event: events.Key) -> None:
         if self._new is not None and event.key in ("y", "Y", "n", "N"):
@@ -117,7 +83,7 @@ class NewRate(Dialog[float]):
     def _changing(self, typed: str) -> Text:
         new, said = sentences.rate_change(self._old, typed, self._glyphs)
         change = (self._glyphs.printable(said), "bold" if new is not None else QUIET)
-        return Text.assemble(change, "\nIt holds for everybody, from the next outer step on.")
+        return Text.assemble(change, "\nIt applies to the whole run, from the next outer step on.")
 
 
 class TypedWord(Dialog[bool]):
@@ -130,14 +96,16 @@ class TypedWord(Dialog[bool]):
         self._wrong = Static(id="wrong")
         wanted = Static(Text.assemble("Type ", (word, "bold"), " and press enter."))
         asked = (Static(said, classes="said"), wanted, Input(compact=True), self._wrong)
-        super().__init__(Text(title, f"bold {BAD}"), asked, ("enter", "do it"), ("esc", "leave it"))
+        super().__init__(
+            Text(title, f"bold {STYLES[BAD]}"), asked, ("enter", "do it"), ("esc", "cancel")
+        )
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
         if event.value.strip() == self._word:
             self.dismiss(True)
             return
-        self._wrong.update(Text(f"That is not {self._word}: nothing was sent.", UNEASY))
+        self._wrong.update(Text(f"That is not {self._word}: nothing was sent.", STYLES[UNEASY]))
         self._wrong.display = True
 
 

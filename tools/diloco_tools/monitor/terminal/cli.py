@@ -28,10 +28,10 @@ from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.feed.model import FeedModel, Freshness, inner_step_now
 from diloco_tools.monitor.feed.replay import History, read_history
 from diloco_tools.monitor.feed.series import RunSeries
+from diloco_tools.monitor.terminal.glyphs import Glyphs
+from diloco_tools.monitor.terminal.scene import Scene
+from diloco_tools.monitor.terminal.text import MIN_WIDTH, screen
 from diloco_tools.terminal import KeysOption, console, fail, keys_of
-from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.drawing.scene import Scene
-from diloco_tools.top.drawing.text_screen import screen
 
 HEALTHY, DEGRADED, NO_FEED, INTERRUPTED = 0, 1, 2, 130
 LOOK_S = 1.0  # with --follow: how soon a feed that falls silent is noticed
@@ -166,9 +166,9 @@ def _show_json(name: str, model: FeedModel, now: float) -> bool:
 
 def _show_text(glyphs: Glyphs, name: str, model: FeedModel, now: float) -> bool:
     """Print one screen for people; whether the run is healthy."""
-    shown = console()
+    width = max(MIN_WIDTH, console().width)  # a narrower terminal wraps lines, and loses nothing
     scene = Scene(model, RunSeries(), now, model.freshness(now), model.age_s(now), name)
-    shown.print(screen(scene, shown.width, glyphs), soft_wrap=True)  # it has its width already
+    console(width=width).print(screen(scene, width, glyphs))
     return model.verdict(now).healthy
 
 
@@ -190,8 +190,8 @@ def _full_screen(
     keys: Keys | None,
 ) -> None:
     # Only now: it takes a while to import, and text and JSON do without it.
-    from diloco_tools.top.application import Top
-    from diloco_tools.top.playing import Player
+    from diloco_tools.monitor.terminal.application import Top
+    from diloco_tools.monitor.terminal.playing import Player
 
     shown = Top(
         name,

@@ -38,8 +38,31 @@ THEME = Theme(
 )
 
 CSS = """
-Screen { background: $background; color: $foreground; overflow: hidden; layers: below; }
-Canvas { width: 1fr; height: 1fr; }
+Screen { background: $background; color: $foreground; overflow: hidden; }
+#header, #verdict, #rows, #log, #status, #nobody { padding: 0 1; height: auto; }
+#header { height: 1; }
+#header.late { background: $warning; color: $background; text-style: bold; }
+#header.stale { background: $error; color: $background; text-style: bold; }
+#curves { height: 1; padding: 0 1; }
+Curve { width: 1fr; height: 1; layout: horizontal; margin-right: 2; }
+Curve .caption { width: auto; margin-right: 1; }
+Curve Sparkline { width: 1fr; height: 1; }
+Sparkline > .sparkline--max-color { color: $primary; }
+Sparkline > .sparkline--min-color { color: $primary; }
+.tall Curve { layout: vertical; height: 5; }
+.tall #curves { height: 5; }
+.tall Curve .caption { width: 100%; height: 1; }
+.tall Curve Sparkline { width: 100%; height: 4; }
+.tall #rows, .tall #curves, .tall #header { margin-bottom: 1; }
+#workers { height: 1fr; background: $background; scrollbar-size-vertical: 1; overflow-x: hidden; }
+DataTable > .datatable--header { background: $background; color: $foreground 70%; }
+DataTable > .datatable--cursor { background: #2b3648; color: $foreground; text-style: bold; }
+DataTable > .datatable--hover { background: $background; }
+#status.quiet { text-align: right; }
+#log { max-height: 12; }
+.tall #log { margin-top: 1; }
+Footer { background: $background; }
+FooterKey { background: $background; }
 #filter-row { display: none; height: 1; padding: 0 1; }
 #filter-row.open { display: block; }
 #filter-row Static { width: 8; }
@@ -51,8 +74,11 @@ ModalScreen { align: center middle; background: $background 40%; }
 .dialog > .title, .dialog > .said { margin-bottom: 1; }
 .dialog > Input { margin-bottom: 1; }
 #wrong { display: none; margin-bottom: 1; }
+.page { width: 96; }
 .page VerticalScroll { height: auto; max-height: 100%; }
 .ascii .dialog { border: ascii $primary; }
-.ascii VerticalScroll { scrollbar-size: 0 0; }
+.ascii VerticalScroll, .ascii #workers { scrollbar-size: 0 0; }
+.ascii Sparkline { display: none; }
 App:nocolor Input { text-style: underline; }
+App:nocolor .datatable--cursor { text-style: reverse; }
 """

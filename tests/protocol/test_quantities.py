@@ -35,7 +35,6 @@ from diloco_protocol.quantities import FORMATS, NONE
             (0.02, 1.234, 750, 8000),
             ["20 ms", "1.23 s", "12.5 min", "2.22 h"],
         ),
-        (quantities.share_of_time, (0.5, 0.9999, 1.0), ["50.0%", "99.99%", "100%"]),
     ],
 )
 def test_quantities_take_few_characters(

@@ -21,7 +21,6 @@ import typer
 from diloco_broker.cli.config_options import DECLARED, parameter
 from diloco_broker.cli.failures import fail
 from diloco_broker.cli.status_text import as_text
-from diloco_broker.config import duration
 from diloco_broker.core.rules.settings import SETTINGS
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.clients.command_line import (
@@ -36,6 +35,7 @@ from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.feed import read_snapshot
 from diloco_protocol.messages import Result
 from diloco_protocol.monitor.verdict import verdict_on
+from diloco_protocol.quantities import parse_duration
 from diloco_protocol.roles import Role
 
 REFUSED, IS_DEGRADED, GIVEN_UP = 1, 1, 130
@@ -172,7 +172,7 @@ def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str |
             "it now."
         )
     with contextlib.suppress(ValueError):  # the broker refuses it
-        if 0 < duration.seconds(settings.get("max_time", "")) <= seconds:
+        if 0 < parse_duration(settings.get("max_time", "")) <= seconds:
             return f"The run has trained for {seconds} s: --max-time {settings['max_time']} ends it now."
     return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_broker.config import duration
 from diloco_broker.config.option import (
     ADDRESS,
     BELOW_HALF,
@@ -30,6 +29,7 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 from diloco_protocol.fragments import PATTERNS, longest_delay
 from diloco_protocol.messages import MERGES, MODES, WEIGHTS
+from diloco_protocol.quantities import parse_duration
 from diloco_protocol.ranges import MOST
 
 AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median")
@@ -380,7 +380,7 @@ class Options:
     @property
     def max_seconds(self) -> float | None:
         """`max_time` as a number."""
-        return None if self.max_time is None else duration.seconds(self.max_time)
+        return None if self.max_time is None else parse_duration(self.max_time)
 
     @property
     def outer_name(self) -> str:

@@ -8,9 +8,9 @@ from dataclasses import Field, dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from diloco_broker.config import duration
 from diloco_broker.config.schedule import CONSTANT, MOST_ROUNDS, Schedule
 from diloco_protocol.errors import UsageError
+from diloco_protocol.quantities import parse_duration
 
 _KEY = "option"
 LONGEST_WORD = 16  # characters; a longer list of choices is in the text of the option
@@ -155,7 +155,7 @@ def schedule(value: str, bounds: str, fits: Callable[[Schedule], bool]) -> Rule:
 
 def _is_duration(text: Any) -> bool:
     try:
-        return duration.seconds(text) > 0
+        return parse_duration(text) > 0
     except ValueError:
         return False
 

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from diloco_protocol import feed
+from diloco_protocol.quantities import estimate_s
 from diloco_worker.doctor.examination import Findings
 from diloco_worker.doctor.report import Estimate
 
@@ -38,7 +39,7 @@ class Planned:
             trains = f", and training has {self.utilisation:.0%} of the time"
         return (
             f"If the lines of the broker and of all {self.workers} workers are like this one, a round "
-            f"takes about {_seconds(self.seconds)}{trains} (diloco-plan)."
+            f"takes about {estimate_s(self.seconds)}{trains} (diloco-plan)."
         )
 
 
@@ -84,7 +85,3 @@ def plan(findings: Findings, found: Estimate | None) -> Planned | None:
     except (OSError, subprocess.SubprocessError, ValueError, LookupError):
         return None
     return Planned(workers, seconds, share if found.step_time is not None else None)
-
-
-def _seconds(number: float) -> str:
-    return f"{number * 1e3:.3g} ms" if number < 0.9995 else f"{number:.3g} s"

@@ -12,6 +12,7 @@ from rich.text import Text
 from diloco_protocol import feed
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import SIZES
+from diloco_protocol.quantities import estimate_s
 from diloco_worker.core import round_cost
 from diloco_worker.core.round_cost import Exchange, Line
 from diloco_worker.doctor.examination import Findings
@@ -183,17 +184,17 @@ def _sentences(found: Estimate) -> list[str]:
     lines = [
         f"A round of {_count(exchange.parameters)} parameters{many} ({_bytes(exchange.bytes_up)} up in "
         f"{found.wire_dtype}, {_bytes(exchange.bytes_down)} down in {found.reply_dtype}) takes "
-        f"{_seconds(found.seconds)}."
+        f"{estimate_s(found.seconds)}."
     ]
     if found.step_time is None:
         trains = round_cost.training_seconds(found.seconds, SHARE)
         lines.append(
-            f"Training has {SHARE:.0%} of the time where H steps take {_seconds(trains)}; --step-time "
+            f"Training has {SHARE:.0%} of the time where H steps take {estimate_s(trains)}; --step-time "
             "SECONDS tells H."
         )
     else:
         lines.append(
-            f"With steps of {_seconds(found.step_time)} training has {SHARE:.0%} of the time from "
+            f"With steps of {estimate_s(found.step_time)} training has {SHARE:.0%} of the time from "
             f"H = {found.needed} on; the run's H = {found.sync_every} (sync_every) gives "
             f"{found.utilisation:.0%}."
         )
@@ -206,7 +207,7 @@ def _of_other_dtypes(found: Estimate) -> list[str]:
         return []
     if found.utilisation is None:
         each = (
-            f"{e.wire_dtype} {_seconds(e.seconds)}"
+            f"{e.wire_dtype} {estimate_s(e.seconds)}"
             for e in found.shorter
             if e.reply_dtype == e.wire_dtype
         )
@@ -219,7 +220,7 @@ def _of_other_dtypes(found: Estimate) -> list[str]:
     best = next(enough, near)
     return [
         f"With --wire-dtype {best.wire_dtype} --reply-dtype {best.reply_dtype} at the broker a round "
-        f"takes {_seconds(best.seconds)}, and training has {best.utilisation:.0%} of the time."
+        f"takes {estimate_s(best.seconds)}, and training has {best.utilisation:.0%} of the time."
     ]
 
 
@@ -289,12 +290,3 @@ def _count(number: float) -> str:
             break
         number /= 1000
     return f"{number:.3g}{unit}"
-
-
-def _seconds(number: float) -> str:
-    if number < 0.9995:
-        return f"{number * 1e3:.3g} ms"
-    if number < 120:
-        return f"{number:.3g} s"
-    minutes = number / 60
-    return f"{minutes:.3g} minutes" if minutes < 120 else f"{minutes / 60:.3g} hours"

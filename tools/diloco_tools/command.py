@@ -18,7 +18,7 @@ SUBCOMMANDS = {
         "diloco_worker.cli.app:app:doctor",
         "Check the connection to the broker, and estimate what a round takes.",
     ),
-    "top": ("diloco_tools.top.cli:app", "Show a run in the terminal, and steer it."),
+    "top": ("diloco_tools.monitor.terminal.cli:app", "Show a run in the terminal, and steer it."),
     "dashboard": ("diloco_tools.monitor.web.cli:app", "Show a run on a web page, and steer it."),
     "export-metrics": (
         "diloco_tools.monitor.metrics.cli:app",

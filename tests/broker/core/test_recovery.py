@@ -27,6 +27,7 @@ def test_run_goes_on_at_once_when_all_known_workers_are_back() -> None:
     crashed = a_saved_run("a", "b", rounds=2)
     stage, (a, b) = next_life(crashed, "a", "b")
     assert stage.round.number == 2
+    assert stage.shown()["waiting_for"] is None
     assert stage.version() == crashed.version()
     assert not a.asked_for + b.asked_for
     a_round([a, b], 2)

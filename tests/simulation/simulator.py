@@ -53,6 +53,8 @@ class Scenario:
     tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
     watch_s: float = 1.0  # how often the referee looks whether everybody gets on
     thoroughness: int = 1  # see `Referee`
+    has_units: bool = False  # workers train on the units of a data set
+    processes: tuple[int, ...] = (1,)  # of a worker, drawn from for each
 
     @property
     def cycle_s(self) -> float:
@@ -141,6 +143,12 @@ class Simulation:
             told = "\n\n".join((*chapters, self.world.story(lines=60), what))
             raise Violation(f"seed {self.seed}, {self.scenario}\n{told}") from error
 
+    @property
+    def fingerprint(self) -> object:
+        """The same for the same seed."""
+        tags = [each.version for each in self.broker.core.state.versions.fragments]
+        return tags, self.world.events, self.broker.messages, self.world.now
+
     def counted(self) -> int:
         """Pushes that ended well, as their workers heard."""
         return sum(record.ending == "counted" for record in self.referee.records.values())
@@ -165,6 +173,8 @@ class Simulation:
             "wants": dice.choice(scenario.wants),
             "timeout": dice.choice(scenario.timeouts),
         }
+        if len(scenario.processes) > 1:
+            drawn["processes"] = dice.choice(scenario.processes)
         process = Worker(
             self.world,
             self.referee,
@@ -173,6 +183,7 @@ class Simulation:
             manifest=self._manifest,
             habits=Habits(**drawn | scenario.habits | habits),
             connect=self._connect,
+            has_units=scenario.has_units,
         )
         self.world.tell(process.name, f"begins: {process.habits}")
         self.processes.append(process)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
@@ -188,8 +189,15 @@ class Host:
 class Hub(Host):
     """The broker at the top, with the parameters; `disk` outlives it."""
 
-    def __init__(self, tree: Tree, disk: dict[str, Resumption]) -> None:
-        super().__init__(tree, "hub")
+    def __init__(
+        self,
+        tree: Tree,
+        disk: dict[str, Resumption],
+        name: str = "hub",
+        config: BrokerConfig | None = None,
+        term: int = 0,
+    ) -> None:
+        super().__init__(tree, name)
         self._disk = disk
         self.chunks: dict[tuple[int, int], Down] = {}
         found = disk.get("newest")
@@ -198,7 +206,8 @@ class Hub(Host):
         shapes = {each.name: each.shape for each in tree.manifest.entries}
         initial = InitialModel(shapes) if tree.has_model else None
         draw = partial(tree.world.dice.getrandbits, 64)
-        self.follow(Core(tree.config, draw, tree.world.now, initial, resumption=found))
+        options = config or tree.config
+        self.follow(Core(options, draw, tree.world.now, initial, resumption=found, term=term))
         self._seen: dict[int, VersionId] = {}
         self._added: dict[tuple[int, int], list[Key]] = {}  # to each chunk, by its last version
 

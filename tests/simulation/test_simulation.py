@@ -215,6 +215,14 @@ def test_dynamic_local_updates_bring_unequal_workers_to_one_pace() -> None:
     assert 0.8 < fast.training.endings[0] / slow.training.endings[0] < 1.25
 
 
+@pytest.mark.slow
+def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    scenario = a_scenario("streaming", True, 0)
+    first, again, other = (Simulation(scenario, seed).run() for seed in (11, 11, 12))
+    assert first.fingerprint == again.fingerprint
+    assert first.fingerprint != other.fingerprint
+
+
 # Can it fail?
 
 
@@ -382,3 +390,9 @@ def crashing(mode: str, seed: int, saving_as: int) -> Scenario:
             scenario.troubles, restarts=0.12, kills=0.2, joins=0.2, hangs=0.1, hang_s=30.0
         ),
     )
+
+
+def test_failure_names_the_seed_and_tells_the_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MERGES_TWICE)
+    with pytest.raises(Violation, match=r"(?s)seed 7.*deterministic=True.*freezes"):
+        Simulation(a_scenario("deterministic", False, 7), seed=7).run()

@@ -29,6 +29,8 @@ class Trainer(Caller):
     the fragment has its turn again; which of the two is drawn for each process.
     """
 
+    places = 1  # addresses that it knows
+
     def __init__(self, tree: Tree, worker_id: str, process: int) -> None:
         super().__init__(tree, f"{worker_id}/{process}", lambda: tree.server_of[worker_id])
         self.worker_id, self.step = worker_id, 0
@@ -50,7 +52,7 @@ class Trainer(Caller):
         self.speak(
             Session(Join(self.worker_id, self.tree.manifest), draw, self.tree.pace.heartbeat)
         )
-        self.tell(said.Start())
+        self.tell(said.Start(self.places))
         self._tick()
 
     def _tick(self) -> None:

@@ -44,6 +44,7 @@ class Habits:
     repeats: float = 0.0  # that a chunk is sent twice
     look_s: float = 5.0  # after which it looks around by itself while it waits
     heartbeat_interval: float | None = None  # seconds; None: as the broker has it
+    processes: int = 1  # that are this worker together
 
 
 class Training:
@@ -110,6 +111,8 @@ class Training:
         yield from self._carry_out(look(state))
         while not self.leaving:
             yield dice.uniform(0.8, 1.2) / worker.habits.speed
+            if worker.units is not None:
+                worker.units.step()
             yield from self._carry_out(boundary.after_step(state, self.step + 1))
             if dice.random() < worker.habits.forces:
                 yield from self._carry_out(boundary.force(state))
@@ -210,6 +213,8 @@ class Training:
         worker.world.tell(worker.name, what)
         worker.referee.offered(worker.name, worker.worker_id, push)
         self.residuals.frozen(push)
+        if worker.units is not None:
+            worker.units.frozen(push)
         return push
 
     def _totals(self) -> Work:

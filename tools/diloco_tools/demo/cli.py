@@ -5,15 +5,12 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
 from diloco_protocol.clients.command_line import App, with_options
 from diloco_protocol.errors import DilocoError
-from diloco_tools.demo.data import DataError
 from diloco_tools.demo.display import Display
-from diloco_tools.demo.experiment import run
 from diloco_tools.demo.plot import draw
 from diloco_tools.demo.results import Record, table, traffic
 from diloco_tools.demo.settings import Settings
@@ -45,6 +42,12 @@ def main(
     Writes summary.json, log.jsonl and loss.png to the folder of results; a few
     minutes on two cores.
     """
+    # Only now: it takes seconds, which --help has not.
+    import torch
+
+    from diloco_tools.demo.data import DataError
+    from diloco_tools.demo.experiment import run
+
     settings = Settings(**given, data=None if data is None else str(data.resolve()))
     if complaint := settings.complaint():
         fail(COMMAND, complaint, 2)

@@ -301,7 +301,7 @@ class TestCommand:
             ),
             ("port", ("-1", "65536", "99999999999"), "--port {} is no port"),
             ("max-workers", ("-1",), "--max-workers {}"),
-            ("feed", ("8513", "tcp://h:0", "http://h"), "tcp://HOST:PORT"),
+            ("feed", ("8513", "tcp://h:0", "http://h"), "must be an address"),
         ],
     )
     def test_what_cannot_be_is_one_sentence(

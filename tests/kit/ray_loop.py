@@ -17,6 +17,7 @@ from torch import nn
 from diloco_tools.ray import report
 from diloco_worker import DiLoCoWorker
 
+GO = "go"  # as soon as this file is there, no step is followed by a pause any more
 NOISE = 0.5  # of the labels: no model comes below its square
 
 
@@ -49,7 +50,8 @@ def loop(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             diloco.report(loss=loss, samples=32)
             steps += 1
-            threading.Event().wait(config["pause"])  # stands for a larger model
+            if not (folder / GO).exists():
+                threading.Event().wait(config["pause"])  # stands for a larger model
     with torch.no_grad():
         x, y = batch(20_000, torch.Generator().manual_seed(7))
         end = (model(x) - y).square().mean().item()

@@ -174,6 +174,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(EVERY_KIND), st.data())
 def test_any_value_in_any_field_is_taken_or_refused_with_a_sentence(
     message: Message, data: st.DataObject

@@ -35,17 +35,23 @@ from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
 from simulation.tensors import Violation
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+# The variants of the asynchronous mode have more versions, and take longer.
+EACH_MODE = [
+    pytest.param(mode, marks=pytest.mark.slow) if mode.startswith("async-") else mode
+    for mode in MODES
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EACH_MODE)
 def test_every_promise_holds_through_troubles(mode: str, streams: bool, seed: int) -> None:
     run = Simulation(a_scenario(mode, streams, seed), seed).run()
     assert run.referee.versions_made > 0
     assert run.counted() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_promise_holds_where_versions_come_as_differences(
@@ -67,6 +73,7 @@ def test_every_promise_holds_where_versions_come_as_differences(
     assert max(each.longest for each in made) > 1, "nobody has missed a version"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async", "async-dylu"])
 def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
@@ -93,6 +100,7 @@ def with_restarts(scenario: Scenario) -> Scenario:
     return replace(scenario, config=config, troubles=replace(scenario.troubles, restarts=0.06))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
 def test_run_goes_on_from_what_workers_hold_when_the_broker_is_replaced(

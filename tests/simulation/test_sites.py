@@ -17,6 +17,7 @@ from simulation.tree import Faults, Tree
 HEAVY = Faults(workers=100, relays=120, connections=150, moves=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_tree_keeps_its_promises_through_kills_breaks_and_moves(seed: int) -> None:
     tree = Tree(seed, HEAVY).run(200.0)

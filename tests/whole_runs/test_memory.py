@@ -64,15 +64,12 @@ MODES = {
     "saved": ["--save-dir", "run", "--save-every", "1"],
     "saved before it is released": ["--save-dir", "run", "--durable", "--mode", "async"],
 }
-IN_A_MOMENT = ["sync"]
 
 
 @needs_proc
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name",
-    [name if name in IN_A_MOMENT else pytest.param(name, marks=pytest.mark.slow) for name in MODES],
-)
+@pytest.mark.parametrize("name", MODES)
 def test_memory_is_flat_over_500_rounds(processes: Processes, name: str) -> None:
     """Broker and worker: the median of the last third less that of rounds 100 to 200."""
     broker, address = processes.serve("--sync-every", "1", *MODES[name])

@@ -173,6 +173,7 @@ def of_each_kind() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", of_each_kind())
 @example(script=AWAY)
 @example(script=LOST)

@@ -137,6 +137,7 @@ def test_h_grows_where_nothing_else_is_enough() -> None:
     assert all((each.needed or 0) >= found.steps for each in found.options)
 
 
+@pytest.mark.slow
 def test_least_h_has_the_share_and_less_has_not() -> None:
     for option in found_for(0.95).options[:3]:
         assert option.needed is not None

@@ -236,6 +236,7 @@ def test_page_has_the_table_of_the_measurements(compared: list[Row]) -> None:
     assert filled(page, compared, read(MEASURED)) == page
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_rounds_that_wait_for_their_line_are_predicted_within_15_percent(
     compared: list[Row],

@@ -187,6 +187,7 @@ def test_a_faster_line_never_takes_longer(
     assert fast.waits_s <= slow.waits_s + question.step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -278,6 +278,7 @@ def test_script_that_ends_before_it_trains_keeps_its_code_unless_it_may_have_tra
     assert ("Nothing of this script was in the run" in made.output) == (done != "error")
 
 
+@pytest.mark.slow
 def test_workers_of_one_script_may_shuffle_from_seeds_of_their_own(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -53,17 +53,15 @@ def told() -> dict[int, list[Told]]:
     return {}
 
 
-def marks(count: int, case: str) -> list[pytest.MarkDecorator]:
-    return [
-        *([pytest.mark.slow] if count == 3 else []),  # what cannot be dealt evenly
-        *([needs_cuda] if "cuda" in case else []),
-    ]
+def marks(case: str) -> list[pytest.MarkDecorator]:
+    return [needs_cuda] if "cuda" in case else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "case"),
     [
-        pytest.param(count, case, marks=marks(count, case))
+        pytest.param(count, case, marks=marks(case))
         for count in (1, 2, 3, 4)
         for case, (counts, _) in CASES.items()
         if count in counts

@@ -50,6 +50,7 @@ def in_parts(model: nn.Sequential) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -106,6 +106,7 @@ def test_worker_that_is_used_wrongly_ends_its_script_as_called_wrongly(tmp_path:
     assert b"sync_evry" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-m", "diloco_worker.auto")], ids=["alone", "auto"])
 def test_uncaught_errors_end_a_script_with_their_sentence(
     broker: Broker, tmp_path: Path, options: tuple[str, ...]

@@ -175,6 +175,15 @@ class Lives:
             knew = [o for o in donors if self._heard.get(o, 0) >= record.told_in_life]
             demand(not knew, "{} brought {} back, {} had gone on: {}", knew, chosen, held, record)
 
+    def counts_late(self, record: Record, began_with: Published) -> None:
+        """A worker that was stopped reads only now that a former broker counted its push.
+
+        Where the life at hand did not begin with that version, the push is lost with it.
+        """
+        if not record.is_whole_in(self.keys[record.push.push_id], began_with.wires):
+            demand(not self.config.durable, "it was counted, and is lost: {}", record)
+            record.is_lost = True
+
     # What is said.
 
     def says(self, core: Core, message: Message) -> None:

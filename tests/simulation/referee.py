@@ -134,7 +134,11 @@ class Referee:
             lost = (fragment, held) not in self._history
             demand(not back or lost, "{} goes back from {} to {}", worker_id, held, version)
         if counted is not None:
-            self._check_counted(self.records[worker_id, counted], worker_id, released, published)
+            record = self.records[worker_id, counted]
+            self._check_counted(record, worker_id, released, published)
+            began_with = self.lives.first.get(fragment)
+            if began_with is not None and (fragment, version) not in self._history:
+                self.lives.counts_late(record, self._published[fragment, began_with])
 
     def _check_counted(
         self, record: Record, worker_id: str, released: Released, published: Published

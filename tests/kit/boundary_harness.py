@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from diloco_protocol import Counted, Ledger, RunConfig, VersionId
+from diloco_protocol import Bitmap, Counted, Ledger, RunConfig, VersionId
 from diloco_protocol.messages import Grant, Notice, Push, Released, Standing, Welcome
 from diloco_worker.core.events import Event
 from diloco_worker.core.sync import boundary, effects
@@ -151,8 +151,11 @@ class Trainer:
         self._turns.append(released)
         return self.wakes()
 
-    def is_refused(self, push: Push, code: str, text: str = "No.") -> Trainer:
-        self._rejections[push.push_id] = Rejection(code, text)
+    def is_refused(
+        self, push: Push, code: str, text: str = "No.", *, counted: Bitmap | None = None
+    ) -> Trainer:
+        """`counted`: the chunks of it that may count all the same; None: the broker has not said."""
+        self._rejections[push.push_id] = Rejection(code, text, counted)
         return self.wakes()
 
     # What came of it.

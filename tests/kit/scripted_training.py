@@ -190,8 +190,10 @@ class ScriptedTraining:
         """A fragment with this value everywhere."""
         return filled(self.descent, value, self.broker, fragment)
 
-    def refuses(self, push: Push, code: str = "bad_push") -> None:
-        self.broker.says(Error(code, "No.", push_id=push.push_id, about="push"))
+    def refuses(self, push: Push, code: str = "bad_push", counted: bytes | None = None) -> None:
+        """`counted`: the chunks of it that may count all the same."""
+        said = Error(code, "No.", push_id=push.push_id, about="push", counted=counted)
+        self.broker.says(said)
 
     def says_current(self, counter: int, fragment: int = 0) -> Pull:
         """Answer the next pull: this version, which the worker has, is the newest."""

@@ -43,6 +43,21 @@ def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
 
 
 @pytest.mark.slow
+def test_a_worker_that_leaves_without_having_closed_a_round_says_so_at_both_ends(
+    processes: Processes,
+) -> None:
+    broker, address = processes.serve("--sync-every", "5", "--no-save")
+    words = "without having closed a round"
+    idle, busy = (processes.train(name, address, steps=3 + len(name)) for name in ("a", "bb"))
+    for worker in (idle, busy):
+        assert worker.ends() == 0
+    assert words in idle.output and words not in busy.output
+    assert processes.asks("shutdown", "--address", address, "--yes") == 0
+    broker.ends()
+    assert f"a left {words}" in broker.output and f"bb left {words}" not in broker.output
+
+
+@pytest.mark.slow
 def test_an_operator_has_all_workers_save_and_then_stop(processes: Processes) -> None:
     _, address = processes.serve("--workers", "2", "--sync-every", "5", "--no-save")
     script = str(KIT / "saving_script.py")

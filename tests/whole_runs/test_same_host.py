@@ -25,6 +25,7 @@ from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_tools.tcp_proxy import TcpProxy
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.shell import link as link_module
 from kit.keyed_broker import file_of
 from kit.layers import Layers, delta, name_of
 from kit.process_kit import PATIENCE_S, Processes, a_free_address, wait_for
@@ -297,3 +298,27 @@ def test_proxies_have_other_addresses_than_the_broker(
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 8512))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert leads_to(dialled, bound) == leads
+
+
+def test_file_that_goes_behind_the_look_at_it_costs_a_moment(
+    monkeypatch: pytest.MonkeyPatch, own_temporary_folder: Path
+) -> None:
+    """ZeroMQ alone would try it for ever."""
+
+    def enters(address: str) -> bool:
+        can = can_be_entered(address)
+        for folder in own_temporary_folder.glob("diloco-*"):
+            shutil.rmtree(folder)
+        return can
+
+    monkeypatch.setattr(link_module, "can_be_entered", enters)
+    with (
+        Broker(a_config(workers=1)) as broker,
+        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
+    ):
+        client.join(Layers(1))
+        client.push({name_of(0): delta(0, 0)}, steps=1)
+        client.pull()
+        assert not way_of(client)
+        assert client._link is not None
+        assert client._link.session.connection.reconnections == 1

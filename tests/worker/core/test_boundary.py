@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol import Counted, Ledger, RunConfig
+from diloco_protocol import Bitmap, Counted, Ledger, RunConfig
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.events import BeatNow, RequestVersion, VerifyPushes
 from diloco_worker.core.sync import boundary, effects
@@ -197,6 +197,37 @@ def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(
     (ended,) = training.all(effects.PushEnded)
     assert (ended.version, ended.why) == (None, code)
     assert training.metrics.rejected == 1
+
+
+@pytest.mark.parametrize(("may_count", "kept"), [(None, 2), ([], 0), ([1], 4), ([0, 1], 2)])
+def test_pushes_in_few_bits_that_are_refused_one_after_another_are_kept_up_to_two_fragments(
+    may_count: list[int] | None, kept: int
+) -> None:
+    """No version comes meanwhile in which they could be looked for. The oldest are given up first."""
+    training, told = trainer(wire_dtype="int4"), None
+    if may_count is not None:
+        told = Bitmap(2)
+        for chunk in may_count:
+            told.add(chunk)
+    for _ in range(6):
+        training.steps(H)
+        training.is_refused(training.pushes[-1], "non_finite", counted=told)
+    last = [push.push_id for push in training.pushes][6 - kept :]
+    assert dropped(training) == last
+    for counter in (1, 2):  # the first may have been there before the round that they were in
+        assert dropped(training) == last
+        training.steps(H).receives(counter, counted=training.pushes[-1])
+    assert dropped(training) == []
+    settled = [land.landing.settled for land in training.all(effects.Land)]
+    assert settled[-1].keys() == {*last, training.pushes[-1].push_id}
+    given_up = [push for each in settled[:6] for push in each]
+    assert given_up == [p.push_id for p in training.pushes[: 6 - kept]] * bool(kept)
+
+
+def dropped(training: Trainer) -> list[int]:
+    """The pushes that a checkpoint says are still looked for."""
+    (base,) = training.state.training_bases(training.totals)
+    return [each.push_id for each in base.dropped]
 
 
 def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,22 @@ def test_buffer_that_turns_infinite_later_is_named_and_training_goes_on(
         for _ in range(2):
             trainee.step()
         assert worker.sync_count == 1, "the buffer is back at the global value"
+
+
+def test_constant_that_training_changes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As a running minimum, which begins at infinity, does."""
+    trainee = masked()
+    with (
+        Broker(make_config(workers=1, sync_every=1)) as broker,
+        DiLoCoWorker(trainee.model, trainee.optimizer, server=broker.address),
+    ):
+        trainee.step()
+        assert "mask has changed" not in caplog.text
+        for number in range(3):
+            trainee.model.get_buffer("mask").fill_(float(number))
+            trainee.step()
+    said = [r for r in caplog.records if "mask has changed" in r.message]
+    assert len(said) == 1 and said[0].levelno == logging.WARNING
 
 
 @pytest.mark.parametrize(("value", "is_taken"), [(-INF, True), (torch.nan, False)])

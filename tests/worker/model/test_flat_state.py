@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -421,3 +422,20 @@ def test_norm_of_a_delta_is_right_also_where_squares_do_not_fit_in_fp32(size: fl
     delta = encoding.encode(layout, {"w": values}, "bf16")
     assert delta.bad is None
     assert delta.norm == pytest.approx(float(values.double().norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_only_copies_to_cuda_are_queued(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the queues of others, and host memory is used again after a merge."""
+    queued: list[bool] = []
+    plain: Callable[..., Tensor] = Tensor.to
+
+    def to(tensor: Tensor, *args: Any, non_blocking: bool = False, **more: Any) -> Tensor:
+        queued.append(non_blocking)
+        return plain(tensor, *args, non_blocking=non_blocking, **more)
+
+    made = nn.Linear(3, 2)
+    new = captured(made)
+    monkeypatch.setattr(Tensor, "to", to)
+    Change(new, alpha).carry_out(dict(made.named_parameters()))
+    assert queued and not any(queued)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol import UsageError
 from diloco_protocol.messages import Heartbeat, Notice
-from diloco_worker.training.counted_steps import CountedSteps
-from diloco_worker.training.reports import Pace
+from diloco_worker.core.sync.news import Work
+from diloco_worker.training.counted_steps import COMPARE_S, CountedSteps
+from diloco_worker.training.reports import LOOK_S, Pace, Reports
 from kit.scripted_broker import Descent
 from kit.scripted_training import H, ScriptedTraining
 
@@ -123,6 +126,41 @@ def test_parameters_that_change_without_any_optimizer_are_a_warning(
     assert "changed 10 times" in str(training.metrics.last_error)
 
 
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All tensors say that they are on a device of which there is none here."""
+    with monkeypatch.context() as device:
+        device.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
+        yield
+
+
+def test_reports_between_two_steps_seldom_run_kernels_on_an_accelerator(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    counted.steps.clock = lambda: now[0]
+    counted.descent.steps(1)
+    counts = []
+    with on_an_accelerator(monkeypatch):
+        for now[0] in (0.0, 0.0, 0.0, COMPARE_S, COMPARE_S):
+            with Kernels() as kernels:  # type: ignore[no-untyped-call]
+                counted.steps.reported()
+            counts.append(kernels.count > 0)
+    assert counts == [False, True, False, True, False], "the first is the one of the step"
+
+
 def test_parameters_whose_memory_is_freed_between_reports_are_no_warning(counted: Counted) -> None:
     """As FSDP does with those that are gathered for a layer."""
     weight = next(iter(counted.descent.model.parameters()))
@@ -181,6 +219,34 @@ def test_pace_leaves_out_what_was_no_training() -> None:
     pace.leave_out(50.0)  # the script asked for something between two steps
     pace.step(152.0)
     assert pace.steps_per_s == 0.5
+
+
+def test_what_is_reported_on_an_accelerator_is_read_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reports = Reports()
+    with on_an_accelerator(monkeypatch):
+        reports.add(torch.tensor(9.0), torch.tensor(3), None, {})
+        reports.add(torch.tensor(2.5), torch.tensor(4), None, {})
+    reports.read(LOOK_S - 1)
+    assert reports.totals == Work()
+    reports.read(LOOK_S)
+    assert reports.totals == Work(tokens=7, loss=2.5), "counts add up, of losses the last one stays"
+    reports.read(2 * LOOK_S)
+    assert reports.totals == Work(tokens=7, loss=2.5), "once"
+
+
+def test_count_on_an_accelerator_that_makes_no_sense_is_dropped_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = Reports()
+    with on_an_accelerator(monkeypatch):
+        reports.add(None, torch.tensor(-7), None, {})
+    reports.read(0, at_once=True)
+    assert (reports.totals, "tokens" in str(reports.problem)) == (Work(), True)
+    assert [each.levelno for each in caplog.records] == [logging.WARNING]
+    reports.add(None, 5, None, {})
+    assert reports.totals == Work(tokens=5)
 
 
 @pytest.mark.parametrize("what", ["loss", "tokens", "samples"])

@@ -26,12 +26,13 @@ def test_time_of_ended_processes_counts(processes: Processes, tmp_path: Path) ->
 
 
 def test_dear_tests_are_named_the_dearest_first() -> None:
-    first, second = tiers.faults({"cheap": 1.4, "dear": 1.6, "dearer": 9.0})
-    assert first.startswith("dearer takes 9.0 s") and second.startswith("dear takes 1.6 s")
+    limit = tiers.MARGIN * tiers.TEST_CPU_S
+    found = tiers.faults({"cheap": limit - 0.1, "dear": limit + 0.1, "dearer": 9.0})
+    assert [each.split()[0] for each in found] == ["dearer", "dear"]
 
 
 def test_all_together_may_not_take_longer_than_their_tier() -> None:
-    most = int(tiers.QUICK_CPU_S)
+    most = int(tiers.MARGIN * tiers.QUICK_CPU_S)
     assert tiers.faults({str(number): 1.0 for number in range(most)}) == []
     (fault,) = tiers.faults({str(number): 1.0 for number in range(most + 1)})
     assert str(most + 1) in fault

@@ -10,6 +10,7 @@ from simulation.scenarios import MODES, a_scenario
 from simulation.simulator import Simulation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", MODES)

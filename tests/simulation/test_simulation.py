@@ -35,9 +35,9 @@ from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
 from simulation.tensors import Violation
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-# The variants of the asynchronous mode have more versions, and take longer.
+# Asynchronous modes have more versions, and take longer.
 EACH_MODE = [
-    pytest.param(mode, marks=pytest.mark.slow) if mode.startswith("async-") else mode
+    pytest.param(mode, marks=pytest.mark.slow) if mode.startswith("async") else mode
     for mode in MODES
 ]
 

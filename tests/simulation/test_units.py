@@ -13,6 +13,7 @@ from simulation.units import counted, times_contained
 NOT_SAVED, DURABLE, REWIND = 0, 2, 3  # places in `SAVING`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [NOT_SAVED, DURABLE, REWIND], ids=["once", "durable", "rewind"])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])

@@ -127,6 +127,7 @@ def test_no_process_that_a_command_has_started_outlives_a_restart_or_the_launche
     assert [log(processes, name).splitlines().count("left") for name in ("w0", "w1")] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_restarted_as_often_as_allowed_and_its_last_lines_are_shown(
     processes: Processes,
 ) -> None:

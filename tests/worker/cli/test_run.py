@@ -94,6 +94,7 @@ def test_each_slot_and_each_shard_has_a_name_of_its_own(
     assert "DILOCO_WORKER_ID = gpu" in by_name.output
 
 
+@pytest.mark.slow
 def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
     assert processes.asks("keygen", "keys", "berlin", "oslo") == 0
     program = (*script(tmp_path, SHOW), "0")

@@ -410,7 +410,7 @@ class Top(App[None]):
         if self.said.plain:
             return self.said
         snapshot, words = scene.snapshot(), []
-        if scene.model.refusal:
+        if scene.model.refusal and snapshot is not None:  # else it stands in the place of the run
             return self.glyphs.text(Part(scene.model.refusal, BAD))
         if self.view.wanted and snapshot is not None:
             count = len(tree.everyone(snapshot.listed))

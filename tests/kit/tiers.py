@@ -10,8 +10,8 @@ from pathlib import Path
 # Seconds of CPU of one test without a mark, and of all of them: two cores for five minutes.
 TEST_CPU_S = 1.5
 QUICK_CPU_S = 2 * 300
-# A test that is the first of its process pays for imports, and other processes slow a core down: only what
-# is that many times over its limit fails.
+# A test that is the first of its process pays for imports, and other processes slow a core down: a test
+# fails at this many times its limit.
 MARGIN = 2.0
 # Marks of what is not in `make test`.
 OTHER_TIERS = {"slow", "nightly", "browser", "engine", "integration"}

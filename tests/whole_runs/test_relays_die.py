@@ -85,7 +85,7 @@ def expected() -> dict[str, Tensor]:
     return star(range(4), *"abcd")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_relay_killed_with_half_of_its_site_in_loses_nothing(tree: Tree) -> None:
     final(tree, range(2))
     tree.sites.push("a", "c", number=2)
@@ -97,7 +97,7 @@ def test_relay_killed_with_half_of_its_site_in_loses_nothing(tree: Tree) -> None
     assert_close(final(tree, range(3, 4)), expected())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_relay_killed_with_its_push_at_the_hub_counts_it_once(tree: Tree) -> None:
     final(tree, range(2))
     tree.sites.push("a", "b", number=2)

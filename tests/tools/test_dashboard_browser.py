@@ -70,10 +70,10 @@ def is_no_wider_than_the_screen(page: Page) -> bool:
     return not wide
 
 
-def scale(page: Page, plot: str) -> tuple[float, float]:
-    """The least and the greatest value that a plot has room for."""
-    low, high = page.evaluate(f"document.querySelector('{plot}').chart.up")
-    return low, high
+def comes_to_show(page: Page, plot: str, bounds: str) -> None:
+    """Wait until the vertical axis of this plot, from `low` to `high`, is within these bounds."""
+    axis = f"const [low, high] = document.querySelector('{plot}').chart.up"
+    page.wait_for_function(f"() => {{ {axis}; return {bounds}; }}", timeout=PATIENCE_MS)
 
 
 def is_drawn(page: Page, plot: str) -> bool:
@@ -440,8 +440,8 @@ class TestLook:
             )
             site.await_state(sequence=10 + number)
         sees(page, "#plot-loss .cut", "2 rounds with 5.5 to 10.8")
-        low, high = scale(page, "#plot-loss")
-        assert 2.7 < low < 2.82 and 3.0 < high < 3.1, "the others have the height"
+        bounds = "2.7 < low && low < 2.82 && 3.0 < high && high < 3.1"
+        comes_to_show(page, "#plot-loss", bounds)
         assert page.locator("#plot-seconds .cut").is_hidden()
 
     @pytest.mark.parametrize("interrupted", [3, 9, 11])
@@ -457,7 +457,7 @@ class TestLook:
             )
             site.await_state(sequence=10 + number)
         sees(page, "#plot-seconds .cut", f"round {interrupted} with 60 min")
-        assert scale(page, "#plot-seconds")[1] < 50
+        comes_to_show(page, "#plot-seconds", "high < 50")
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_phone_shows_cards_and_never_scrolls_sideways(

@@ -55,7 +55,9 @@ class Tree:
 
         def has_both() -> bool:
             said = hub.status()
-            return said["counts"]["alive"] == 4 and {each["pid"] for each in said["workers"]} == pids
+            return (
+                said["counts"]["alive"] == 4 and {each["pid"] for each in said["workers"]} == pids
+            )
 
         wait_for(has_both)
         hub.leave()

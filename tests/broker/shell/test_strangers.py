@@ -128,7 +128,9 @@ def test_message_of_millions_of_empty_frames_is_cut_off(broker: Broker) -> None:
 
 def test_message_of_many_empty_frames_is_dropped_and_its_sender_with_it(broker: Broker) -> None:
     with contextlib.closing(greeted(broker.address)) as made:
-        status(broker)  # with nothing left to receive, the broker is sure who sends the next message
+        status(
+            broker
+        )  # with nothing left to receive, the broker is sure who sends the next message
         before = cpu_s(broker)
         made.sendall(EMPTY * 30_000 + bytes(2))
         assert is_ended(made)

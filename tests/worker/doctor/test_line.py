@@ -67,6 +67,18 @@ def test_rates_are_those_of_the_line(
         assert not found.is_at_least
 
 
+@pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3, 0.6])
+def test_rate_of_a_line_that_was_never_filled_is_a_lower_bound(
+    monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    for measure in (line.rate_up, line.rate_down):
+        made: Any = Line(125e6, delay_s)
+        monkeypatch.setattr(line, "time", made)
+        found = measure(made, line.round_trips(made, PATIENCE_S))
+        assert found.bytes_per_s <= 125e6
+        assert found.is_at_least
+
+
 def test_real_line_is_measured_and_a_round_takes_what_is_said() -> None:
     """How much of its line a busy machine uses nobody can say: no figure is too small. Without the line
     all of them would be many times larger."""

@@ -109,7 +109,7 @@ def screen(*options: dict[str, Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("pilot", options, indirect=True, ids=names)
 
 
-both = screen({"size": SMALL}, {"size": LARGE})
+both = screen({"size": SMALL}, {"size": LARGE})  # for what has another place on a large screen
 
 
 def snapshot(sequence: int = 1, **keys: Any) -> Snapshot:
@@ -162,12 +162,13 @@ class ScreenPilot:
         """Run the script against the screen."""
 
         async def run() -> None:
+            if self._fill:
+                for sequence in range(30, 42):
+                    self.clock.now += 1.0
+                    for each in (self.app.model, self.app.series):
+                        each.update(snapshot(sequence), self.clock.now)
             async with self.app.run_test(size=self.size) as pilot:
                 self._pilot = pilot
-                if self._fill:
-                    for sequence in range(30, 42):
-                        self.clock.now += 1.0
-                        self.app.heard(snapshot(sequence))
                 await pilot.pause()
                 await script()
 
@@ -198,6 +199,15 @@ class ScreenPilot:
 
     async def sees(self, *parts: str) -> None:
         await self.until(lambda: all(part in self.text() for part in parts))
+
+    async def steers_nothing(self, why: str) -> None:
+        """No key sends a request; each says why."""
+        for key in ("k", "s", "l", "p", "S", "ctrl+x"):
+            assert why not in self.flat()
+            await self.press(key)
+            assert why in self.flat()
+            await self.press("escape")
+        assert not self.broker.requests
 
     def lines(self) -> list[str]:
         """What stands on the screen, dialogs included."""

@@ -12,7 +12,7 @@ import pytest
 from diloco_tools.monitor.feed.replay import Moment
 from diloco_tools.monitor.terminal.playing import SPEEDS, Player
 from kit.past_runs import closed, line, start, write
-from kit.top_screen import Clock, ScreenPilot, both, snapshot
+from kit.top_screen import Clock, ScreenPilot, snapshot
 from kit.top_text import top
 
 BEGAN = 1_790_000_000.0
@@ -111,7 +111,6 @@ class TestScreen:
         clock = Clock()
         return ScreenPilot(**options, clock=clock, player=Player(moments(), clock, timezone.utc))
 
-    @both
     async def test_keys_go_through_the_history(self, pilot: ScreenPilot) -> None:
         for keys, head in (
             ((), "run 3fa2c1d0  151M  sync"),
@@ -131,12 +130,9 @@ class TestScreen:
         pilot.clock.now += 2.0
         await pilot.until(lambda: "5/50" in pilot.lines()[0])
 
-    @pytest.mark.parametrize("key", ["k", "s", "l", "p", "S", "ctrl+x"])
-    async def test_nothing_can_be_steered(self, pilot: ScreenPilot, key: str) -> None:
+    async def test_nothing_can_be_steered(self, pilot: ScreenPilot) -> None:
         assert "Kick" not in pilot.text()
-        await pilot.press(key)
-        assert "This is a history: there is nothing to steer." in pilot.text()
-        assert not pilot.broker.requests
+        await pilot.steers_nothing("This is a history: there is nothing to steer.")
 
     async def test_table_may_be_sorted_filtered_and_looked_into(self, pilot: ScreenPilot) -> None:
         await pilot.press("space", "o")

@@ -12,7 +12,7 @@ from diloco_protocol.feed import FeedError, parse_snapshot
 from diloco_tools.monitor.terminal.glyphs import Glyphs
 from diloco_tools.monitor.terminal.keys import keys_for
 from kit.feed_snapshots import status, worker
-from kit.top_screen import LARGE, ScreenPilot, both, screen, snapshot
+from kit.top_screen import ScreenPilot, both, screen, snapshot
 
 
 @both
@@ -79,7 +79,7 @@ class TestFreshness:
         await pilot.hears(snapshot(1, epoch="cd34"), after_s=4.0)
         assert "1 restart  3 missed" in pilot.lines()[0]
 
-    @screen({"fill": False}, {"fill": False, "size": LARGE})
+    @screen({"fill": False})
     async def test_without_a_feed_the_screen_says_what_to_do(self, pilot: ScreenPilot) -> None:
         assert "○ STALE" in pilot.lines()[0]
         assert "Start diloco-broker serve" in pilot.flat()
@@ -97,7 +97,6 @@ class TestFreshness:
 
 
 class TestTable:
-    @both
     async def test_arrows_mark_a_worker_and_the_mark_stays_with_it(
         self, pilot: ScreenPilot
     ) -> None:
@@ -115,7 +114,6 @@ class TestTable:
         assert "a100-1" not in pilot.workers()
         assert pilot.marked() == "rtx", "the worker that took its place"
 
-    @both
     async def test_sorts(self, pilot: ScreenPilot) -> None:
         assert pilot.workers() == ["a100-0", "a100-1", "mac-mini", "rtx-home", "xeon"]
         assert pilot.text().count("by id") == 1
@@ -131,7 +129,6 @@ class TestTable:
             await pilot.press("o")
         assert "by id" in pilot.text()
 
-    @both
     async def test_filters_while_typing(self, pilot: ScreenPilot) -> None:
         await pilot.press("slash")
         assert "filter" in pilot.text()
@@ -151,7 +148,6 @@ class TestTable:
         assert len(pilot.workers()) == 5
         assert not pilot.app.query_one(Input).has_focus
 
-    @both
     async def test_freeze_holds_the_picture_and_says_so(self, pilot: ScreenPilot) -> None:
         await pilot.press("f")
         await pilot.hears(snapshot(42, workers=[]), after_s=1.0)
@@ -184,16 +180,15 @@ class TestTable:
 
 class TestPages:
     @both
-    @pytest.mark.parametrize("back", ["escape", "q", "question_mark"])
-    async def test_help_lists_every_key(self, pilot: ScreenPilot, back: str) -> None:
-        await pilot.press("question_mark")
-        for key in keys_for(readonly=False, replay=False):
-            assert not key.told or f" {key.sign}  {key.told}" in pilot.text()
-        await pilot.press(back)
-        assert "remove the marked worker" not in pilot.text()
-        assert pilot.app.is_running
+    async def test_help_lists_every_key(self, pilot: ScreenPilot) -> None:
+        for back in ("escape", "q", "question_mark"):
+            await pilot.press("question_mark")
+            for key in keys_for(readonly=False, replay=False):
+                assert not key.told or f" {key.sign}  {key.told}" in pilot.text()
+            await pilot.press(back)
+            assert "remove the marked worker" not in pilot.text()
+            assert pilot.app.is_running
 
-    @both
     async def test_details_of_the_marked_worker(self, pilot: ScreenPilot) -> None:
         crew = [worker("odd", extra={"gpu": "RTX 4090", "note": "[bold]x"}, loss=None)]
         await pilot.hears(snapshot(42, workers=crew), after_s=1.0)
@@ -237,7 +232,6 @@ async def test_bare_snapshot_is_drawn(pilot: ScreenPilot) -> None:
     assert pilot.shows("no run yet", "no workers yet")
 
 
-@both
 async def test_failing_checkpoint_is_red(pilot: ScreenPilot) -> None:
     saved = {"folder": "/d", "round": 400, "age_s": 70.0, "error": "No space left on device"}
     await pilot.hears(snapshot(42, checkpoint=saved), after_s=1.0)

@@ -131,7 +131,7 @@ def test_one_screen_and_status_show_names_as_they_are(name: str) -> None:
     assert f"missing: {name}" in told and f"\n{name} " in told and f"NOT SAVED: {name}" in told
 
 
-@EVERY_NAME
+@pytest.mark.parametrize("name", ["[/]", "[@click=app.quit]x", "x\\"])
 @screen({"size": LARGE})
 async def test_full_screen_and_its_dialogs_show_names_as_they_are(
     pilot: ScreenPilot, name: str

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Snapshot
+from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Round, Snapshot
 from diloco_protocol.monitor import tree
 from diloco_protocol.quantities import FORMATS, duration, names, plural, scaled
 
@@ -123,29 +123,11 @@ _SECURITY = {
 }
 
 
-def _round(snapshot: Snapshot) -> str:
-    now = snapshot.round
-    if now is None or not has_round(snapshot):
-        return ""
-    return f"{now.number} {now.phase} for {duration(now.age_s)}"
-
-
-def _fragment_of_round(snapshot: Snapshot) -> str:
-    now = snapshot.round
-    several = len(snapshot.fragments) > 1
-    return f"fragment {now.fragment}" if now and several and has_round(snapshot) else ""
-
-
-def _arrived(snapshot: Snapshot) -> str:
-    now = snapshot.round
-    if now is None or not has_round(snapshot):
-        return ""
-    return f"{len(now.arrived)} of {len(now.expected)} arrived"
-
-
-def _floor(snapshot: Snapshot) -> str:
-    now = snapshot.round
-    return f"needs {now.floor}" if now and now.floor and has_round(snapshot) else ""
+def _of_round(say: Callable[[Snapshot, Round], str]) -> Callable[[Snapshot], str]:
+    """Of the open round; nothing before the first."""
+    return lambda snapshot: (
+        say(snapshot, snapshot.round) if snapshot.round and has_round(snapshot) else ""
+    )
 
 
 def _when_async(phrase: str, count: Callable[[Snapshot], int]) -> Callable[[Snapshot], str]:
@@ -454,10 +436,13 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         measure=lambda s: s.security == INSECURE if s.security else None),
 
     Field("round", "Round", "The open round, and for how long it has been open.", "text",
-        row="round", say=_round),
-    Field("round.fragment", "Fragment of the round", row="round", say=_fragment_of_round),
+        row="round",
+        say=_of_round(lambda _, now: f"{now.number} {now.phase} for {duration(now.age_s)}")),
+    Field("round.fragment", "Fragment of the round", row="round",
+        say=_of_round(lambda s, now: f"fragment {now.fragment}" * (len(s.fragments) > 1))),
     Field("round.arrived", "Arrived", "Workers whose push has begun, of those expected.",
-        row="round", unit="workers", say=_arrived),
+        row="round", unit="workers",
+        say=_of_round(lambda _, now: f"{len(now.arrived)} of {len(now.expected)} arrived")),
     Field("applied", "Applied", "Pushes applied, of an asynchronous run.", row="pushes",
         unit="pushes", say=_when_async("{} applied", lambda s: sum(f.gradients for f in s.fragments))),
     Field("reducer.submissions", "In progress",
@@ -480,7 +465,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("training", "Training", "Workers that the round waits for and that train.", "names",
         row="round", say=lambda s: _named(s, "training", s.training)),
     Field("round.floor", "Least contributions", "Workers below which the round stays open.",
-        row="round", unit="workers", say=_floor),
+        row="round", unit="workers",
+        say=_of_round(lambda _, now: f"needs {now.floor}" if now.floor else "")),
 
     Field("counts.alive", "Workers alive", "Workers that are alive.",
         row="workers", phrase="{} alive", unit="workers", metric="workers_alive"),
@@ -490,8 +476,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("counts.averaged", "Workers averaged", "Workers averaged in the last round.",
         row="workers", phrase="{} averaged", unit="workers", metric="workers_averaged"),
     Field("counts.due", "Workers due",
-        "Workers that should be alive: --workers less those that left properly, or the living and the "
-        "dead together where these are more.", unit="workers", metric="workers_due"),
+        "Workers that should be alive: --workers less those that left properly, or the living, the dead "
+        "and those of missing sites together where these are more, or there are relays.", unit="workers", metric="workers_due"),
     Field("workers_wanted", "Workers", "Workers that round one waits for.",
         row="workers", phrase="{} wanted", unit="workers", metric="workers_wanted", is_setting=True),
     Field("min_workers", "Least contributions to a round",

@@ -105,14 +105,17 @@ class Absences:
         self.left = dict.fromkeys(left)
         self.returning = {worker_id: None for worker_id in due if worker_id not in self.left}
 
-    def due(self, wanted: int, alive: int, dead_behind: int) -> int:
-        """How many workers should be alive, of `wanted` (`--workers`).
+    def due(self, wanted: int | None, known: int) -> int:
+        """How many workers should be alive.
 
         Args:
-            alive: how many are, those behind relays included.
-            dead_behind: how many relays report as dead.
+            wanted: how many the run was told to have; None where that is not known in workers.
+            known: those that are alive, and downstream of relays the dead and the missing.
         """
-        return max(wanted - len(self.left), alive + dead_behind + len(self.dead))
+        known += len(self.dead)
+        if wanted is None:
+            return known + len(self.returning)
+        return max(wanted - len(self.left), known)
 
     def tick(self, now: float) -> None:
         """Time has passed: remove old deaths."""

@@ -130,12 +130,20 @@ def names(ids: list[str] | tuple[str, ...], most: int = 6) -> str:
     return ", ".join(ids[:most]) + more
 
 
+def parameters(count: float | None) -> str:
+    """9.93M, 1.3B, as models are named."""
+    if count is None or not _is_known(count):
+        return NONE
+    return estimate(count, "").replace(" ", "").replace("G", "B")
+
+
 # The formats of the catalogue by name; the page has the same in format.js.
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "whole": whole,
     "count": count,
     "amount": scaled,
+    "parameters": parameters,
     "bytes": byte_size,
     "bytes/s": byte_rate,
     "duration": duration,
@@ -146,6 +154,15 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "setting": setting,
     "names": names,
 }
+
+
+def estimate(value: float, unit: str) -> str:
+    """1.23 GB, 12.5 Mb/s: an estimate has one more figure than a count."""
+    for prefix in PREFIXES:
+        if value < 999.5 or prefix == PREFIXES[-1]:
+            break
+        value /= 1000
+    return f"{value:.3g} {prefix}{unit}"
 
 
 def estimate_s(seconds: float) -> str:

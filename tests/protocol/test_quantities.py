@@ -30,6 +30,7 @@ from diloco_protocol.quantities import FORMATS, NONE
         (quantities.scaled, (0, 0.41, 5.23, 1500, 820_000), ["0", "0.41", "5.2", "1.5k", "820k"]),
         (quantities.figure, (0.0, 2.4131, 1234.5, nan), ["0.000", "2.413", "1.23e+03", NONE]),
         (quantities.percent, (0.0, 0.012, 0.12), ["0%", "1.2%", "12%"]),
+        (quantities.parameters, (9_930_000, 1_300_000_000, 2), ["9.93M", "1.3B", "2"]),
         (
             quantities.estimate_s,
             (0.02, 1.234, 750, 8000),

@@ -151,7 +151,7 @@ class TestPrinted:
         assert "round 5" in result.stdout
         assert "loss 2.500" in result.stdout
         assert "The broker stopped: SIGTERM" in result.stdout
-        assert "history.jsonl  run 3fa2c1d0  1.0k  sync" in result.stdout
+        assert "history.jsonl  run 3fa2c1d0  1k  sync" in result.stdout
 
     def test_json_follow_prints_every_moment(self, tmp_path: Path) -> None:
         result = top("--replay", str(history(tmp_path)), "--json", "--follow")

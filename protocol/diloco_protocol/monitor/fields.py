@@ -477,7 +477,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         row="workers", phrase="{} averaged", unit="workers", metric="workers_averaged"),
     Field("counts.due", "Workers due",
         "Workers that should be alive: --workers less those that left properly, or the living, the dead "
-        "and those of missing sites together where these are more, or there are relays.", unit="workers", metric="workers_due"),
+        "and those of missing sites together where these are more, or there are relays.",
+        unit="workers", metric="workers_due"),
     Field("workers_wanted", "Workers", "Workers that round one waits for.",
         row="workers", phrase="{} wanted", unit="workers", metric="workers_wanted", is_setting=True),
     Field("min_workers", "Least contributions to a round",
@@ -541,7 +542,7 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("parent.offered_s", "Site's push pending for", "", "duration", row="parent",
         say=_parent_push),
 
-    Field("model.parameters", "Parameters", "Trainable parameters.", "amount", row="model",
+    Field("model.parameters", "Parameters", "Trainable parameters.", "parameters", row="model",
         phrase="{} parameters", unit="parameters", metric="model_parameters"),
     Field("model.tensors", "Tensors", row="model", phrase="{} tensors", unit="tensors"),
     Field("model.bytes", "Model size", "Size of the model at the broker.", "bytes", row="model",

@@ -54,13 +54,6 @@ def test_a_line_may_be_another_one_down() -> None:
     assert quantities.both_ways("40Mb/s/250Mb/s") == (4e7, 2.5e8)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("20ms", 0.02), ("0.5s", 0.5), ("2min", 120.0), ("24h", 86400.0)]
-)
-def test_times_have_units(text: str, seconds: float) -> None:
-    assert quantities.seconds(text) == pytest.approx(seconds)
-
-
 @pytest.mark.parametrize(("text", "share"), [("95%", 0.95), ("0.95", 0.95)])
 def test_shares_are_below_one(text: str, share: float) -> None:
     assert quantities.share(text) == pytest.approx(share)
@@ -73,7 +66,7 @@ def test_shares_are_below_one(text: str, share: float) -> None:
         (("--parameters", "-1"), "is no number of parameters"),
         ((*SMALL, "--link", "fast"), "'fast' is no speed of a line"),
         ((*SMALL, "--link", "0M"), "is no speed of a line"),
-        ((*SMALL, "--delay", "20 parsecs"), "is no time"),
+        ((*SMALL, "--delay", "20 parsecs"), "not a duration"),
         ((*SMALL, "--target", "120%"), "is no share of the time"),
         ((*SMALL, "--tau", "soon"), "is no number of steps"),
         ((), "how large is the model?"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco_protocol.errors import UsageError
+from diloco_protocol.quantities import parameters
 from diloco_tools import pictures
 from diloco_tools.pictures import (
     QUIET,
@@ -19,7 +20,7 @@ from diloco_tools.pictures import (
     scale_rates,
 )
 from diloco_tools.plan.answer import answer
-from diloco_tools.plan.quantities import of_bits, of_count, of_share
+from diloco_tools.plan.quantities import of_bits, of_share
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.search import PIECES, candidates
 from diloco_tools.plan.simulated.costs import Costs
@@ -83,7 +84,7 @@ def draw(question: Question, found: list[Curve], path: Path, target: float | Non
     """Write the curves to `path`. Needs matplotlib (the `plot` extra), else ImportError."""
     figure, (axes,) = panels(7.6, [4.4], dpi=130)
     title = (
-        f"{of_count(question.parameters)} parameters, {question.workers} workers, {question.mode}, "
+        f"{parameters(question.parameters)} parameters, {question.workers} workers, {question.mode}, "
         f"H = {question.sync_every} of {question.step_s:g} s"
     )
     same = set(question.links) | set(question.links_down or ()) == {question.broker_link}

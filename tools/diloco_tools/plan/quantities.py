@@ -1,17 +1,19 @@
-"""Numbers as people write and read them: 7B parameters, 1G a second, 20ms, 95%."""
+"""Quantities that only a plan is asked in: 7B parameters, 1G a second, 95% of the time."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
+
+from diloco_protocol.quantities import estimate
 
 T = TypeVar("T")
 
-_PARTS = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/%]*)\s*", re.IGNORECASE)
+_PARTS = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", re.IGNORECASE)
 _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _RATE_ENDS = ("bit/s", "bits/s", "b/s", "bps", "bit")
 
 
@@ -45,18 +47,9 @@ def both_ways(text: str) -> tuple[float, float]:
     return rate(ways[0]), rate(ways[-1])
 
 
-def seconds(text: str) -> float:
-    """20ms, 0.5s, 2min, 24h, 30d, or a plain number of seconds. Raises ValueError with a sentence."""
-    number, unit = _split(text)
-    factor = _SECONDS.get(unit)
-    if number is None or factor is None:
-        raise ValueError(f"{text!r} is no time; write 20ms, 0.5s, 10min or 24h.")
-    return number * factor
-
-
 def several(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Reads what commas separate."""
-    return lambda text: tuple(parse(each) for each in text.split(","))
+    return lambda text: tuple(parse(each.strip()) for each in text.split(","))
 
 
 def share(text: str) -> float:
@@ -79,39 +72,7 @@ def _split(text: str) -> tuple[float | None, str]:
         return None, ""
 
 
-# And for people.
-
-
-def of_bytes(number: float) -> str:
-    return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-def of_bits(number: float) -> str:
-    """A rate in bits a second."""
-    return _scaled(number, ("b/s", "kb/s", "Mb/s", "Gb/s", "Tb/s"))
-
-
-def of_count(number: float) -> str:
-    return _scaled(number, ("", "k", "M", "B", "T")).replace(" ", "")
-
-
-def _scaled(number: float, units: tuple[str, ...]) -> str:
-    for unit in units:
-        if number < 999.5 or unit == units[-1]:
-            break
-        number /= 1000
-    return f"{number:.3g} {unit}"
-
-
-def of_seconds(number: float) -> str:
-    if number < 0.9995:
-        return f"{number * 1e3:.3g} ms"
-    if number < 120:
-        return f"{number:.3g} s"
-    for factor, unit in ((60, "min"), (3600, "h")):
-        if number < 120 * factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number / 86400:.3g} days"
+of_bits, of_bytes = partial(estimate, unit="b/s"), partial(estimate, unit="B")
 
 
 def of_share(number: float) -> str:

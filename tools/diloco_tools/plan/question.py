@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass
 from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES, check_wire_dtype, in_few_bits
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import longest_delay
+from diloco_protocol.quantities import parse_duration
 from diloco_tools.options import option
 from diloco_tools.plan import quantities
 
@@ -58,7 +59,7 @@ class Question:
         "--delay",
         value="TIME[,TIME]",
         panel=MOST_USED,
-        parse=quantities.several(quantities.seconds),
+        parse=quantities.several(parse_duration),
     )
     step_s: float = option(
         "1s",
@@ -66,7 +67,7 @@ class Question:
         "--step-time",
         value="TIME",
         panel=MOST_USED,
-        parse=quantities.seconds,
+        parse=parse_duration,
     )
     sync_every: int = option(
         500, "Inner steps between two pushes.", "--sync-every", "-H", value="H", panel=MOST_USED
@@ -120,7 +121,7 @@ class Question:
         "--fails-every",
         value="TIME",
         panel=FAILURES,
-        parse=quantities.seconds,
+        parse=parse_duration,
     )
     back_after_s: float = option(
         "5min",
@@ -128,7 +129,7 @@ class Question:
         "--back-after",
         value="TIME",
         panel=FAILURES,
-        parse=quantities.seconds,
+        parse=parse_duration,
     )
     dies_unnoticed: bool = option(
         False,

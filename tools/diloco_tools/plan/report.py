@@ -9,14 +9,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from diloco_protocol.quantities import estimate_s, parameters
 from diloco_tools.plan.answer import Answer
-from diloco_tools.plan.quantities import (
-    of_bits,
-    of_bytes,
-    of_count,
-    of_seconds,
-    of_share,
-)
+from diloco_tools.plan.quantities import of_bits, of_bytes, of_share
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.search import Found, Option
 from diloco_tools.plan.simulated.pieces import chunks_of
@@ -45,10 +40,10 @@ def search_hint(found: Answer) -> str | None:
 def _asked(question: Question) -> list[str]:
     q = question
     said = [
-        f"{of_count(q.parameters)} parameters, {q.workers} workers, {q.mode}, {_setting(q)}, "
-        f"steps of {of_seconds(q.step_s)}"
+        f"{parameters(q.parameters)} parameters, {q.workers} workers, {q.mode}, {_setting(q)}, "
+        f"steps of {estimate_s(q.step_s)}"
     ]
-    delays = ", ".join(of_seconds(each) for each in dict.fromkeys(q.delays))
+    delays = ", ".join(estimate_s(each) for each in dict.fromkeys(q.delays))
     lines = dict.fromkeys((q.link(each), q.link_down(each)) for each in range(q.workers))
     links = ", ".join(_line(*each) for each in lines)
     said.append(f"broker at {of_bits(q.broker_link)}, workers at {links}, {delays} there and back")
@@ -94,17 +89,17 @@ def _rows(found: Answer) -> dict[str, str]:
     slow = (
         ""
         if measured.slowest_s < 1.02 * measured.exchange_s
-        else (f", {of_seconds(measured.slowest_s)} for the slowest worker")
+        else (f", {estimate_s(measured.slowest_s)} for the slowest worker")
     )
-    rows[what] = f"{of_seconds(measured.exchange_s)} from a push to the new parameters{slow}"
+    rows[what] = f"{estimate_s(measured.exchange_s)} from a push to the new parameters{slow}"
     if found.site is not None:
-        rows["of it, at a site"] = of_seconds(found.site.exchange_s)
+        rows["of it, at a site"] = estimate_s(found.site.exchange_s)
     rows["training waits"] = (
-        f"{of_seconds(found.waits_s)} in H steps, which take {of_seconds(found.trains_s)}"
+        f"{estimate_s(found.waits_s)} in H steps, which take {estimate_s(found.trains_s)}"
     )
     if q.waits_after or q.mode == "async":
         rows["hidden"] = f"{of_share(found.hidden)} of the exchanges goes on beside training"
-    rows["first parameters"] = f"after {of_seconds(measured.start_s)} at all workers"
+    rows["first parameters"] = f"after {estimate_s(measured.start_s)} at all workers"
     each = "a relay, in H steps" if q.has_relays else "a worker, in H steps"
     rows[each] = per_worker
     rows["the broker, in H steps"] = (
@@ -118,7 +113,7 @@ def _rows(found: Answer) -> dict[str, str]:
     )
     rows["its line"] = f"{of_share(found.line_in)} in, {of_share(found.line_out)} out, on average"
     rows["its CPU"] = (
-        f"{of_seconds(measured.broker_cpu_s)} in H steps, {found.broker_cores:.2g} cores on average"
+        f"{estimate_s(measured.broker_cpu_s)} in H steps, {found.broker_cores:.2g} cores on average"
     )
     rows["its memory"] = of_bytes(found.broker_memory)
     failures = found.failures
@@ -126,12 +121,12 @@ def _rows(found: Answer) -> dict[str, str]:
         waits = (
             ""
             if not failures.others_wait_s
-            else (f", {of_seconds(failures.others_wait_s)} for each of the others")
+            else (f", {estimate_s(failures.others_wait_s)} for each of the others")
         )
-        rows["a failure costs"] = f"{of_seconds(failures.lost_s)} of its worker{waits}"
+        rows["a failure costs"] = f"{estimate_s(failures.lost_s)} of its worker{waits}"
         rows["with failures"] = (
             f"training has {of_share(failures.utilisation)}, with one a worker every "
-            f"{of_seconds(failures.every_s)}"
+            f"{estimate_s(failures.every_s)}"
         )
     rows["simulated"] = _pieces(found)
     return rows

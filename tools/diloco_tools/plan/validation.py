@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_protocol.errors import UsageError
+from diloco_protocol.quantities import parameters
 from diloco_tools.plan.answer import Answer, answer
-from diloco_tools.plan.quantities import of_bits, of_count
+from diloco_tools.plan.quantities import of_bits
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.simulated.costs import Costs
 
@@ -128,7 +129,7 @@ def cells(row: Row) -> tuple[str, ...]:
     streams = f", P = {question.fragments}" if row.kind == "streaming" else ""
     verdict = "" if row.is_met else ", not met"
     return (
-        of_count(question.parameters),
+        parameters(question.parameters),
         str(question.workers),
         of_bits(question.broker_link) + (f" ({links})" if links else ""),
         f"{question.wire_dtype}/{question.reply_dtype}{streams}",

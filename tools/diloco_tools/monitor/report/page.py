@@ -19,7 +19,16 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from diloco_protocol.quantities import NONE, byte_size, clock, count, figure, moment, plural, scaled
+from diloco_protocol.quantities import (
+    NONE,
+    byte_size,
+    clock,
+    count,
+    figure,
+    moment,
+    parameters,
+    plural,
+)
 from diloco_tools.monitor.report import tables
 from diloco_tools.monitor.report.curves import Curve
 from diloco_tools.monitor.report.digest import STALEST
@@ -114,11 +123,11 @@ def _headline(facts: Facts) -> list[tuple[str, str]]:
     loss = f"{figure(facts.first_loss)} → {figure(facts.last_loss)}"
     if facts.best_loss_round is not None:
         loss += f", best {figure(facts.best_loss)} ({facts.best_loss_round:,})"
-    parameters = facts.model.get("parameters")
+    size = facts.model.get("parameters")
     many = len(facts.workers) + facts.workers_left_out
     return [
         ("Mode", (facts.mode or NONE) + (f", {fragments} fragments" if has_fragments else "")),
-        ("Model", f"{scaled(parameters)} parameters" if parameters else NONE),
+        ("Model", f"{parameters(size)} parameters" if size else NONE),
         ("Began, UTC", moment(facts.began_at, "%d %b %Y %H:%M")),
         ("Lasted", clock(facts.ended_at - facts.began_at)),
         ("Pushes" if facts.mode == "async" else "Rounds", count(facts.rounds)),

@@ -12,7 +12,7 @@ from diloco_protocol.feed import INSECURE, Snapshot
 from diloco_protocol.monitor import tree
 from diloco_protocol.monitor.fields import BAD, GOOD, TOP, UNEASY, run_name
 from diloco_protocol.monitor.rows import Row, rows_of
-from diloco_protocol.quantities import duration, plural, scaled
+from diloco_protocol.quantities import duration, parameters, plural
 from diloco_tools.monitor.terminal.glyphs import FRESHNESS, LEVELS, QUIET, STYLES, Glyphs
 from diloco_tools.monitor.terminal.scene import Scene
 from diloco_tools.monitor.terminal.table import cells_of, fitted
@@ -53,7 +53,7 @@ def header(scene: Scene, width: int, glyphs: Glyphs) -> Table:
     words = []
     if snapshot is not None:
         name = run_name(snapshot)
-        size = scaled(snapshot.model.parameters) if snapshot.model else ""
+        size = parameters(snapshot.model.parameters) if snapshot.model else ""
         words = [f"run {name}" if name else "no run yet", size, snapshot.mode]
     if scene.replay is None or width >= NAMED_REPLAY:
         words = ["diloco-top", glyphs.clip(scene.address, width // 3), *words]

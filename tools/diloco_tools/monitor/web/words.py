@@ -21,7 +21,7 @@ from diloco_protocol.monitor.fields import (
 )
 from diloco_protocol.monitor.rows import Listed, cell, rows_of
 from diloco_protocol.monitor.tree import everyone
-from diloco_protocol.quantities import NONE, byte_size, clock, duration, percent, scaled
+from diloco_protocol.quantities import NONE, byte_size, clock, duration, parameters, percent
 from diloco_tools.monitor.feed.model import Freshness, inner_step_now
 from diloco_tools.monitor.feed.series import Rate
 
@@ -95,7 +95,7 @@ def _header(snapshot: Snapshot) -> Mapping[str, Any]:
         "uptime": clock(snapshot.uptime_s),
         "model": "not known yet"
         if model is None
-        else f"{scaled(model.parameters)} parameters, {byte_size(model.bytes)}",
+        else f"{parameters(model.parameters)} parameters, {byte_size(model.bytes)}",
         "arrived": [arrived, expected],
     }
 

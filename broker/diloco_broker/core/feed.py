@@ -399,7 +399,7 @@ def _dead(
 
 
 def _due(state: RunState) -> int:
-    """Workers that should be alive. Where relays joined a run with rounds, `--workers` counts members."""
+    """Workers that should be alive. `--workers` of a run with rounds counts a relay as one."""
     dead = sum(each.health == feed.DEAD for m in state.members for each in m.listed)
     away = sum(each.workers for each in state.sites_away.values())
     has_relays = bool(state.sites_away) or any(member.is_relay for member in state.members)

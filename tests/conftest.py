@@ -61,7 +61,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if CHECKS_COSTS and call.when == "teardown" and CPU_BEFORE in item.stash:
+    is_quick = not tiers.OTHER_TIERS & report.keywords.keys()
+    if CHECKS_COSTS and is_quick and call.when == "teardown" and CPU_BEFORE in item.stash:
         cost = tiers.cpu_seconds() - item.stash[CPU_BEFORE]
         cost /= tiers.slowness() if cost > tiers.TEST_CPU_S else 1.0
         report.user_properties.append(("cpu_s", cost))
@@ -70,7 +71,7 @@ def pytest_runtest_makereport(
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     cost = dict(report.user_properties).get("cpu_s")
-    if cost is not None and not tiers.OTHER_TIERS & report.keywords.keys():
+    if cost is not None:
         costs[report.nodeid] = float(str(cost))
 
 

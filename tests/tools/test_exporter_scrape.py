@@ -21,8 +21,7 @@ from diloco_protocol.printable import printable
 from diloco_tools.monitor.feed import model
 from diloco_tools.monitor.feed.listener import FeedWatcher, Reading
 from diloco_tools.monitor.metrics import server
-from diloco_tools.monitor.metrics.cli import app
-from diloco_tools.monitor.metrics.health import why_unhealthy
+from diloco_tools.monitor.metrics.cli import DEAD_AFTER_S, app
 from diloco_tools.monitor.metrics.metrics import RunCollector, label_value
 from diloco_tools.monitor.metrics.server import MetricsServer
 from kit.exporter_scrapes import (
@@ -73,7 +72,7 @@ class TestHealth:
         known = model.FeedModel()
         if sent is not None:
             known.update(parse_snapshot(frame(status() | sent)), 100.0)
-        assert why_unhealthy(Reading(known, 100.0 + age)) == problem
+        assert Reading(known, 100.0 + age).why_dead(DEAD_AFTER_S) == problem
 
     def test_status_says_it_and_the_body_why(self) -> None:
         problems = iter([None, "the broker has sent nothing for 31 s"])

@@ -5,13 +5,13 @@ names its row in `diloco-broker status`, `diloco-top` and the dashboard, `title`
 workers, `metric` its name in the exporter; `is_setting` says that the history records it, so that the
 report lists it. `shown` follows from these: the displays that show the field.
 
-`rows` makes rows out of snapshots, the exporter metrics, and the page gets `as_json`.
+`rows` makes rows out of snapshots, and the exporter metrics.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -868,18 +868,3 @@ SETTINGS = {field.path: field for field in OF_SNAPSHOT if field.is_setting}
 def columns(display: str) -> list[Field]:
     """The columns of a display's table of workers, in their order."""
     return [each for each in OF_WORKER if each.title and display in each.displays]
-
-
-def by_path(fields: Iterable[Field]) -> dict[str, Field]:
-    return {field.path: field for field in fields}
-
-
-def as_json() -> dict[str, list[dict[str, Any]]]:
-    """The catalogue for a page: by table, what is declared of each field."""
-    declared = ("path", "label", "help", "format", "unit", "row", "title")
-
-    def plain(field: Field) -> dict[str, Any]:
-        found = {name: value for name in declared if (value := getattr(field, name))}
-        return found | {"shown": sorted(field.shown)}
-
-    return {table: [plain(field) for field in fields] for table, fields in TABLES.items()}

@@ -25,21 +25,13 @@ from diloco_protocol.monitor.fields import (
 from diloco_protocol.quantities import NONE, byte_size
 
 # In their order; each with at least one field of the catalogue.
+# fmt: off
 ROWS = (
-    *(
-        "run",
-        "state",
-        "security",
-        "round",
-        "pushes",
-        "missing",
-        "workers",
-        "last",
-        "end",
-    ),
-    *("commands", "data", "parent", "model", "outer", "reducing", "fragments", "async"),
-    *("timeouts", "checkpoint", "standby", "rejected", "traffic", "broker"),
+    "run", "state", "security", "round", "pushes", "missing", "workers", "last", "end", "commands",
+    "data", "parent", "model", "outer", "reducing", "fragments", "async", "timeouts", "checkpoint",
+    "standby", "rejected", "traffic", "broker",
 )
+# fmt: on
 ESTIMATED = "~"  # before a number that the worker has not reported
 
 

@@ -217,6 +217,19 @@ class Reading:
     def is_fresh(self) -> bool:
         return self.model.freshness(self.now) is not Freshness.STALE
 
+    def why_dead(self, silence_s: float) -> str | None:
+        """Why the broker counts as dead, a sentence; None while it lives, or has said that it ends.
+
+        A run that waits for its workers, is paused, or cannot save is not healed by another incarnation
+        of its broker, so it counts as healthy here.
+        """
+        model = self.model
+        if model.snapshot is None:
+            return model.refusal or "no snapshot has arrived yet"
+        age = model.age_s(self.now)
+        is_silent = model.snapshot.state != "stopping" and age > silence_s
+        return f"the broker has sent nothing for {age:.0f} s" if is_silent else None
+
 
 class FeedWatcher:
     """Keeps the newest snapshot at hand, from entering to leaving; `read` is for any thread.

@@ -21,10 +21,12 @@ from diloco_protocol.clients.command_line import (
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError, FeedRefusedError, FeedVersionError, Snapshot
 from diloco_tools.monitor.feed.listener import FeedWatcher
-from diloco_tools.monitor.metrics.health import DEAD_AFTER_S, why_unhealthy
 from diloco_tools.terminal import KeysOption, fail, keys_of
 
 CANNOT_START = 2
+# A broker publishes each second, also while it saves and steps. What it is silent for beyond this is no
+# load; a `torch.optim` outer optimizer over a large model may take seconds at a time.
+DEAD_AFTER_S = 30.0
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 app = App()
@@ -118,7 +120,7 @@ def exporter(
     with watcher:
         try:
             server = MetricsServer(
-                host, port, collector, lambda: why_unhealthy(watcher.read(), dead_after)
+                host, port, collector, lambda: watcher.read().why_dead(dead_after)
             )
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)

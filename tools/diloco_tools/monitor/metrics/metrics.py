@@ -47,47 +47,24 @@ def _one(metric: str, help: str) -> tuple[Field, ...]:
 
 
 # What a `Reading` knows beside the snapshot.
+# fmt: off
 OF_FEED = (
     Field("is_fresh", "", "1 if the broker was heard in the last 10 s, else 0.", metric="feed_up"),
-    Field(
-        "model.verdict",
-        "",
+    Field("model.verdict", "",
         "1 if the run is as it should be or has ended, 0 if not or if the broker is silent.",
-        metric="run_healthy",
-        measure=lambda of: of.model.verdict(of.now).healthy,
-    ),
-    Field(
-        "model.age_s",
-        "",
-        "Time since the newest snapshot came.",
-        metric="feed_age_seconds",
-        measure=lambda of: of.model.age_s(of.now) if of.model.snapshot else None,
-    ),
-    Field(
-        "received",
-        "",
-        "Snapshots that the exporter received.",
-        metric="feed_snapshots_received_total",
-    ),
-    Field(
-        "model.missed",
-        "",
-        "Snapshots that the broker sent and the exporter never received.",
-        metric="feed_snapshots_missed_total",
-    ),
-    Field(
-        "unreadable",
-        "",
-        "Frames that were no snapshot, or one of another feed version.",
-        metric="feed_frames_unreadable_total",
-    ),
-    Field(
-        "model.restarts",
-        "",
-        "Restarts of the broker that the exporter saw.",
-        metric="broker_restarts_total",
-    ),
+        metric="run_healthy", measure=lambda of: of.model.verdict(of.now).healthy),
+    Field("model.age_s", "", "Time since the newest snapshot came.", metric="feed_age_seconds",
+        measure=lambda of: of.model.age_s(of.now) if of.model.snapshot else None),
+    Field("received", "", "Snapshots that the exporter received.",
+        metric="feed_snapshots_received_total"),
+    Field("model.missed", "", "Snapshots that the broker sent and the exporter never received.",
+        metric="feed_snapshots_missed_total"),
+    Field("unreadable", "", "Frames that were no snapshot, or one of another feed version.",
+        metric="feed_frames_unreadable_total"),
+    Field("model.restarts", "", "Restarts of the broker that the exporter saw.",
+        metric="broker_restarts_total"),
 )
+# fmt: on
 # By table: the labels that tell its records apart, and its metrics.
 TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
     "exporter": (("version",), _one("exporter_build_info", "Version of the exporter.")),

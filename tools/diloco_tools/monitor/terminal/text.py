@@ -23,20 +23,12 @@ LAST_EVENTS, LAST_REJECTIONS = 5, 3
 REASONS = 6  # of a degraded run; the table has the rest
 NAMED_REPLAY = 98  # columns from which the header of a replay has room for our name
 # Rows that a small window shows first; the others follow in the order of `rows_of`.
+# fmt: off
 FIRST = (
-    *(
-        "round",
-        "pushes",
-        "missing",
-        "workers",
-        "state",
-        "rejected",
-        "checkpoint",
-        "commands",
-        "end",
-    ),
-    *("parent", "standby", "data", "outer", "broker", "last", "model"),
+    "round", "pushes", "missing", "workers", "state", "rejected", "checkpoint", "commands", "end",
+    "parent", "standby", "data", "outer", "broker", "last", "model",
 )
+# fmt: on
 
 
 def grid() -> Table:

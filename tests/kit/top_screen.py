@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from textual.pilot import Pilot
+from textual.strip import Strip
 
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import Snapshot, parse_snapshot
@@ -211,8 +212,11 @@ class ScreenPilot:
 
     def lines(self) -> list[str]:
         """What stands on the screen, dialogs included."""
-        strips = self.app.screen._compositor.render_strips()
-        return [strip.text.rstrip() for strip in strips]
+        return [strip.text.rstrip() for strip in self.strips()]
+
+    def strips(self) -> list[Strip]:
+        """The same in its colours."""
+        return self.app.screen._compositor.render_strips()
 
     def text(self) -> str:
         return "\n".join(self.lines())

@@ -67,8 +67,7 @@ def test_displays_say_insecure_and_nothing_of_a_locked_or_older_broker(word: str
 @screen({"size": (80, 24)}, {"size": (140, 40)})
 async def test_insecure_is_red_and_stays_while_the_feed_is_late(pilot: ScreenPilot) -> None:
     await pilot.hears(snapshot(42, security="INSECURE"), after_s=1.0)
-    strip = pilot.app.screen._compositor.render_strips()[0]
-    (style,) = (each.style for each in strip if "INSECURE" in each.text)
+    (style,) = (each.style for each in pilot.strips()[0] if "INSECURE" in each.text)
     assert style is not None
     assert style.bold
     assert style.color is not None

@@ -66,6 +66,8 @@ class TestFreshness:
         await pilot.waits(26.0)
         assert "○ STALE 30 s" in pilot.lines()[0]
         assert pilot.header_is("stale")
+        (said,) = (each.style for each in pilot.strips()[0] if "STALE" in each.text)
+        assert said is not None and said.color != said.bgcolor, "red on red is not read"
         assert pilot.shows("the broker has sent nothing for 30 s", "412 open for 42 s")
         assert re.search(r"mac-mini .* 71 s ", pilot.text())
         await pilot.hears(snapshot(72))

@@ -788,7 +788,7 @@ IN_TABLES = (STATUS, TOP, DASHBOARD, REPORT)
 OF_WORKER: tuple[Field, ...] = (
     Field("id", "Worker", "Id; of a relay with how many workers are downstream.", "text",
         title="Worker", displays=IN_TABLES),
-    Field("health", "Health", "1 if the worker is well, 0 if it is slow, stalled, lost or dead.",
+    Field("health", "Health", "Whether the worker is well (1), or slow, stalled, lost or dead (0).",
         "text", title="Health", metric="worker_healthy", measure=lambda of: of.health == "ok"),
     Field("host", "Host", "Machine that the worker runs on.", "text", title="Host",
         displays=IN_TABLES),

@@ -33,10 +33,10 @@ from diloco_protocol.monitor import tree
 from diloco_protocol.monitor.fields import BAD, GOOD, UNEASY, Part
 from diloco_protocol.quantities import byte_rate, duration, figure, norm, whole
 from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
-from diloco_tools.monitor.feed.model import FeedModel
+from diloco_tools.monitor.feed.model import FeedModel, Freshness
 from diloco_tools.monitor.feed.series import RunSeries, recent_scale
 from diloco_tools.monitor.terminal import palette, sentences
-from diloco_tools.monitor.terminal.dialogs import NewRate, Page, Question, TypedWord
+from diloco_tools.monitor.terminal.dialogs import NewRate, Page, Question, TypedWord, by_rich
 from diloco_tools.monitor.terminal.glyphs import QUIET, STYLES, Glyphs
 from diloco_tools.monitor.terminal.keys import SWITCHES, bindings, keys_for
 from diloco_tools.monitor.terminal.playing import Player
@@ -315,13 +315,14 @@ class Top(App[None]):
 
         def show(name: str, what: object) -> None:
             widget = base.query_one(f"#{name}", Static)
-            widget.update(what)  # type: ignore[arg-type]
+            widget.update(by_rich(what))  # type: ignore[arg-type]
             widget.display = bool(what)
 
-        show("header", header(scene, width - 2, glyphs))
-        for fresh in ("live", "late", "stale"):
-            is_it = scene.replay is None and scene.fresh.name.lower() == fresh
-            base.query_one("#header").set_class(is_it, fresh)
+        fresh = Freshness.LIVE if scene.replay is not None else scene.fresh
+        is_coloured = fresh is not Freshness.LIVE
+        show("header", header(scene, width - 2, glyphs, is_coloured=is_coloured))
+        for each in (Freshness.LATE, Freshness.STALE):
+            base.query_one("#header").set_class(each is fresh, each.name.lower())
         judged = verdict(scene, 3 if is_tall else 2, glyphs)
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             said = f"{width}x{height} is too small: diloco-top needs {MIN_WIDTH}x{MIN_HEIGHT}"
@@ -350,7 +351,6 @@ class Top(App[None]):
             show("nobody", "" if rows else Text(self._nobody(snapshot), QUIET))
             show("log", log_table(snapshot, events, glyphs, wraps=is_tall))
         show("status", self._status(scene, rows))
-        base.query_one("#status").set_class(not self.said.plain, "quiet")
 
     def _draw_curves(self, base: Screen[object], scene: Scene, snapshot: Snapshot) -> None:
         """Loss, time of a round (or staleness of a push), network, and the norm if there is room."""
@@ -394,9 +394,10 @@ class Top(App[None]):
 
     def _trend(self, scene: Scene, worker: Worker) -> Text | Padding:
         speeds = [speed for _, speed in scene.series.speeds.get(worker.id, ()) if speed < LARGEST]
-        return (
-            Padding(Line(speeds, width=TREND_WIDTH), (0, 0, 0, 1)) if len(speeds) > 1 else Text("")
-        )
+        if len(speeds) < 2:
+            return Text("")
+        line = Line(speeds, width=TREND_WIDTH, min_color=palette.LINE, max_color=palette.LINE)
+        return Padding(line, (0, 0, 0, 1))
 
     def _nobody(self, snapshot: Snapshot) -> str:
         if not snapshot.listed:

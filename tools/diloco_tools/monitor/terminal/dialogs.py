@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
+from rich.console import Group, RenderableType
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
@@ -19,6 +20,11 @@ from diloco_tools.monitor.terminal.glyphs import QUIET, STYLES, Glyphs
 T = TypeVar("T")
 
 
+def by_rich(text: RenderableType) -> RenderableType:
+    """Drawn by Rich: of a bare `Text` Textual takes "yellow" for the colour that CSS calls so."""
+    return Group(text) if text else ""
+
+
 class Dialog(ModalScreen[T]):
     """A frame with a title, what is asked, and the keys that answer. Escape answers nothing."""
 
@@ -26,7 +32,7 @@ class Dialog(ModalScreen[T]):
 
     def __init__(self, title: Text, asked: Sequence[Widget], *choices: tuple[str, str]) -> None:
         super().__init__()
-        self._frame = (Static(title, classes="title"), *asked)
+        self._frame = (Static(by_rich(title), classes="title"), *asked)
         self._choices = Static(_choices(*choices))
 
     def compose(self) -> ComposeResult:
@@ -45,7 +51,7 @@ class Question(Dialog[bool]):
     ]
 
     def __init__(self, title: str, said: Text, yes: str) -> None:
-        asked = [Static(said, classes="said")]
+        asked = [Static(by_rich(said), classes="said")]
         super().__init__(Text(title, "bold"), asked, ("y", yes), ("n", "cancel"))
 
 
@@ -95,7 +101,7 @@ class TypedWord(Dialog[bool]):
         self._word = word
         self._wrong = Static(id="wrong")
         wanted = Static(Text.assemble("Type ", (word, "bold"), " and press enter."))
-        asked = (Static(said, classes="said"), wanted, Input(compact=True), self._wrong)
+        asked = (Static(by_rich(said), classes="said"), wanted, Input(compact=True), self._wrong)
         super().__init__(
             Text(title, f"bold {STYLES[BAD]}"), asked, ("enter", "do it"), ("esc", "cancel")
         )
@@ -105,7 +111,8 @@ class TypedWord(Dialog[bool]):
         if event.value.strip() == self._word:
             self.dismiss(True)
             return
-        self._wrong.update(Text(f"That is not {self._word}: nothing was sent.", STYLES[UNEASY]))
+        wrong = Text(f"That is not {self._word}: nothing was sent.", STYLES[UNEASY])
+        self._wrong.update(by_rich(wrong))
         self._wrong.display = True
 
 
@@ -120,7 +127,7 @@ class Page(ModalScreen[None]):
         Binding("pageup", "scroll(-10)"),
     ]
 
-    def __init__(self, title: str, text: Text) -> None:
+    def __init__(self, title: str, text: RenderableType) -> None:
         super().__init__()
         self._title, self._text = title, text
 

@@ -4,10 +4,13 @@ Colour carries meaning only: green is well, yellow wants a look, red is lost or 
 the names of the eight terminal colours; `COLOURS` says what these are.
 """
 
+from rich.color import Color
 from rich.terminal_theme import TerminalTheme
 from textual.theme import Theme
 
 BACKGROUND, FOREGROUND = (18, 22, 28), (200, 208, 217)
+
+LINE = Color.parse("#6c8ebf")  # of a sparkline
 
 COLOURS = TerminalTheme(
     BACKGROUND,
@@ -26,7 +29,7 @@ COLOURS = TerminalTheme(
 
 THEME = Theme(
     name="diloco",
-    primary="#6c8ebf",
+    primary=LINE.name,
     foreground="#c8d0d9",
     background="#12161c",
     surface="#181d25",
@@ -58,10 +61,9 @@ Sparkline > .sparkline--min-color { color: $primary; }
 DataTable > .datatable--header { background: $background; color: $foreground 70%; }
 DataTable > .datatable--cursor { background: #2b3648; color: $foreground; text-style: bold; }
 DataTable > .datatable--hover { background: $background; }
-#status.quiet { text-align: right; }
 #log { max-height: 12; }
 .tall #log { margin-top: 1; }
-Footer { background: $background; }
+Footer { background: $background; padding-left: 1; }
 FooterKey { background: $background; }
 #filter-row { display: none; height: 1; padding: 0 1; }
 #filter-row.open { display: block; }
@@ -75,7 +77,7 @@ ModalScreen { align: center middle; background: $background 40%; }
 .dialog > Input { margin-bottom: 1; }
 #wrong { display: none; margin-bottom: 1; }
 .page { width: 96; }
-.page VerticalScroll { height: auto; max-height: 100%; }
+.page VerticalScroll { height: auto; max-height: 100%; scrollbar-size-vertical: 1; }
 .ascii .dialog { border: ascii $primary; }
 .ascii VerticalScroll, .ascii #workers { scrollbar-size: 0 0; }
 .ascii Sparkline { display: none; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rich.table import Table
 from rich.text import Text
 
 from diloco_protocol.feed import DEAD, Snapshot, Worker
@@ -108,11 +109,13 @@ def details(listed: Listed, glyphs: Glyphs) -> Text:
     return text
 
 
-def help_page(keys: Sequence[Key], glyphs: Glyphs) -> Text:
+def help_page(keys: Sequence[Key], glyphs: Glyphs) -> Table:
     """All keys of this mode, and what the columns mean."""
-    text = Text()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", style="bold", min_width=11)
     for key in (key for key in keys if key.told):
-        text.append(f"{sign(key, glyphs):>11}  ", "bold").append(key.told + "\n")
+        table.add_row(sign(key, glyphs), key.told)
+    table.add_row("", "")
     words = {field.title.upper(): field.help for field in columns(TOP)}
     words["~"] = "before inner steps: estimated from the worker's pace since its last report"
     words["curves"] = (
@@ -120,5 +123,5 @@ def help_page(keys: Sequence[Key], glyphs: Glyphs) -> Text:
     )
     words["LIVE"] = "data under 3 s old; LATE up to 10 s; then STALE"
     for word, meaning in words.items():
-        text.append(f"\n{word:>11}  ", "bold").append(meaning)
-    return text
+        table.add_row(word, meaning)
+    return table

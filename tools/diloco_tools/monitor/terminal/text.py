@@ -39,8 +39,12 @@ def grid() -> Table:
     return made
 
 
-def header(scene: Scene, width: int, glyphs: Glyphs) -> Table:
-    """Whose run this is, and at the other end how much to believe of it."""
+def header(scene: Scene, width: int, glyphs: Glyphs, *, is_coloured: bool = False) -> Table:
+    """Whose run this is, and at the other end how much to believe of it.
+
+    Args:
+        is_coloured: the whole line has a colour, on which no other can be read.
+    """
     snapshot = scene.model.snapshot
     words = []
     if snapshot is not None:
@@ -53,7 +57,8 @@ def header(scene: Scene, width: int, glyphs: Glyphs) -> Table:
     made = Table.grid(expand=True, padding=(0, 2, 0, 0))
     made.add_column(ratio=1, no_wrap=True)
     made.add_column(justify="right", no_wrap=True)
-    made.add_row(left, _feed(scene, glyphs))
+    feed = _feed(scene, glyphs)
+    made.add_row(left, Text(feed.plain) if is_coloured else feed)
     return made
 
 

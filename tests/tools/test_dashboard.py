@@ -403,13 +403,15 @@ class TestSteering:
             assert "--save-dir" in refused.json["text"]
             nobody = site.orders({"action": "kick", "worker": "nobody"})
             assert "No worker named 'nobody'" in nobody.json["text"]
-            for wrong in ("0.5", True, math.inf, -1, None, ["a"], {}):
-                for name in ("outer_lr", "workers", "grace"):
-                    refused = site.orders({"action": "set", name: wrong})
-                    assert refused.json["ok"] is False, (name, wrong)
+            wrong: tuple[Any, ...] = ("0.5", True, math.inf, -1, None, ["a"], {})
+            for name in ("outer_lr", "workers", "grace"):
+                for value in wrong:
+                    refused = site.orders({"action": "set", name: value})
+                    assert refused.json["ok"] is False, (name, value)
             assert site.orders({"action": "set", "workers": 1.5}).json["ok"] is False
-            for wrong in ("", ["a"], "a" * 1001):
-                assert site.orders({"action": "kick", "worker": wrong}).json["ok"] is False
+            names: tuple[Any, ...] = ("", ["a"], "a" * 1001)
+            for value in names:
+                assert site.orders({"action": "kick", "worker": value}).json["ok"] is False
             assert site.orders({"action": "shutdown", "confirm": "no"}).status == 400
             paused = site.orders({"action": "pause"})
             assert paused.json["ok"] is True

@@ -8,7 +8,7 @@ from typing import Any
 from diloco_protocol.feed import Worker, read_snapshot
 from diloco_protocol.monitor import tree
 from diloco_protocol.monitor.fields import STATUS, columns
-from diloco_protocol.monitor.rows import Listed, cell, rows_of
+from diloco_protocol.monitor.rows import Listed, cells, rows_of
 from diloco_protocol.monitor.verdict import Verdict, verdict_on
 from diloco_protocol.quantities import NONE
 
@@ -62,10 +62,8 @@ def _table(workers: Sequence[Worker], most: int | None) -> list[str]:
 
 
 def _cells(worker: Worker) -> list[str]:
-    """Further in below its relay."""
-    texts = {field.path: cell(field, Listed(worker)).text for field in columns(STATUS)}
-    texts["id"] = "  " * worker.level + texts["id"]
-    return [_clipped(text, LONGEST.get(path)) for path, text in texts.items()]
+    shown = cells(Listed(worker), STATUS)
+    return [_clipped(part.text, LONGEST.get(path)) for path, part in shown.items()]
 
 
 def _clipped(text: str, columns: int | None) -> str:

@@ -21,6 +21,7 @@ from diloco_protocol.monitor.fields import (
     UNHEARD,
     Field,
     Part,
+    columns,
 )
 from diloco_protocol.quantities import NONE, byte_size
 
@@ -79,6 +80,13 @@ class Listed:
         return self.worker.health in UNHEARD
 
 
+def cells(listed: Listed, display: str, indent: str = "  ") -> dict[str, Part]:
+    """What stands in each column of a display's table, by path; a name further in below its relay."""
+    found = {field.path: cell(field, listed) for field in columns(display)}
+    inset = indent * listed.worker.level
+    return found | {"id": found["id"]._replace(text=inset + found["id"].text)}
+
+
 def cell(field: Field, listed: Listed) -> Part:
     """What a table of workers shows in the column of this field."""
     worker = listed.worker
@@ -88,45 +96,44 @@ def cell(field: Field, listed: Listed) -> Part:
     if is_unknown:
         return Part(NONE)
     special = _CELLS.get(field.path)
-    return special(listed) if special else Part(field.text(worker))
+    return special(field, listed) if special else Part(field.text(worker))
 
 
-def _health(listed: Listed) -> Part:
+def _health(_: Field, listed: Listed) -> Part:
     health = listed.worker.health
     return Part(health, GOOD if health == "ok" else BAD if health in UNHEARD else UNEASY)
 
 
-def _inner(listed: Listed) -> Part:
+def _inner(_: Field, listed: Listed) -> Part:
     worker, now = listed.worker, listed.inner_now
     steps = worker.inner_step if now is None else f"{ESTIMATED}{now}"
     return Part(f"{steps}/{worker.sync_every}")
 
 
-def _loss(listed: Listed) -> Part:
-    return Part(_LOSS.text(listed.worker)) if listed.worker.loss_is_finite else Part("nan", BAD)
+def _loss(field: Field, listed: Listed) -> Part:
+    return Part(field.text(listed.worker)) if listed.worker.loss_is_finite else Part("nan", BAD)
 
 
-def _norm(listed: Listed) -> Part:
+def _norm(field: Field, listed: Listed) -> Part:
     """In a tone where it is many times what the other workers send."""
     usual = listed.worker.times_usual
-    return Part(_NORM.text(listed.worker), UNEASY if usual and usual > STANDS_OUT else "")
+    return Part(field.text(listed.worker), UNEASY if usual and usual > STANDS_OUT else "")
 
 
-def _rejected(listed: Listed) -> Part:
+def _rejected(_: Field, listed: Listed) -> Part:
     count = listed.worker.rejected
     return Part(str(count), UNEASY if count else "")
 
 
-_LOSS, _NORM = Field("loss", "", format="figure"), Field("delta_norm", "", format="norm")
-_CELLS: dict[str, Callable[[Listed], Part]] = {
-    "id": lambda listed: Part(listed.worker.title),
+_CELLS: dict[str, Callable[[Field, Listed], Part]] = {
+    "id": lambda _, listed: Part(listed.worker.title),
     "health": _health,
     "inner_step": _inner,
     "loss": _loss,
     "delta_norm": _norm,
     "rejected": _rejected,
-    "rate_up": lambda listed: Part(byte_size(listed.up)),
-    "rate_down": lambda listed: Part(byte_size(listed.down)),
+    "rate_up": lambda _, listed: Part(byte_size(listed.up)),
+    "rate_down": lambda _, listed: Part(byte_size(listed.down)),
 }
 _OF_LIVING = ("state", "inner_step", "steps_per_s")
 # What a relay does not report of the workers downstream of it.

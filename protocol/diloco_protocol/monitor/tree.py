@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from diloco_protocol.feed import DEAD, Worker
 from diloco_protocol.messages import Behind
+from diloco_protocol.records import field_names
 
 UNKNOWN = "unknown"  # the health of those behind a lost relay
+_TOLD = set(field_names(Behind)) - {"worker_id", "health", "level"}  # under the same name by both
 
 
 def below(relay: Worker) -> list[Worker]:
@@ -19,27 +21,9 @@ def below(relay: Worker) -> list[Worker]:
 
 
 def _worker(told: Behind, level: int, *, is_lost: bool) -> Worker:
-    return Worker(
-        told.worker_id,
-        host=told.host,
-        state=told.state,
-        health=UNKNOWN if is_lost and told.health != DEAD else told.health,
-        round=told.round,
-        inner_step=told.inner_step,
-        inner_age_s=told.inner_age_s,
-        sync_every=told.sync_every,
-        step=told.step,
-        steps_per_s=told.steps_per_s,
-        loss=told.loss,
-        loss_is_finite=told.loss_is_finite,
-        beat_age_s=told.beat_age_s,
-        sync_age_s=told.sync_age_s,
-        staleness=told.staleness,
-        pushes=told.pushes,
-        same_as=told.same_as,
-        workers=told.workers,
-        level=level + told.level,
-    )
+    same = {name: getattr(told, name) for name in _TOLD}
+    health = UNKNOWN if is_lost and told.health != DEAD else told.health
+    return Worker(told.worker_id, health=health, level=level + told.level, **same)
 
 
 def everyone(workers: Iterable[Worker]) -> list[Worker]:
@@ -55,33 +39,17 @@ def arranged(
     wanted: Callable[[Worker], bool] = lambda _: True,
 ) -> list[Worker]:
     """The tree with those of one level in order, equal ones by id. A relay stays above who is wanted."""
-    return _arranged(everyone(workers), key, reverse=reverse, wanted=wanted)
 
+    def branch(listed: Sequence[Worker]) -> list[Worker]:
+        by_id = sorted(_nested(listed), key=lambda each: each[0].id)
+        found: list[Worker] = []
+        for relay, behind in sorted(by_id, key=lambda each: key(each[0]), reverse=reverse):
+            kept = branch(behind)
+            if kept or wanted(relay):
+                found += [relay, *kept]
+        return found
 
-def _arranged(
-    workers: Sequence[Worker],
-    key: Callable[[Worker], float | str],
-    *,
-    reverse: bool,
-    wanted: Callable[[Worker], bool],
-) -> list[Worker]:
-    """The same of one branch, each relay of which is followed by its own."""
-    found: list[Worker] = []
-    for relay, behind in _in_order(_nested(workers), key, reverse=reverse):
-        kept = _arranged(behind, key, reverse=reverse, wanted=wanted)
-        if kept or wanted(relay):
-            found += [relay, *kept]
-    return found
-
-
-def _in_order(
-    branches: Sequence[tuple[Worker, list[Worker]]],
-    key: Callable[[Worker], float | str],
-    *,
-    reverse: bool,
-) -> list[tuple[Worker, list[Worker]]]:
-    by_id = sorted(branches, key=lambda branch: branch[0].id)
-    return sorted(by_id, key=lambda branch: key(branch[0]), reverse=reverse)
+    return branch(everyone(workers))
 
 
 def _nested(workers: Sequence[Worker]) -> list[tuple[Worker, list[Worker]]]:

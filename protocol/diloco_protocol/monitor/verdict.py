@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from diloco_protocol.feed import DEAD, Snapshot, Worker
 from diloco_protocol.monitor import tree
+from diloco_protocol.quantities import duration, plural
 
 NAMES = 5  # of workers in one sentence
 
@@ -37,8 +38,8 @@ def verdict_on(snapshot: Snapshot, others: Sequence[str] = ()) -> Verdict:
     """
     reasons = [*others, *_of_the_broker(snapshot)]
     reasons += [
-        f"site {away.name} is missing, with {away.workers} "
-        f"worker{'s'[: away.workers != 1]}, for {_seconds(away.away_s)}"
+        f"site {away.name} is missing, with {plural(away.workers, 'worker')}, "
+        f"for {duration(away.away_s)}"
         for away in snapshot.sites_away
     ]
     listed = snapshot.workers if _is_over(snapshot) else snapshot.listed
@@ -57,7 +58,7 @@ def _of_the_broker(snapshot: Snapshot) -> list[str]:
     if snapshot.state == "stopping":
         return ["the broker is stopping"]
     if snapshot.state == "paused":
-        return [f"the run is paused, for {_seconds(snapshot.paused_for_s or 0.0)}"]
+        return [f"the run is paused, for {duration(snapshot.paused_for_s or 0.0)}"]
     if saved is not None and saved.error is not None:
         return [f"no checkpoint can be written: {saved.error}"]
     if snapshot.state == "waiting":
@@ -74,7 +75,7 @@ def _of_the_broker(snapshot: Snapshot) -> list[str]:
 def _of_a_worker(worker: Worker) -> Iterator[str]:
     if worker.health not in ("ok", tree.UNKNOWN):
         why = f": {worker.warning}" if worker.health == DEAD and worker.warning else ""
-        heard = f"last heard {_seconds(worker.beat_age_s)} ago"
+        heard = f"last heard {duration(worker.beat_age_s)} ago"
         yield f"{worker.id} is {worker.health}, {heard}{why}"
     if worker.health != DEAD and not (worker.loss_is_finite and math.isfinite(worker.loss or 0.0)):
         yield f"the loss of {worker.id} is not finite"
@@ -118,12 +119,11 @@ def _has_begun(snapshot: Snapshot) -> bool:
 
 def _ending(snapshot: Snapshot) -> str:
     """Counts are of this incarnation of the broker: after a restart it may have closed no round."""
-    count, one, many = snapshot.totals.rounds, "round", "rounds"
-    if snapshot.mode == "async":
-        count, one, many = snapshot.totals.contributions, "push", "pushes"
-    after = f", after {count} {one if count == 1 else many}" if count else ""
-    return f"all workers have left{after}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+    totals = snapshot.totals
+    is_async = snapshot.mode == "async"
+    made = (
+        plural(totals.contributions, "push", "pushes")
+        if is_async
+        else plural(totals.rounds, "round")
+    )
+    return "all workers have left" + (f", after {made}" if made[0] != "0" else "")

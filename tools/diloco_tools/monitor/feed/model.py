@@ -26,7 +26,9 @@ from diloco_protocol.feed import (
     Worker,
 )
 from diloco_protocol.messages import Behind
+from diloco_protocol.monitor.rows import Listed
 from diloco_protocol.monitor.verdict import Verdict, verdict_on
+from diloco_tools.monitor.feed.series import Rate
 
 LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
@@ -140,6 +142,14 @@ def _older_worker(worker: Worker, more: float) -> Worker:
     if worker.behind:
         older = replace(older, behind=tuple(_older(each, more) for each in worker.behind))
     return older
+
+
+def listed(
+    snapshot: Snapshot, worker: Worker, fresh: Freshness | None, rate: Rate | None
+) -> Listed:
+    """A worker with what is known of it beside the feed; `fresh` None: the snapshot is recorded."""
+    inner = None if fresh is None else inner_step_now(snapshot, worker, fresh)
+    return Listed(worker, inner, *((rate.up, rate.down) if rate else ()))
 
 
 def inner_step_now(snapshot: Snapshot, worker: Worker, fresh: Freshness) -> int | None:

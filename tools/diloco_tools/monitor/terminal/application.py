@@ -30,7 +30,8 @@ from diloco_protocol.addresses import as_reached
 from diloco_protocol.clients import Answer, Ask, ask_once
 from diloco_protocol.feed import FeedError, LastRound, Snapshot, Worker
 from diloco_protocol.monitor import tree
-from diloco_protocol.monitor.fields import BAD, GOOD, UNEASY, Part
+from diloco_protocol.monitor.fields import BAD, GOOD, TOP, UNEASY, Part
+from diloco_protocol.monitor.rows import cells
 from diloco_protocol.quantities import byte_rate, duration, figure, norm, whole
 from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from diloco_tools.monitor.feed.model import FeedModel, Freshness
@@ -41,7 +42,7 @@ from diloco_tools.monitor.terminal.glyphs import QUIET, STYLES, Glyphs
 from diloco_tools.monitor.terminal.keys import SWITCHES, bindings, keys_for
 from diloco_tools.monitor.terminal.playing import Player
 from diloco_tools.monitor.terminal.scene import Scene, View
-from diloco_tools.monitor.terminal.table import Column, cells_of, fitted
+from diloco_tools.monitor.terminal.table import Column, fitted
 from diloco_tools.monitor.terminal.text import (
     header,
     log_table,
@@ -374,7 +375,7 @@ class Top(App[None]):
         base.query_one("#norm").display = self.size.width >= FOUR_CURVES
 
     def _draw_table(self, base: Screen[object], scene: Scene, workers: Sequence[Worker]) -> None:
-        parts = [cells_of(each) for each in scene.listed(workers)]
+        parts = [cells(each, TOP) for each in scene.listed(workers)]
         has_trend = self.size.width >= TREND and not self.glyphs.is_ascii
         width = self.size.width - 3 - (TREND_WIDTH + 1) * has_trend
         columns = fitted(parts, width)
@@ -382,15 +383,15 @@ class Top(App[None]):
             Text(" ") + each.title(is_sorted=each.field.path == self.view.by.path)
             for each in columns
         ]
-        cells: list[list[Text | Padding]] = [
+        lines: list[list[Text | Padding]] = [
             [Text(" ") + each.shown(row[each.field.path], self.glyphs) for each in columns]
             for row in parts
         ]
         if has_trend:
             titles.append(Text(" " + "TREND".ljust(TREND_WIDTH), QUIET))
-            for worker, row in zip(workers, cells, strict=True):
+            for worker, row in zip(workers, lines, strict=True):
                 row.append(self._trend(scene, worker))
-        base.query_one(Workers).show(workers, columns, cells, titles)
+        base.query_one(Workers).show(workers, columns, lines, titles)
 
     def _trend(self, scene: Scene, worker: Worker) -> Text | Padding:
         speeds = [speed for _, speed in scene.series.speeds.get(worker.id, ()) if speed < LARGEST]

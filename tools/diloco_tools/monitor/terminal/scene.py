@@ -10,7 +10,7 @@ from typing import NamedTuple
 from diloco_protocol.feed import Snapshot, Worker
 from diloco_protocol.monitor import tree
 from diloco_protocol.monitor.rows import Listed
-from diloco_tools.monitor.feed.model import FeedModel, Freshness, inner_step_now
+from diloco_tools.monitor.feed.model import FeedModel, Freshness, listed
 from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.monitor.terminal.playing import Player
 
@@ -41,14 +41,8 @@ class Scene:
     def listed(self, workers: Sequence[Worker]) -> list[Listed]:
         """The workers with what is known of them beside the feed."""
         snapshot, fresh = self.snapshot(), self.model.freshness(self.now)
-        found = []
-        for worker in workers:
-            rate = self.series.rate_of(worker.id)
-            inner = inner_step_now(snapshot, worker, fresh) if snapshot else None
-            found.append(
-                Listed(worker, inner, rate.up if rate else None, rate.down if rate else None)
-            )
-        return found
+        assert snapshot is not None, "it has the workers"
+        return [listed(snapshot, each, fresh, self.series.rate_of(each.id)) for each in workers]
 
 
 def _by_health(worker: Worker) -> int:

@@ -12,7 +12,6 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diloco_protocol.monitor.fields import TOP, Field, Part, columns
-from diloco_protocol.monitor.rows import Listed, cell
 from diloco_protocol.quantities import NONE
 from diloco_tools.monitor.terminal.glyphs import QUIET, STYLES, Glyphs
 
@@ -27,7 +26,6 @@ NAMES_FIRST = 3  # columns of this rank and above give way before a name is cut
 WORDS = ("id", "health", "host", "state")  # columns that stand at the left of their room
 LEAST = {"id": 8, "host": 6}  # columns that may be cut, and to what
 MOST = {"id": 32, "host": 24}
-INDENT = "  "  # of a worker below its relay
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,6 @@ class Column:
         text.truncate(self.width)  # a state of absurd length
         text.align("left" if self.field.path in WORDS else "right", self.width)
         return text
-
-
-def cells_of(listed: Listed) -> dict[str, Part]:
-    """What stands in each column, by path; a name further in below its relay."""
-    found = {field.path: cell(field, listed) for field in columns(TOP)}
-    inset = INDENT * listed.worker.level
-    return found | {"id": found["id"]._replace(text=inset + found["id"].text)}
 
 
 def fitted(rows: Sequence[dict[str, Part]], width: int) -> list[Column]:

@@ -11,11 +11,11 @@ from rich.text import Text
 from diloco_protocol.feed import INSECURE, Snapshot
 from diloco_protocol.monitor import tree
 from diloco_protocol.monitor.fields import BAD, GOOD, TOP, UNEASY, run_name
-from diloco_protocol.monitor.rows import Row, rows_of
+from diloco_protocol.monitor.rows import Row, cells, rows_of
 from diloco_protocol.quantities import duration, parameters, plural
 from diloco_tools.monitor.terminal.glyphs import FRESHNESS, LEVELS, QUIET, STYLES, Glyphs
 from diloco_tools.monitor.terminal.scene import Scene
-from diloco_tools.monitor.terminal.table import cells_of, fitted
+from diloco_tools.monitor.terminal.table import fitted
 
 LABEL = 12  # columns of a row's label and of an event's age, the gap included
 MIN_WIDTH = 80
@@ -156,10 +156,10 @@ def screen(scene: Scene, width: int, glyphs: Glyphs) -> Group:
     parts += [rows_table(rows_for(snapshot), glyphs, wraps=True), ""]
     if snapshot.listed:
         workers = scene.listed(tree.arranged(snapshot.listed, lambda worker: worker.id))
-        cells = [cells_of(each) for each in workers]
-        columns = fitted(cells, width)
+        rows = [cells(each, TOP) for each in workers]
+        columns = fitted(rows, width)
         parts.append(Text(" ").join(each.title(is_sorted=False) for each in columns))
-        for row in cells:
+        for row in rows:
             shown = (each.shown(row[each.field.path], glyphs) for each in columns)
             parts.append(Text(" ").join(shown))
     else:

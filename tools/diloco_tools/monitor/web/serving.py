@@ -102,15 +102,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the name is unknown, or the address is not to be had.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
+    family, *_, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    made = socket.socket(family, kind, protocol)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen()
-    except OSError:
-        made.close()
-        raise
-    return made
+    return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from diloco_protocol.clients import Keys
 from diloco_protocol.feed import MAX_DEPTH, FeedError, FeedRefusedError, Snapshot, json_safe
+from diloco_protocol.quantities import clock
 from diloco_protocol.records import to_plain
 from diloco_tools.monitor.feed.listener import FeedWatcher
 from diloco_tools.monitor.feed.model import Freshness
@@ -131,10 +132,7 @@ class ReplaySource:
         Raises:
             FeedError: the file is missing, or no history.
         """
-        history = read_history(path)
-        if not history:
-            raise FeedError(f"{path} has no line of a run; give the history.jsonl of a save folder")
-        return ReplaySource(history)
+        return ReplaySource(read_history(path))
 
     def outline(self) -> str:
         """JSON: how many moments there are, when they were, and the plots of the whole run."""
@@ -160,7 +158,13 @@ class ReplaySource:
             return None
         moment, series = self.history[index], RunSeries(points=1)
         return _joined(
-            {"index": index, "at": moment.at, "verdict": "healthy", "reasons": []},
+            {
+                "index": index,
+                "at": moment.at,
+                "verdict": "healthy",
+                "reasons": [],
+                "after": clock(moment.at - self.history[0].at),
+            },
             words=encoded(words(moment.snapshot, None, series.rate_of)),
             picture=picture(moment.snapshot, series),
         )

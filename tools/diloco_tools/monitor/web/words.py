@@ -19,10 +19,10 @@ from diloco_protocol.monitor.fields import (
     run_name,
     state_of,
 )
-from diloco_protocol.monitor.rows import Listed, cell, rows_of
+from diloco_protocol.monitor.rows import Listed, cells, rows_of
 from diloco_protocol.monitor.tree import everyone
 from diloco_protocol.quantities import NONE, byte_size, clock, duration, parameters, percent
-from diloco_tools.monitor.feed.model import Freshness, inner_step_now
+from diloco_tools.monitor.feed.model import Freshness, listed
 from diloco_tools.monitor.feed.series import Rate
 
 # A column with a second field below its own: the page has room for ten columns.
@@ -107,9 +107,8 @@ def _table(
     path: list[str] = []
     for worker in everyone(snapshot.listed):
         path = [*path[: worker.level], worker.id]
-        rate = rates(worker.id)
-        inner = inner_step_now(snapshot, worker, fresh) if fresh is not None else None
-        listed = Listed(worker, inner, *((rate.up, rate.down) if rate else (None, None)))
+        shown = listed(snapshot, worker, fresh, rates(worker.id))
+        parts = cells(shown, DASHBOARD, indent="\u2003")  # spaces that no page folds
         found.append(
             {
                 "id": worker.id,
@@ -117,25 +116,21 @@ def _table(
                 "health": worker.health,
                 "workers": worker.workers,
                 "about": _about(worker, path),
-                "cells": [_cell(field, listed, is_recorded=fresh is None) for field in COLUMNS],
-                "sort": [_sort(field, listed) for field in COLUMNS],
+                "cells": [_cell(field, parts, is_recorded=fresh is None) for field in COLUMNS],
+                "sort": [_sort(field, shown) for field in COLUMNS],
             }
         )
     return found
 
 
-def _cell(field: Field, listed: Listed, *, is_recorded: bool) -> tuple[str, str, str]:
+def _cell(field: Field, parts: Mapping[str, Part], *, is_recorded: bool) -> tuple[str, str, str]:
     """Text, tone, and what stands below it."""
 
     def part(path: str) -> Part:
-        if is_recorded and path in UNRECORDED_CELLS:
-            return Part(NONE)
-        return cell(_FIELDS[path], listed)
+        return Part(NONE) if is_recorded and path in UNRECORDED_CELLS else parts[path]
 
     text, tone = part(field.path)
     below = part(BELOW[field.path]) if field.path in BELOW else Part("")
-    if field.path == "id":
-        text = "\u2003" * listed.worker.level + text  # spaces that no page folds
     return text, tone or below.tone, "" if below.text == NONE else below.text
 
 

@@ -13,15 +13,6 @@ export function duration(seconds) {
   return `${Math.round(seconds / 86400)} d`;
 }
 
-/** An uptime: 02:13:20, or 3 d 02:13. */
-export function clock(seconds) {
-  if (!known(seconds)) return NONE;
-  const whole = Math.floor(Math.max(0, seconds));
-  const two = (value) => String(value).padStart(2, "0");
-  const [d, h, m, s] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60, whole % 60];
-  return d ? `${d} d ${two(h)}:${two(m)}` : `${two(h)}:${two(m)}:${two(s)}`;
-}
-
 /** 0.41, 1.5k, 38M; with unit "B" 1.5 kB, 38 MB. Decimal prefixes. */
 export function scaled(value, unit = "") {
   if (!known(value)) return NONE;

@@ -1,6 +1,6 @@
 // A recorded run: a slider over its moments, and a button that goes through them.
 
-import { clock, say } from "./format.js";
+import { say } from "./format.js";
 
 const $ = (id) => document.getElementById(id);
 const WHOLE_RUN_S = 60; // what playing all of it takes at most
@@ -25,13 +25,12 @@ export async function replay(history, show) {
       for (let shown = -1; shown !== wanted; ) {
         shown = wanted;
         const moment = await get(`/api/replay/${shown}`);
-        const elapsed = moment.at - outline.first_at;
         if (shown === wanted) slider.value = shown; // else the slider has moved on
-        const when = `${new Date(1000 * moment.at).toLocaleString()}, ${clock(elapsed)} after the start`;
+        const when = `${new Date(1000 * moment.at).toLocaleString()}, ${moment.after} after the start`;
         say($("moment-at"), when);
         slider.setAttribute("aria-valuetext", when);
         show(moment);
-        history.draw(0, { number: moment.picture.snapshot.last_round?.number ?? null, elapsed });
+        history.draw(0, { number: moment.picture.snapshot.last_round?.number ?? null, elapsed: moment.at - outline.first_at });
       }
     } catch {
       say($("moment-at"), "The dashboard program does not answer.");

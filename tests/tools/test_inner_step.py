@@ -36,20 +36,6 @@ def test_worker_tells_at_once_that_it_trains_on_from_a_new_version(
     assert (told.step, told.state) == (4 + delay, "training")
 
 
-def test_worker_without_heartbeats_tells_nothing(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    config = {"fragment_sync_delay": 2, "heartbeat_timeout": 0.0}
-    training.begins(config=config, heartbeat_interval=0)
-    training.steps(4)
-    push, _ = training.takes()
-    training.serves(1000, 1, push)
-    training.hears_news()
-    training.steps(2)
-    assert training.metrics.rounds == 1
-    broker.hears_nothing_of(Heartbeat, 0.1)
-
-
 # The broker tells how old the report is.
 
 

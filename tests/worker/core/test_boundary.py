@@ -116,33 +116,11 @@ def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reas
     assert training.state.unsynced_steps == H + 1
 
 
-def test_delta_that_is_not_waited_for_any_more_is_merged_when_it_has_counted() -> None:
-    training = at_the_boundary().changes(is_restarting=True)
-    (push,) = training.pushes
-    training.changes(is_restarting=False).steps(1)
-    assert not training.waits(), "it is waited for once"
-    training.receives(1, counted=push).steps(1)
-    assert training.outcomes == ["counted"]
-    assert training.metrics.late_merges == 1
-
-
 def test_it_looks_again_when_silence_would_end_the_waiting() -> None:
     training = trainer(Options(timeout=20.0))
     training.changes(silence=5.0)
     (wait,) = training.steps(H).all(effects.Wait)
     assert wait.seconds == 15.0
-
-
-def test_push_that_is_put_off_is_waited_for_when_its_round_has_come() -> None:
-    training = at_the_boundary()
-    training.is_put_off(training.pushes[0], 3)
-    assert not training.waits()
-    assert training.said.count("of 4 steps is carried into round 3; training goes on.") == 1
-    training.steps(2 * H)
-    assert not training.waits(), "rounds 1 and 2 go on without this worker"
-    training.steps(H)
-    assert training.waits()
-    assert len(training.pushes) == 1, "no second delta grows over a first"
 
 
 # Training goes on behind a freeze.
@@ -250,22 +228,6 @@ def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
 
 
 # What is broken off.
-
-
-def test_merge_that_fails_is_tried_again_and_told_once() -> None:
-    training = at_the_boundary()
-    training.fails = effects.Failed(MemoryError("full"), is_torn=True)
-    training.receives(1, counted=training.pushes[0])
-    assert not training.waits(), "training goes on"
-    assert training.state.is_torn
-    training.fails = effects.Failed(MemoryError("full"), is_torn=True)
-    training.steps(1)
-    training.steps(1)
-    first, *others = [land.landing for land in training.all(effects.Land)]
-    assert len(others) == 2
-    assert all(landing is first for landing in others)
-    assert training.said.count("could not take in what came for fragment 0") == 1
-    assert training.metrics.rounds == 1
 
 
 def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that_failed() -> None:

@@ -9,7 +9,7 @@ from diloco_protocol.messages import Error, Join, Push
 from diloco_worker.core.connection import FIRST_BACKOFF_S, RETRY_S, Phase
 from diloco_worker.core.effects import Close, JoinRefused, Open
 from diloco_worker.core.events import Disconnected, LockedOut, Observe, Offer, Unreached
-from diloco_worker.core.places import CONNECT_PATIENCE_S, LONGEST_PAUSE_S, Places
+from diloco_worker.core.places import CONNECT_PATIENCE_S, LONGEST_PAUSE_S
 from diloco_worker.core.session import Session
 from kit.session_harness import FROZEN, Desk, desk, gradient, version
 
@@ -183,8 +183,3 @@ def test_one_address_is_asked_as_ever() -> None:
     assert not made.all(Close)
     made.passes(RETRY_S)
     assert made.sent(Join)
-
-
-def test_turns_come_back_to_the_first() -> None:
-    places = Places(2)
-    assert [places.turn(), places.current, places.turn(), places.current] == [False, 1, True, 0]

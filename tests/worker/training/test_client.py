@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, Unreachable, UsageError
+from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, UsageError
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Chunk,
@@ -239,16 +239,6 @@ def test_push_must_say_which_fragment_it_is_and_have_all_of_it(
     talk.broker.hears_nothing_of(Push, 0.05)
 
 
-def test_several_fragments_may_be_in_flight(talk: Talk) -> None:
-    talk.begins_with(fragments=3)
-    pushes = [talk.pushes(fragment=fragment)[0] for fragment in range(3)]
-    talk.pulls()
-    for fragment in (2, 0, 1):
-        assert talk.stands
-        talk.serves(30, 9, pushes[fragment])
-    assert set(talk.done().versions.values()) == {version(9)}
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_client_pushes_in_its_own_dtype_once_it_is_its_turn(talk: Talk, mode: str) -> None:
     broker = talk.broker
@@ -369,14 +359,6 @@ def test_observer_learns_the_plan_of_the_fragments(talk: Talk) -> None:
         assert the_value(tensor) == plan[names.index(name)]
 
 
-def test_observer_is_told_of_a_plan_that_does_not_fit(talk: Talk) -> None:
-    talk.broker.config, talk.descent = run_config(num_fragments=3), Descent(layers())
-    talk.pulls()
-    talk.tells_manifest([0])
-    with pytest.raises(Refused, match="there are 1 for 6 tensors"):
-        talk.done()
-
-
 def test_observer_of_a_broker_without_a_model_is_told(talk: Talk) -> None:
     talk.client.timeout = 1.2
     talk.pulls()
@@ -401,29 +383,3 @@ def test_status_and_control_return_what_the_broker_says(talk: Talk) -> None:
     asked = talk.is_asked(lambda request: Result(request, False, "There is no worker b."))
     assert (asked.action, asked.arguments) == ("kick", {"worker": "b"})
     assert talk.done() == Result(asked.request, False, "There is no worker b.")
-
-
-def test_action_that_nobody_waits_for_any_more_is_never_sent(beside: Beside) -> None:
-    probe = ScriptedBroker()
-    probe.close()
-    with DiLoCoClient(probe.address, timeout=0.2) as client:
-        with pytest.raises(Unreachable) as caught:
-            client.control("shutdown")
-        assert probe.address in str(caught.value)
-        client.timeout = 20.0
-        talk = Talk(client, ScriptedBroker(probe.address), beside)
-        try:
-            talk.does(client.status)
-            assert talk.is_asked(lambda request: Result(request, True, "", {})).action == "status"
-            talk.done()
-        finally:
-            talk.broker.close()
-
-
-def test_broken_connection_ends_an_action_that_may_have_been_carried_out(talk: Talk) -> None:
-    talk.does(talk.client.control, "shutdown")
-    talk.broker.hears(Control)
-    talk.broker.restart()
-    with pytest.raises(Unreachable, match="may have been carried out"):
-        talk.done()
-    talk.broker.hears_nothing_of(Control, 0.3)

@@ -300,21 +300,3 @@ def test_interrupt_between_freezing_and_offering_sends_the_push_once(
     push, delta = training.takes()
     assert (push.steps, delta) == (H, H - 2), "two were overwritten at the apply point"
     training.done()
-
-
-@pytest.mark.parametrize("config", [{}, REBASE], ids=["alpha", "rebase"])
-def test_steps_behind_an_interrupted_wait_are_kept(
-    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
-) -> None:
-    """In a notebook: Ctrl-C while the others are waited for, and the loop is run again."""
-    begins(training, config)
-    interrupts_once(monkeypatch, training.link, "wait_for")
-    training.steps(H)
-    push, delta = training.takes()
-    assert delta == H
-    training.trains(1)
-    training.serves(1000, 1, push)
-    training.done()
-    assert training.values == 1000 - 1
-    training.trains(H - 1)
-    assert training.takes()[1] == H

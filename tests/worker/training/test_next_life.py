@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,39 +39,6 @@ def test_worker_joins_with_what_it_holds_and_trains_on_in_the_middle_of_the_cycl
     assert (training.values, training.worker.local_step, training.worker.sync_count) == (50, H, 1)
     push = training.round(H, 2)  # no longer in doubt: offered without asking
     assert push.base == version(1)
-
-
-@pytest.mark.parametrize(
-    ("config", "keywords", "after_landing"),
-    [
-        ({"fragment_sync_delay": 2}, {}, 1000),  # the steps in flight are overwritten
-        ({"fragment_sync_delay": 2, "fragment_merge": "rebase"}, {}, 1000 - 2),
-        ({"fragment_sync_delay": 2, "fragment_update_alpha": 0.5}, {}, 0.5 * 94 + 500),
-        ({}, {"timeout": 0.2}, 1000 - 2),  # it had been let go at the boundary
-    ],
-)
-def test_delta_in_flight_is_offered_again_as_it_was_and_merged_as_it_would_have_been(
-    training: ScriptedTraining,
-    broker: ScriptedBroker,
-    config: dict[str, Any],
-    keywords: dict[str, Any],
-    after_landing: float,
-) -> None:
-    worker = training.begins(config=config, **keywords)
-    worker.report(tokens=7, samples=3, loss=2.5)
-    training.steps(H + 1)
-    earlier = broker.hears(Push)
-    training.resumes(training.saves(), version(0))
-    training.says_current(0)
-    training.done()
-    training.says_current(0)
-    push, delta = training.takes()
-    assert replace(push, session=b"") == replace(earlier, session=b"")
-    assert delta == H
-    assert training.values == 100 - H - 1
-    training.brings(1000, 1, push)
-    training.steps(1)
-    assert (training.values, training.worker.sync_count) == (after_landing, 1)
 
 
 @pytest.mark.parametrize("in_flight", [False, True])

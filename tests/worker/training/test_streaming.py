@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from diloco_protocol.messages import Heartbeat, Push
-from kit.scripted_broker import ScriptedBroker, version
+from kit.scripted_broker import ScriptedBroker
 from kit.scripted_training import H, ScriptedTraining, layers
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -22,34 +21,6 @@ STREAMS = {"sync_every": 6, "num_fragments": 3}
 
 def begins(training: ScriptedTraining, **changes: Any) -> Any:
     return training.begins(layers(), config=STREAMS | changes)
-
-
-def test_fragments_are_pushed_in_turn_with_what_was_done_since_their_last_freeze(
-    training: ScriptedTraining,
-) -> None:
-    worker = begins(training)
-
-    def train() -> None:
-        for _ in range(2):
-            worker.report(tokens=10, samples=torch.tensor(3))
-            training.descent.steps(1)
-
-    told = []
-    for round_ in range(5):
-        training.does(train)
-        push, delta = training.takes(round_)
-        assert push.base == version(round_ // 3)
-        assert training.stands, "without delay training waits"
-        told.append((push.fragment, push.steps, push.tokens, push.samples, delta))
-        training.serves(1000 + round_, round_ // 3 + 1, push)
-        training.done()
-        assert training.at(push.fragment) == 1000 + round_
-    full = (6, 60, 18, 6)
-    assert told == [(0, 2, 20, 6, 2), (1, 4, 40, 12, 4), (2, *full), (0, *full), (1, *full)]
-    assert training.at(2) == 1002 - 4, "the others' merges leave a fragment alone"
-    metrics = training.metrics
-    assert (metrics.rounds, metrics.late_merges, metrics.unsynced_steps) == (5, 0, 0)
-    assert (worker.sync_every, worker.state_dict()["samples"]) == (6, 30)
 
 
 def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:

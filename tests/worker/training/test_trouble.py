@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from diloco_protocol.messages import Chunk, Error, Join, Notice, Push
+from diloco_protocol.messages import Chunk, Error, Join, Notice
 from diloco_worker.core.session import Session
 from kit.proxy import Cut, MessageProxy
 from kit.scripted_broker import ScriptedBroker, version
@@ -60,32 +60,6 @@ def test_message_that_arrived_before_the_connection_broke_is_heard(
             is_due.clear()
 
 
-def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(
-    training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
-) -> None:
-    training.begins(timeout=0.3)
-    training.stops_time()
-    training.trains(H)
-    training.passes(0.4)
-    training.done()  # nobody answers
-    training.steps(H + 2)  # past the next boundary: no second delta
-    assert training.values == 100 - H - (H + 2)
-    metrics = training.metrics
-    assert metrics.unsynced_steps == H + H + 2
-    assert "no sign of life" in str(metrics.last_error)
-    assert caplog.text.count("Training goes on") == 1, "said once, not at each step"
-    push, delta = training.takes()
-    assert delta == H, "what was frozen stays as it was"
-    broker.hears_nothing_of(Push, 0.1)
-    training.brings(1000, 1, push)
-    training.trains(1)
-    second, later = training.takes()
-    assert (second.base, later) == (version(1), H + 3), "the steps since the freeze, on new ground"
-    training.serves(0, 2, second)
-    training.done()
-    assert (training.metrics.rounds, training.metrics.unsynced_steps) == (2, 0)
-
-
 # Versions that come meanwhile.
 
 
@@ -115,35 +89,6 @@ OVER = "The run is over: ann@desk asked for it."
 def restarts(training: ScriptedTraining) -> None:
     training.broker.says(Notice("restarting", "The broker restarts: it received SIGTERM."))
     until(lambda: training.link.restarting is not None)
-
-
-def test_restart_ends_no_script_and_no_boundary_waits_for_it(
-    training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = training.begins()
-    training.trains(H)
-    push, _ = training.takes()
-    restarts(training)
-    training.done()
-    assert (worker.should_stop, worker.stop_reason) == (False, None)
-    assert worker.load_global() is worker.force_sync() is False
-    broker.close()
-    training.steps(2 * H)
-    assert training.values == 100 - 3 * H
-    assert caplog.text.count("steps in flight: the broker restarts") == 1
-    assert training.metrics.unsynced_steps == 3 * H
-    broker._open()
-    broker.welcomes(version(0))
-    again, _ = training.takes()
-    assert (again.push_id, again.base) == (push.push_id, push.base), "the delta is what it was"
-    training.brings(1000, 1, push)
-    training.trains(1)
-    following, delta = training.takes()
-    assert (following.base, delta) == (version(1), 2 * H + 1), "boundaries wait again"
-    assert training.stands
-    training.serves(0, 2, following)
-    training.done()
-    assert (training.metrics.rounds, worker.should_stop) == (2, False)
 
 
 @pytest.mark.parametrize("is_welcome", [True, False])

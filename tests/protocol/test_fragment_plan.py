@@ -147,14 +147,6 @@ def test_pattern_splits_a_model_like_this(
     assert " | ".join(modules(plan, depth)) == parts
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_pattern_splits_every_model(name: str, pattern: str) -> None:
-    for num_fragments in (1, 2, 3, 4, 6, 8):
-        plan = FragmentPlan.of(MODELS[name], num_fragments, pattern)
-        check_plan(MODELS[name], plan, num_fragments)
-
-
 # What holds of any model.
 
 
@@ -281,22 +273,6 @@ def test_balanced_is_within_a_fifth_of_the_mean_wherever_a_partition_is() -> Non
             assert largest <= (13 / 11 + 1e-3) * best, (sizes, groups)
             tight += 1
     assert tight > 500
-
-
-@pytest.mark.parametrize(
-    ("groups", "sizes", "largest"),
-    [
-        # Neither largest first nor MULTIFIT comes within a fifth of the mean here.
-        (6, [20, 20, 13, 12, 11, 11, 10, 10, 9, 9, 9, 9], 28),
-        (5, [8, 8, 5, 4, 4, 4, 3, 3, 3, 3], 10),
-        (6, [8, 8, 8, 6, 4, 4, 4, 3, 3, 3, 3], 10),
-        (10, [4] * 11 + [3] * 10 + [2], 9),  # first fit packs these in nine groups
-    ],
-)
-def test_balanced_finds_the_packings_that_greedy_methods_miss(
-    groups: int, sizes: list[int], largest: int
-) -> None:
-    assert balanced(sizes, groups) <= largest
 
 
 def test_balanced_breaks_ties_by_name_whatever_the_order_of_the_manifest() -> None:

@@ -101,17 +101,16 @@ def test_two_addresses_are_refused(words: tuple[str, ...]) -> None:
     assert "Both tcp://a:1 and" in done.output and "tcp://b:2" in done.output
 
 
-@pytest.mark.parametrize("way", ["positional", "--server", "variable"])
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "said", "way"),
     [
-        (("broker", "status"), "waiting"),
-        (("broker", "plan"), "no model"),
-        (("broker", "export"), "no model"),
-        (("top", "--once", "--timeout", "20"), "WAITING"),
-        (("doctor",), "broker"),
+        (("broker", "status"), "waiting", "positional"),
+        (("broker", "plan"), "no model", "variable"),
+        (("broker", "export"), "no model", "--server"),
+        (("top", "--once", "--timeout", "20"), "WAITING", "--server"),
+        (("doctor",), "broker", "variable"),
     ],
-    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else each,
 )
 def test_control_address_is_enough_for_every_command(
     broker: Broker, words: tuple[str, ...], said: str, way: str
@@ -120,17 +119,16 @@ def test_control_address_is_enough_for_every_command(
     assert said in call(words, broker.address, way).output
 
 
-@pytest.mark.parametrize("way", ["positional", "--server", "variable"])
+@pytest.mark.parametrize("kind", ["file", "several"])
 def test_file_and_several_addresses_are_taken_by_operators_and_displays(
-    broker: Broker, tmp_path: Path, way: str
+    broker: Broker, tmp_path: Path, kind: str
 ) -> None:
     file = tmp_path / "address"
     write_address(file, broker.address, broker.feed_address)
-    several = f"tcp://127.0.0.1:1,{broker.address}"
-    for address in (f"file://{file}", several):
-        assert "waiting" in call(("broker", "status"), address, way).output
-        shown = call(("top", "--once", "--timeout", "20"), address, way)
-        assert "WAITING" in shown.output, shown.output
+    address = f"file://{file}" if kind == "file" else f"tcp://127.0.0.1:1,{broker.address}"
+    assert "waiting" in call(("broker", "status"), address, "--server").output
+    shown = call(("top", "--once", "--timeout", "20"), address, "variable")
+    assert "WAITING" in shown.output, shown.output
 
 
 def test_feed_variable_is_for_displays_alone_and_comes_before_the_server(broker: Broker) -> None:

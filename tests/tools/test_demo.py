@@ -15,8 +15,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diloco_tools.demo import cli
-from diloco_tools.demo.cli import app, write
+from diloco_tools.demo.cli import app
 from diloco_tools.demo.data import (
     DataError,
     Document,
@@ -27,18 +26,12 @@ from diloco_tools.demo.data import (
     validation_windows,
 )
 from diloco_tools.demo.experiment import (
-    broker_command,
-    rounds_to_pull,
     same_tokens_options,
-    single_options,
 )
-from diloco_tools.demo.model import WARMUP, GPTConfig, Recipe, build_model, learning_rate_factor
-from diloco_tools.demo.plot import draw
-from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes, table, traffic
-from diloco_tools.demo.settings import Settings
+from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes, table
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
-from diloco_tools.terminal import console, installed
+from diloco_tools.terminal import installed
 from kit.tool_results import RESULTS, SETTINGS
 from kit.top_text import matches
 
@@ -98,22 +91,6 @@ def test_a_folder_gives_its_text_files_in_order_without_hidden_and_binary_ones(
     assert [document.name for document in read_documents(tmp_path)] == ["a.md", "b/one.txt"]
 
 
-def test_no_more_is_read_than_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_bytes(b"x" * 6)
-    read: list[str] = []
-    read_bytes = Path.read_bytes
-
-    def noted(path: Path) -> bytes:
-        read.append(path.name)
-        return read_bytes(path)
-
-    monkeypatch.setattr("diloco_tools.demo.data.MOST_BYTES", 10)
-    monkeypatch.setattr(Path, "read_bytes", noted)
-    assert [len(document.text) for document in read_documents(tmp_path)] == [6, 4]
-    assert read == ["a", "b"]
-
-
 def test_missing_empty_and_small_text_each_get_one_sentence(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
@@ -147,31 +124,6 @@ def test_validation_windows_do_not_overlap() -> None:
 
 
 # The model and its training.
-
-
-def test_model_has_the_promised_size_and_the_seed_decides_it() -> None:
-    one, same, other = (build_model(seed, GPTConfig()) for seed in (0, 0, 1))
-    assert 300_000 <= sum(p.numel() for p in one.parameters()) <= 1_000_000
-    assert torch.equal(one.embedding.weight, same.embedding.weight)
-    assert not torch.equal(one.embedding.weight, other.embedding.weight)
-
-
-def test_model_does_not_see_the_future() -> None:
-    model = build_model(0, GPTConfig(context=8, width=16, heads=2))
-    tokens = torch.arange(8)[None]
-    changed = tokens.clone()
-    changed[0, 5] = 99
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :5], after[:, :5])
-    assert not torch.allclose(before[:, 5:], after[:, 5:])
-
-
-def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
-    recipe = Recipe(1000, 8, 64, 1e-3, "cosine")
-    assert learning_rate_factor(recipe, 0) == pytest.approx(1 / WARMUP)
-    assert learning_rate_factor(recipe, WARMUP) == pytest.approx(1.0)
-    assert learning_rate_factor(recipe, 1000) == pytest.approx(0.1)
-    assert learning_rate_factor(replace(recipe, schedule="constant"), 999) == 1.0
 
 
 def test_training_script_trains_alone_without_a_server(
@@ -228,28 +180,6 @@ def test_table_shows_each_loss_beside_its_tokens() -> None:
     assert cells["tokens (bytes of text)"] == ["51,200", "102,400", "102,400"]
 
 
-def test_traffic_is_compared_with_data_parallel_training_by_name() -> None:
-    """1.2 MB against the 64 bytes of the workers above."""
-    assert traffic(RESULTS).startswith("Data-parallel training of 2 workers")
-    assert "18750x" in traffic(RESULTS)
-
-
-@pytest.mark.parametrize("width", [72, 80, 100, 106])
-def test_no_number_is_broken_at_the_end_of_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    formula = RESULTS["bytes"]["data_parallel_formula"]
-    said = io.StringIO()
-    monkeypatch.setattr(cli, "draw", lambda *_: None)
-    write(
-        RESULTS, tmp_path, console(file=said, width=width, force_terminal=True, color_system=None)
-    )
-    lines = said.getvalue().splitlines()
-    begun = next(number for number, line in enumerate(lines) if line.startswith("data-parallel by"))
-    assert all(len(line) <= width for line in lines[begun : begun + 2])
-    assert " ".join(line.strip() for line in lines[begun:]).startswith(formula)
-
-
 def test_command_to_watch_with_is_one_that_the_shell_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,36 +195,7 @@ def test_command_to_watch_with_is_one_that_the_shell_finds(
     assert installed("diloco-top") == "diloco-top"
 
 
-def test_picture_is_a_png(tmp_path: Path) -> None:
-    draw(RESULTS, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_global_model_is_looked_at_a_dozen_times_and_after_the_last_round() -> None:
-    assert rounds_to_pull(3) == [1, 2, 3]
-    assert len(rounds_to_pull(60)) == 12
-    assert rounds_to_pull(61)[-1] == 61
-
-
-def test_defaults_are_those_the_demo_promises() -> None:
-    defaults = Settings()
-    assert defaults.complaint() is None
-    assert defaults.workers == 2
-    assert defaults.sync_every >= 20
-    assert defaults.rounds >= 10
-
-
 # Commands and children.
-
-
-def test_commands_name_their_settings() -> None:
-    settings = replace(SETTINGS, lr=0.5, single_lr=0.25, outer_lr=0.75)
-    broker = " ".join(broker_command(settings))
-    assert "diloco_broker serve --no-save --workers 2" in broker
-    assert "--sync-every 25 --outer-lr 0.75" in broker
-    single = " ".join(single_options(settings))
-    assert "--lr 0.25" in single
-    assert "--server" not in single
 
 
 @pytest.mark.parametrize(

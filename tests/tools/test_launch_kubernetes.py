@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-import shlex
 import signal
 import stat
 import subprocess
@@ -122,19 +121,6 @@ def test_names_of_ports_are_those_of_the_container_that_says_them(keys: Path) ->
             probes = [each[name] for name in each if name.endswith("Probe")]
             asked = {probe["httpGet"]["port"] for probe in probes}
             assert {port for port in asked if isinstance(port, str)} <= own
-
-
-def test_a_field_that_is_misspelt_is_found(keys: Path) -> None:
-    """The checks above can fail."""
-    objects = objects_of(a_run(keys))
-    pods = of_kind(objects, "StatefulSet")[0]["spec"]["template"]["spec"]
-    pods["terminationGracePeriod"] = 5
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(of_kind(objects, "StatefulSet")[0], VERSIONS[0], strict=True)
-    islands = of_kind(objects, "JobSet")[0]
-    islands["spec"]["failurePolicy"]["maxRestart"] = 5
-    with pytest.raises(AssertionError, match="maxRestart"):
-        check_fields(islands, JOB_SET)
 
 
 @given(name=st.from_regex(LABEL, fullmatch=True), number=st.integers(0, 9999))
@@ -291,17 +277,6 @@ def test_commands_of_the_pods_make_a_run(
     assert broker.ends() == 0
 
 
-@pytest.mark.slow
-def test_broker_that_is_told_to_go_saves_and_goes(
-    keys: Path, broker_of: Callable[[KubernetesRun], Container]
-) -> None:
-    broker = broker_of(a_run(keys))
-    broker.says(r"control (tcp://\S+)")
-    assert broker.ends() == 0
-    assert "received SIGTERM" in broker.output
-    assert "The run is over" not in broker.output
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -330,14 +305,3 @@ def test_wrong_use_gets_a_sentence_and_makes_no_keys(
     assert sentence in done.stderr
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_second_call_prints_the_same(tmp_path: Path) -> None:
-    words = shlex.split("--islands 2 --broker-image b --worker-image w -- python train.py")
-    texts = [
-        subprocess.run([*LAUNCH, *words], cwd=tmp_path, capture_output=True, check=True, timeout=60)
-        for _ in range(2)
-    ]
-    assert texts[0].stdout == texts[1].stdout
-    assert texts[0].stdout.startswith(b"# The run diloco: a broker and 2 islands.")

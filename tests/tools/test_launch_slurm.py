@@ -149,12 +149,3 @@ def test_without_slurm_the_scripts_are_written_and_that_is_said(tmp_path: Path) 
     assert done.returncode == 2
     assert "There is no sbatch here" in done.stderr
     assert (tmp_path / "runs" / "diloco" / "islands.sh").exists()
-
-
-@pytest.mark.slow
-def test_what_is_to_be_submitted_is_named(tmp_path: Path) -> None:
-    done = launch(tmp_path, "--islands", "1", "--", "true")
-    assert done.returncode == 0, done.stderr
-    script = tmp_path / "runs" / "diloco" / "broker.sh"
-    assert f"sbatch {script}" in done.stdout.splitlines()
-    assert is_bash(script.read_text())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgpack
 import pytest
 import zmq
 
@@ -78,24 +77,6 @@ def test_operators_steer_and_others_read(
         result = operator.ask(action)
     assert result.ok == is_done, result.text
     assert is_done or name in result.text
-
-
-def test_token_of_a_session_is_worth_nothing_on_the_connection_of_another(
-    keyed: Broker, folder: KeyFolder
-) -> None:
-    with a_worker(keyed, folder, "w0") as worker, zmq.Context() as context:
-        worker.join(Layers(1))
-        link = worker._link
-        assert link is not None
-        token = link.session.connection.token
-        with context.socket(zmq.DEALER) as thief:
-            thief.linger = 0
-            key(folder, "w1").lock(thief)
-            thief.connect(keyed.address)
-            thief.send(msgpack.packb({"v": 1, "kind": "leave", "session": token, "reason": ""}))
-            assert thief.poll(int(1000 * PATIENCE_S))
-            assert msgpack.unpackb(thief.recv())["kind"] in ("error", "rejoin")
-        assert worker.status()["counts"]["alive"] == 1
 
 
 def test_feed_is_for_those_with_a_key(keyed: Broker, folder: KeyFolder) -> None:

@@ -66,20 +66,23 @@ MODES = {
 }
 
 
-@needs_proc
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", MODES)
-def test_memory_is_flat_over_500_rounds(processes: Processes, name: str) -> None:
-    """Broker and worker: the median of the last third less that of rounds 100 to 200."""
-    broker, address = processes.serve("--sync-every", "1", *MODES[name])
-    assert train(processes, address, broker, ROUNDS, SMALL).ends(240) == 0
-    result = processes.result("worker")
+def assert_flat(result: dict[str, Any]) -> None:
+    """The median of the last third less that of rounds 100 to 200, of each process."""
     assert result["rounds"] == ROUNDS
     for who, seen in result["seen"].items():
         warm = statistics.median(seen[100 // EVERY : 200 // EVERY])
         last = statistics.median(seen[len(seen) * 2 // 3 :])
         assert last - warm < GROWTH_KIB, f"the {who}'s memory in KiB: {seen}"
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODES)
+def test_memory_is_flat_over_500_rounds(processes: Processes, name: str) -> None:
+    broker, address = processes.serve("--sync-every", "1", *MODES[name])
+    assert train(processes, address, broker, ROUNDS, SMALL).ends(240) == 0
+    assert_flat(processes.result("worker"))
 
 
 @needs_proc
@@ -94,10 +97,7 @@ def test_memory_of_a_relay_is_flat_over_500_rounds(processes: Processes, wire: s
     words = ("relay", "--parent", hub, "--parent-wire-dtype", wire, *anywhere)
     relay = processes.run("-m", "diloco_broker", *words)
     assert train(processes, relay.address(), relay, ROUNDS, SMALL).ends(240) == 0
-    for who, seen in processes.result("worker")["seen"].items():
-        warm = statistics.median(seen[100 // EVERY : 200 // EVERY])
-        last = statistics.median(seen[len(seen) * 2 // 3 :])
-        assert last - warm < GROWTH_KIB, f"the {who}'s memory in KiB: {seen}"
+    assert_flat(processes.result("worker"))
 
 
 # 4,000,000 parameters: 8 MB a delta in bf16, 16 MB a version in fp32.

@@ -23,7 +23,6 @@ from diloco_broker import Broker
 from diloco_broker.shell.same_host import SocketFolder
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import can_be_entered, leads_to
-from diloco_tools.tcp_proxy import TcpProxy
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.shell import link as link_module
 from kit.keyed_broker import file_of
@@ -98,15 +97,6 @@ def test_runs_are_the_same_either_way() -> None:
         assert torch.equal(ends[1][name], value)
 
 
-def test_who_comes_through_a_proxy_stays_with_it() -> None:
-    with Broker(a_config(workers=1)) as broker, TcpProxy(broker.address) as proxy:
-        ways = []
-        run(
-            broker, trainees(1), 6, server=proxy.address, after=lambda h, *_: ways.append(way_of(h))
-        )
-        assert set(ways) == {""}
-
-
 def test_folder_is_of_this_user_alone_and_goes_with_the_broker(own_temporary_folder: Path) -> None:
     with Broker(a_config()) as broker:
         (folder,) = own_temporary_folder.glob("diloco-*")
@@ -130,31 +120,6 @@ def test_path_that_is_too_long_leaves_tcp(
 
 def _has(found: str, wanted: str) -> None:
     assert found == wanted
-
-
-def test_who_may_not_enter_comes_over_tcp(own_temporary_folder: Path) -> None:
-    with Broker(a_config(workers=2)) as broker:
-        (folder,) = own_temporary_folder.glob("diloco-*")
-        folder.chmod(0o755)
-        run(broker, trainees(2), 6, after=lambda hook, *_: _has(way_of(hook), ""))
-        folder.chmod(0o700)
-
-
-def test_run_goes_on_when_the_folder_is_deleted(own_temporary_folder: Path) -> None:
-    """Connections that there are stay; who comes later comes over TCP."""
-    with Broker(a_config(workers=1)) as broker:
-        with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
-            client.join(Layers(1))
-            (folder,) = own_temporary_folder.glob("diloco-*")
-            shutil.rmtree(folder)
-            client.push({name_of(0): delta(0, 0)}, steps=1)
-            client.pull()
-            assert way_of(client)
-        with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
-            client.join(Layers(1))
-            assert not way_of(client)
-            client.push({name_of(0): delta(0, 1)}, steps=1)
-            client.pull()
 
 
 def test_socket_file_that_breaks_alone_twice_is_left_out_once() -> None:

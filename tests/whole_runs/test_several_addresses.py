@@ -6,12 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_protocol.clients import Operator
-from diloco_protocol.errors import Unreachable
 from diloco_worker import DiLoCoClient
 from kit.process_kit import LOCAL, PATIENCE_S, Processes, a_free_address
 from kit.sites import Sites, ledger_of
@@ -56,15 +53,3 @@ def test_relay_goes_over_to_the_second_of_its_parents(tmp_path: Path) -> None:
         second = sites.hub(1, save_dir=str(tmp_path), bind=there)
         sites.rounds(range(2, 4), "a", "b")
         assert ledger_of(second).keys() == {"a", "b", "north"}
-
-
-def test_operator_asks_the_first_broker_that_answers() -> None:
-    nobody = a_free_address()
-    with a_broker() as broker, Operator(f"{nobody},{broker.address}", timeout=10.0) as operator:
-        assert operator.ask("status").ok
-        assert operator.address == broker.address
-    with (
-        Operator(f"{nobody},{a_free_address()}", timeout=0.1) as operator,
-        pytest.raises(Unreachable, match="No broker"),
-    ):
-        operator.ask("status")

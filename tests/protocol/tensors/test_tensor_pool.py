@@ -75,22 +75,6 @@ def test_memory_of_a_long_tensor_is_used_for_two_of_half_its_length_and_for_it_a
     assert pool.mapped_bytes == 3 * 2 * SMALLEST
 
 
-def test_half_that_is_still_read_keeps_the_other_from_being_joined_with_it() -> None:
-    pool = TensorPool()
-    pool.take(2 * ELEMENTS, torch.float32)
-    first, second = (pool.take(ELEMENTS, torch.float32).fill_(1.0) for _ in range(2))
-    assert pool.mapped_bytes == 2 * SMALLEST
-    del second
-    whole = pool.take(2 * ELEMENTS, torch.float32).fill_(2.0)
-    assert pool.mapped_bytes == 4 * SMALLEST
-    assert first.eq(1.0).all()
-    del first, whole
-    assert len({pool.take(2 * ELEMENTS, torch.float32).data_ptr()}) == 1
-    kept = [pool.take(2 * ELEMENTS, torch.float32) for _ in range(2)]
-    assert len({each.data_ptr() for each in kept}) == 2
-    assert pool.mapped_bytes == 4 * SMALLEST
-
-
 def test_memory_of_every_length_is_used_again_in_any_order() -> None:
     """Random lengths, taken and let go: no two in use overlap, and what is mapped stays bounded."""
     dice, pool = random.Random(3), TensorPool()
@@ -168,12 +152,3 @@ def test_what_is_only_announced_is_made_ready_as_it_comes() -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert len(taken) == 2
-
-
-def test_filling_up_that_waits_for_word_ends_when_it_is_told_to() -> None:
-    pool = TensorPool()
-    thread = pool.preallocate([SMALLEST] * 3, ahead=0)
-    assert thread is not None
-    pool.close()
-    assert not thread.is_alive()
-    assert pool.mapped_bytes == 0

@@ -137,17 +137,6 @@ def test_h_grows_where_nothing_else_is_enough() -> None:
     assert all((each.needed or 0) >= found.steps for each in found.options)
 
 
-@pytest.mark.slow
-def test_least_h_has_the_share_and_less_has_not() -> None:
-    for option in found_for(0.95).options[:3]:
-        assert option.needed is not None
-        at = [
-            answer(replace(option.question, sync_every=steps), pieces=8).utilisation
-            for steps in (option.needed, int(option.needed * 0.97))
-        ]
-        assert at[1] < 0.95 <= at[0] + 0.002
-
-
 def test_what_is_tried_gets_less_mild_and_has_each_setting_once() -> None:
     question = Question(1_000_000_000, workers=4)
     tried = list(candidates(question))

@@ -15,7 +15,7 @@ from diloco_protocol.errors import UsageError
 from diloco_tools.plan import quantities
 from diloco_tools.plan.cli import app
 from diloco_tools.plan.page import filled
-from diloco_tools.plan.picture import FACTORS, curves, draw, with_lines
+from diloco_tools.plan.picture import FACTORS, curves, draw
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.validation import Row, question_of, read, rows
@@ -96,14 +96,6 @@ def test_table_fits_80_columns_and_names_what_was_asked() -> None:
         assert name in found.stdout
 
 
-def test_poor_plan_ends_with_how_to_find_a_better_one() -> None:
-    def last_line(*words: str) -> str:
-        return run(*SMALL, *words, columns=120).stdout.rstrip().splitlines()[-1]
-
-    assert last_line("-H", "5", "--broker-link", "100M").endswith("--target 95%")
-    assert "--target" not in last_line()
-
-
 def test_json_has_seconds_bytes_and_shares() -> None:
     found = json.loads(run(*SMALL, "--json").stdout)
     assert found["question"]["parameters"] == 10_000_000
@@ -162,13 +154,6 @@ def test_picture_has_a_curve_for_each_setting(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     draw(question, found, path, 0.95)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_all_lines_are_made_faster_together() -> None:
-    question = Question(10**6, links=(1e8, 5e7), links_down=(1e9, 5e8), site_link=2e8)
-    twice = with_lines(question, 2.0)
-    assert (twice.broker_link, twice.links, twice.site_link) == (2e9, (2e8, 1e8), 4e8)
-    assert twice.links_down == (2e9, 1e9)
 
 
 def test_picture_without_matplotlib_says_what_to_install(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -45,18 +44,9 @@ def ends(hub_rate: float, flows: Sequence[tuple[float, float]]) -> list[float]:
     return [found[number] for number in range(len(flows))]
 
 
-def test_one_flow_has_its_own_rate_or_that_of_the_line() -> None:
-    assert ends(10.0, [(4.0, 20.0)]) == pytest.approx([5.0])
-    assert ends(10.0, [(math.inf, 20.0)]) == pytest.approx([2.0])
-
-
 def test_what_a_slow_flow_leaves_is_for_the_others() -> None:
     # 2 for the slow one and 4 for each of the others, until they are through.
     assert ends(10.0, [(2.0, 8.0), (9.0, 16.0), (9.0, 16.0)]) == pytest.approx([4.0, 4.0, 4.0])
-
-
-def test_who_is_through_leaves_the_line_to_the_others() -> None:
-    assert ends(10.0, [(math.inf, 10.0), (math.inf, 30.0)]) == pytest.approx([2.0, 4.0])
 
 
 def test_a_flow_sends_one_after_the_other() -> None:

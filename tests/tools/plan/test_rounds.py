@@ -6,15 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.errors import UsageError
 from diloco_tools.plan.answer import Answer, answer
 from diloco_tools.plan.question import USABLE, Question
 from diloco_tools.plan.simulated.costs import Costs
-from diloco_tools.plan.simulated.run import simulate
 from diloco_worker.core.round_cost import Exchange, Line, fragment_seconds
 
 # Work takes no time, and lines are shared evenly: what is left is bytes over rates.
@@ -152,68 +149,6 @@ def test_asynchronous_workers_do_not_wait_for_a_slow_one() -> None:
     assert fast_apart > 0.95
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@settings(max_examples=25)
-@given(
-    st.floats(1.0, 50.0),
-    st.floats(1.1, 8.0),
-    st.sampled_from([1, 2, 5]),
-    st.sampled_from([("bf16", "fp32"), ("int8", "int8"), ("int4z", "int4z")]),
-    st.sampled_from([(1, 0), (2, None), (2, 3)]),
-    st.booleans(),
-)
-def test_a_faster_line_never_takes_longer(
-    megabytes: float,
-    times: float,
-    workers: int,
-    codecs: tuple[str, str],
-    fragments: tuple[int, int | None],
-    is_whole: bool,
-) -> None:
-    question = asked(
-        broker_link=megabytes * 1e6 * BYTE,
-        workers=workers,
-        wire_dtype=codecs[0],
-        reply_dtype=codecs[1],
-        fragments=fragments[0],
-        delay_steps=fragments[1],
-        is_whole=is_whole,
-    )
-    faster = replace(question, broker_link=question.broker_link * times)
-    slow, fast = answer(question), answer(faster)
-    assert fast.measured.exchange_s <= slow.measured.exchange_s * (1 + 1e-6)
-    # What is merged at a step may wait for it, so waits are compared within a step.
-    assert fast.waits_s <= slow.waits_s + question.step_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"reply_dtype": "fp32"},
-        {"wire_dtype": "int8", "reply_dtype": "int8", "workers": 3},
-        {"is_whole": True},
-        {"fragments": 4, "delay_steps": 2},
-        {"workers": 2, "delays": (0.05,)},
-        {"mode": "async", "workers": 2},
-    ],
-    ids=str,
-)
-def test_the_answer_does_not_depend_on_the_number_of_pieces(fields: dict[str, Any]) -> None:
-    """400 chunks as they travel, and pieces of many chunks: within 2%."""
-    question = asked(parameters=400 * CHUNK_ELEMENTS, sync_every=1000, **fields)
-    whole = simulate(question, Costs(), 400)
-    assert whole.pieces == 400
-    for count in (8, 12, 24):
-        pieces = simulate(question, Costs(), count)
-        assert pieces.pieces == count * question.fragments
-        assert pieces.exchange_s == pytest.approx(whole.exchange_s, rel=0.02)
-        assert pieces.cycle_s == pytest.approx(whole.cycle_s, rel=0.02)
-        assert pieces.bytes_up == pytest.approx(whole.bytes_up, rel=1e-6)
-
-
 def test_work_takes_cpu_time_of_the_cores_that_there_are() -> None:
     slow = replace(FREE, fold=1000.0)  # for a billion: 5.2 s for each push
     fields: dict[str, Any] = {"broker_link": 1e12, "workers": 2}
@@ -253,15 +188,3 @@ def test_keys_cost_cpu_at_both_ends() -> None:
     assert locked.measured.broker_cpu_s - plain.measured.broker_cpu_s == pytest.approx(
         gigabytes * Costs().keys, rel=0.2
     )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_500_workers_and_7_billion_parameters_take_a_bounded_number_of_events() -> None:
-    question = Question(7_000_000_000, workers=500, broker_link=100e9, links=(1e9,))
-    found = answer(question, Costs(), pieces=6)
-    assert found.measured.events < 700_000
-    # The workers' lines carry 28 GB of replies each at 0.119 GB/s; the broker's is shared by all.
-    least = 500 * 28e9 / (100e9 * USABLE / 8)
-    assert found.measured.exchange_s >= max(least, 28e9 / (1e9 * USABLE / 8))
-    assert 0.0 < found.utilisation < 1.0

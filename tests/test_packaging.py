@@ -145,24 +145,3 @@ def test_board_and_alerts_ask_for_series_and_labels_that_the_exporter_has() -> N
         by = re.findall(r"by \(([^)]*)\)", query)
         asked += [label.strip() for each in by for label in each.split(",")]
         assert set(asked) <= known, query
-
-
-def test_board_shows_the_outer_settings_that_schedules_have_now() -> None:
-    (panel,) = (each for each in BOARD["panels"] if "momentum" in each["title"])
-    asked = {re.sub(r"{.*", "", target["expr"]) for target in panel["targets"]}
-    assert asked == {"diloco_fragment_outer_learning_rate", "diloco_fragment_outer_momentum"}
-
-
-def test_panels_of_the_board_lie_beside_each_other_and_say_what_they_show() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in BOARD["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
-        taken |= cells
-        assert panel["title"] and (panel["type"] == "row" or panel["description"])
-    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])

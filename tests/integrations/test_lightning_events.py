@@ -116,42 +116,10 @@ def counted(callback: Any) -> tuple[int, int]:
     return callback.diloco.local_step, callback.diloco.sync_count
 
 
-def test_without_a_server_the_trainer_trains_alone(callback: Fit, trainer: Fit) -> None:
-    own = callback(None)
-    made = trainer(own)
-    made.fit(module_of(), batches())
-    assert made.global_step == 2 * H
-    assert not [key for key in made.logged_metrics if key.startswith("diloco")]
-    assert own.state_dict() == {}
-
-
 def test_optimizer_steps_are_counted_and_not_batches(callback: Fit, trainer: Fit) -> None:
     own = callback()
     trainer(own, accumulate_grad_batches=2).fit(module_of(), batches(10))
     assert counted(own) == (5, 1)
-
-
-@pytest.mark.parametrize("processes", [0, 1], ids=["", "in-a-process-of-its-own"])
-def test_workers_of_one_script_read_other_batches(
-    callback: Fit, trainer: Fit, monkeypatch: pytest.MonkeyPatch, processes: int
-) -> None:
-    def batches(index: int) -> list[Tensor]:
-        seen: list[Tensor] = []
-        monkeypatch.setenv("DILOCO_SHARD_INDEX", str(index))
-        monkeypatch.setenv("DILOCO_NUM_SHARDS", "2")
-        torch.manual_seed(42)
-        loader = DataLoader(
-            tiny_task.Examples("w", 64), tiny_task.BATCH, shuffle=True, num_workers=processes
-        )
-        module = module_of()
-        module.model.register_forward_pre_hook(
-            lambda _, __, given: seen.append(given["x"].clone()), with_kwargs=True
-        )
-        trainer(callback()).fit(module, loader)
-        return seen
-
-    same = [torch.equal(*each) for each in zip(batches(0), batches(1), strict=True)]
-    assert len(same) == 8 and not any(same)
 
 
 def test_two_optimizers_by_hand_are_one_step(callback: Fit, trainer: Fit) -> None:
@@ -181,16 +149,6 @@ def test_a_loss_that_is_not_a_number_ends_no_training(
     trainer(ReplacesTheLoss(), own).fit(module_of(by_hand=True), batches(H))
     assert counted(own) == (H, 1)
     assert len([each for each in caplog.records if "gets no loss" in each.message]) == warns
-
-
-def test_steps_that_overflow_are_not_counted(callback: Fit, trainer: Fit) -> None:
-    from lightning.pytorch.plugins import MixedPrecision
-
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    own = callback()
-    module = module_of(loss_of=lambda loss, n: loss * torch.inf if n in (1, 2) else loss)
-    trainer(own, plugins=MixedPrecision("16-mixed", "cpu", scaler)).fit(module, batches(7))
-    assert counted(own) == (5, 1)
 
 
 def test_what_is_logged_reaches_the_loggers(callback: Fit, trainer: Fit, tmp_path: Path) -> None:

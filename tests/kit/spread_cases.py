@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from diloco_protocol import Kind, UsageError
+from diloco_protocol import UsageError
 from diloco_worker.model.merging import Change
 from diloco_worker.model.spread import slices
 from diloco_worker.model.spread.blocks import block_of, local
@@ -138,15 +138,6 @@ def fsdp_moves_little_to_freeze(ranks: Ranks) -> None:
 
 
 @case(2, 3, 4)
-def columns_under_fsdp_do_what_a_plain_worker_does(ranks: Ranks) -> None:
-    whole = seeded(lambda: Layers((12, 24, 12, 36)))
-    both = Both(ranks, whole, sharded(whole, dim=1))
-    for chunk_elements in (5, 1 << 19):
-        both.cut(chunk_elements)
-        both.assert_same_rounds()
-
-
-@case(2, 3, 4)
 def tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
     whole = seeded(Layers)
     both = Both(ranks, whole, tensor_parallel(whole, mesh_of(ranks.count)))
@@ -167,15 +158,6 @@ def fsdp_of_tensor_parallel_does_what_a_plain_worker_does(ranks: Ranks) -> None:
         for chunk_elements in (5, 1 << 19):
             both.cut(chunk_elements)
             both.assert_same_rounds()
-
-
-@case(4)
-def hybrid_shards_do_what_a_plain_worker_does(ranks: Ranks) -> None:
-    whole = seeded(Layers)
-    both = Both(ranks, whole, sharded(whole, mesh=mesh_of(2, 2)))
-    for chunk_elements in (5, 1 << 19):
-        both.cut(chunk_elements)
-        both.assert_same_rounds()
 
 
 def stage(rank: int, count: int) -> Stages:
@@ -343,15 +325,6 @@ def pieces_that_are_looked_at_do_not_depend_on_the_exchanges(ranks: Ranks) -> No
         held = both.share(both.plain.capture(part))
         for place in share.places:
             assert seen[place.entry.name] == held.of(place).tolist()
-
-
-@case(1, 2)
-def values_are_checked_where_they_are(ranks: Ranks) -> None:
-    whole = seeded(Layers)
-    both = Both(ranks, whole, sharded(whole))
-    for entry, tensor in both.spread.live():
-        assert not hasattr(tensor, "placements") and not tensor.requires_grad
-        assert entry.kind in Kind
 
 
 def main(rank: int, count: int, folder: Path, only: str | None = None) -> None:

@@ -81,14 +81,10 @@ def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
     return make()
 
 
-def sharded(whole: nn.Module, dim: int = 0, mesh: DeviceMesh | None = None) -> nn.Module:
+def sharded(whole: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
     """Under FSDP2, layer by layer."""
     made: Any = copy.deepcopy(whole)
     chosen: dict[str, Any] = {"mesh": mesh} if mesh is not None else {}
-    if dim:
-        chosen["shard_placement_fn"] = lambda p: Shard(
-            dim if p.dim() > dim and p.shape[dim] % 12 == 0 else 0
-        )
     for layer in getattr(made, "layers", nn.ModuleList()).children():
         fully_shard(layer, **chosen)
     fully_shard(made, **chosen)

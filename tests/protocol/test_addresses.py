@@ -69,6 +69,7 @@ def test_feed_given_as_the_control_address_is_recognized(
         operator.ask("status")
 
 
+@pytest.mark.slow
 def test_mistaken_address_is_recognized_where_all_traffic_is_encrypted(tmp_path: Path) -> None:
     KeyFolder.make(tmp_path / "keys").add_all([Peer(Role.MONITOR, "wall")])
     keys = find_keys(tmp_path / "keys", Role.MONITOR)

@@ -176,35 +176,6 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     assert len({line["epoch"] for line in map(json.loads, audit.read_text().splitlines())}) >= 2
 
 
-@pytest.mark.slow
-def test_rewound_run_goes_on_with_workers_that_were_ahead(
-    processes: Processes, tmp_path: Path
-) -> None:
-    """Checkpoints every eight rounds: what came after the last one is given up, and nothing else."""
-    audit = tmp_path / "audit"
-    options: dict[str, Any] = {"save_dir": str(tmp_path / "run"), "save_every": 8}
-    options |= {"audit": str(audit), "workers": 2, "recover": "rewind", "bind": a_free_address()}
-    broker = processes.broker(**options)
-    broker.address()
-    with walking(2, options["bind"], 12) as walkers:
-        all_go_on(walkers, 11)
-        broker.kill()
-        before = {push_id for walker in walkers for push_id in walker.pushes}
-        broker = processes.broker(**options)
-        broker.says("goes on with round 8, from the checkpoint before round 8.")
-        all_go_on(walkers, 3)
-    final = final_of(options["bind"])
-    lines = history(audit, 0, final.version)
-    rule = {"lr": 0.7, "momentum": 0.9}
-    wanted = replay(lines, walkers, Layers().state_dict()[name_of(0)], rule)
-    torch.testing.assert_close(final.tensors[name_of(0)], wanted, rtol=1e-4, atol=1e-4)
-    counted = Counter(push["push_id"] for line in lines for push in line["pushes"])
-    made = {push_id for walker in walkers for push_id in walker.pushes}
-    assert max(counted.values()) == 1
-    assert made - before <= set(counted) <= made
-    assert len(before - set(counted)) >= 4, "rounds 8 and 9 at least"
-
-
 # Processes that end.
 
 
@@ -241,9 +212,8 @@ def test_broker_that_was_stopped_goes_on_with_all_its_workers(processes: Process
     assert broker.output.count("2 of 2 expected workers averaged") == 3, broker.output
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_tells_the_workers_and_ends_with_0(
-    processes: Processes, tmp_path: Path, how: signal.Signals
+    processes: Processes, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     broker = processes.start(process_kit.command, *serve_options(folder, "--save-every", "50"))
@@ -251,12 +221,12 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
         final = pushes_and_pulls(client, 0, 3)
         assert [path.name[-1] for path in wait_for(lambda: found(folder))] == ["0"]
         began = time.monotonic()
-        os.kill(broker.pid, how)
+        os.kill(broker.pid, signal.SIGTERM)
         assert broker.ends() == 0
         assert time.monotonic() - began < 10
         assert client._link is not None
         wait_for(lambda: client._link.restarting)  # type: ignore[union-attr]
-        assert how.name in str(client._link.restarting)
+        assert "SIGTERM" in str(client._link.restarting)
     newest = load(found(folder)[0])
     assert (newest.number, newest.record.fragments[0].version) == (3, final.version)
     assert torch.equal(
@@ -264,9 +234,8 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
     )
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_at_once_though_a_save_hangs(
-    processes: Processes, tmp_path: Path, second: signal.Signals
+    processes: Processes, tmp_path: Path
 ) -> None:
     options = serve_options(tmp_path / "run")
     broker = processes.start(process_kit.command_with_a_disk_that_hangs, *options)
@@ -277,7 +246,7 @@ def test_second_signal_ends_at_once_though_a_save_hangs(
         os.kill(broker.pid, signal.SIGTERM)
         broker.says("Stopping")
         began = time.monotonic()
-        os.kill(broker.pid, second)
-        assert broker.ends() == 128 + second
+        os.kill(broker.pid, signal.SIGINT)
+        assert broker.ends() == 128 + signal.SIGINT
         assert time.monotonic() - began < 2
     assert [load(path).number for path in found(tmp_path / "run")] == [0]

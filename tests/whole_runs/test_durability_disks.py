@@ -70,6 +70,7 @@ def test_durable_run_waits_for_room_and_loses_nothing(processes: Processes, tmp_
     assert load(found(folder)[0]).number == 2
 
 
+@pytest.mark.slow
 def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: Path) -> None:
     """Neither its lock nor its audit log can be written."""
     audit = tmp_path / "audit"
@@ -85,6 +86,7 @@ def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: P
     assert "Traceback" not in broker.output
 
 
+@pytest.mark.slow
 def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -183,6 +185,7 @@ def test_saving_each_round_makes_no_turn_of_the_loop_longer(
     assert 1 <= len(found(tmp_path)) <= 2, "one to keep, and one that it was killed at removing"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_no_copy_of_the_model_is_made_to_save_it(processes: Processes, tmp_path: Path) -> None:
     """20 MB of parameters and as much momentum; the peak of the process's memory while it saves."""
@@ -207,6 +210,7 @@ def peak_bytes(child: Child) -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
+@pytest.mark.slow
 def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
     processes: Processes, tmp_path: Path
 ) -> None:

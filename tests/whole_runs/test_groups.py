@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -55,61 +54,39 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], by: float)
         assert apart <= by, f"{name} differs by {apart:g}"
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [SYNC, STREAMING, {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z"}],
-    ids=["sync", "streaming", "few-bits"],
-)
-def test_ddp_comes_bit_for_bit_to_what_one_process_comes_to(
-    processes: Processes, mode: dict[str, Any]
-) -> None:
-    """The mean of the gradients of two equal batches is that of one, so all sums are the same."""
-    plain = final_model(processes, mode, PLAIN, PLAIN)
-    assert_close(final_model(processes, mode, ("ddp", 2), PLAIN), plain, by=0.0)
+FEW_BITS = {**SYNC, "wire_dtype": "int4z", "reply_dtype": "int4z"}
+DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind", "count"),
+    ("mode", "crew", "options", "by"),
     [
-        pytest.param(SYNC, "fsdp", 1, id="sync-fsdp1"),
-        pytest.param(SYNC, "fsdp", 2, id="sync-fsdp2"),
-        pytest.param(STREAMING, "fsdp", 3, id="streaming-fsdp3-uneven"),
-        pytest.param(ASYNC, "fsdp", 3, id="async-fsdp3-uneven"),
-        pytest.param(ASYNC, "ddp", 2, id="async-ddp2"),
+        # The mean of the gradients of two equal batches is that of one, so all sums are the same.
+        pytest.param(SYNC, [DDP, PLAIN], {}, 0.0, id="sync-ddp"),
+        pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp"),
+        pytest.param(FEW_BITS, [DDP, PLAIN], {}, 0.0, id="few-bits-ddp"),
+        pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
+        pytest.param(SYNC, [("fsdp", 1)], {}, 1e-6, id="sync-fsdp1"),
+        pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2"),
+        pytest.param(STREAMING, [("fsdp", 3)], {}, 1e-6, id="streaming-fsdp3-uneven"),
+        pytest.param(ASYNC, [("fsdp", 3)], {}, 1e-6, id="async-fsdp3-uneven"),
+        pytest.param(SYNC, [("tp", 2)], EVEN, 1e-6, id="sync-tp2"),
+        pytest.param(STREAMING, [("fsdp-tp", 4)], EVEN, 1e-6, id="streaming-fsdp2-tp2"),
+        # Stages of a pipeline, with a tied weight.
+        pytest.param(SYNC, [("pipeline", 2)], RULE, 0.0, id="sync-pipeline"),
+        pytest.param(STREAMING, [("pipeline", 2)], RULE, 0.0, id="streaming-pipeline"),
+        pytest.param(STREAMING, [PLAIN, DDP, ("fsdp", 4)], {}, 1e-6, id="streaming-1-2-4"),
     ],
 )
-def test_sharded_worker_comes_to_what_one_process_comes_to(
-    processes: Processes, mode: dict[str, Any], kind: str, count: int
+def test_workers_of_several_processes_come_to_what_those_of_one_come_to(
+    processes: Processes,
+    mode: dict[str, Any],
+    crew: list[tuple[str, int]],
+    options: dict[str, Any],
+    by: float,
 ) -> None:
-    plain = final_model(processes, mode, PLAIN)
-    assert_close(final_model(processes, mode, (kind, count)), plain, by=1e-6)
-
-
-@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
-@pytest.mark.parametrize(("kind", "count"), [("tp", 2), ("fsdp-tp", 4)], ids=["tp2", "fsdp2-tp2"])
-def test_tensor_parallel_worker_comes_to_what_one_process_comes_to(
-    processes: Processes, mode: dict[str, Any], kind: str, count: int
-) -> None:
-    plain = final_model(processes, mode, PLAIN, even=True)
-    assert_close(final_model(processes, mode, (kind, count), even=True), plain, by=1e-6)
-
-
-@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
-def test_stages_of_a_pipeline_are_one_worker_with_a_tied_weight(
-    processes: Processes, mode: dict[str, Any]
-) -> None:
-    plain = final_model(processes, mode, PLAIN, rule=True)
-    assert_close(final_model(processes, mode, ("pipeline", 2), rule=True), plain, by=0.0)
-
-
-@pytest.mark.parametrize("mode", [SYNC, STREAMING], ids=["sync", "streaming"])
-def test_workers_of_one_two_and_four_processes_share_a_run(
-    processes: Processes, mode: dict[str, Any]
-) -> None:
-    plain = final_model(processes, mode, PLAIN, PLAIN, PLAIN)
-    mixed = final_model(processes, mode, PLAIN, ("ddp", 2), ("fsdp", 4))
-    assert_close(mixed, plain, by=1e-6)
-    assert torch.isfinite(mixed["embed.weight"]).all()
+    plain = final_model(processes, mode, *[PLAIN] * len(crew), **options)
+    assert_close(final_model(processes, mode, *crew, **options), plain, by)
 
 
 def test_process_that_leaves_behind_its_leader_counts_what_that_counted(
@@ -132,8 +109,10 @@ def test_leader_waits_at_the_end_without_a_word_to_the_others(
     assert slow.ends() == [0]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["state_dict", "force_sync", "load_global", "global_parameters"])
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("state_dict", 0), ("force_sync", 1), ("load_global", 0), ("global_parameters", 1)],
+)
 def test_what_one_process_calls_alone_ends_all_with_a_sentence(
     processes: Processes, tmp_path: Path, name: str, rank: int
 ) -> None:

@@ -23,6 +23,7 @@ def test_relays_and_direct_workers_come_to_what_one_broker_does() -> None:
     assert_close(tree, star(ROUNDS, *"abcdef"))
 
 
+@pytest.mark.slow
 def test_site_of_one_worker_changes_no_bit() -> None:
     with Sites() as sites:
         hub = sites.hub(2, deterministic=True)
@@ -32,22 +33,7 @@ def test_site_of_one_worker_changes_no_bit() -> None:
     assert_same(tree, star(ROUNDS, "a", "b", deterministic=True))
 
 
-def test_relays_behind_relays_come_to_what_one_broker_does() -> None:
-    with Sites() as sites:
-        hub = sites.hub(2)
-        middle = sites.relay(hub, 3, "middle")
-        leaf, deep = sites.relay(middle, 2, "leaf"), sites.relay(middle, 1, "deep")
-        sites.workers(leaf, "a", "b")
-        sites.workers(deep, "c")
-        sites.workers(middle, "d")
-        sites.workers(hub, "e")
-        tree = sites.rounds(ROUNDS, *"abcde")
-        assert {*"abcde", "middle", "leaf", "deep"} == ledger_of(hub).keys()
-        counts = sites.clients["e"].status()["counts"]
-        assert (counts["alive"], counts["averaged"]) == (5, 5)
-    assert_close(tree, star(ROUNDS, *"abcde"))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["tokens", "samples"])
 def test_sites_weigh_what_their_workers_weigh(by: str) -> None:
     weights = {"a": 100, "b": 7, "c": 1000}

@@ -47,18 +47,6 @@ def begun_with(sites: Sites, name: str) -> State:
     return dict(sites.clients[name].pull().tensors)
 
 
-def test_first_worker_behind_a_relay_gives_the_first_parameters() -> None:
-    seeded = Seeded()
-    with seeded.sites as sites:
-        hub = sites.hub(2, has_model=False)
-        north, south = sites.relay(hub, 1, "north"), sites.relay(hub, 1, "south")
-        sites.workers(north, "a")
-        sites.workers(south, "b")
-        assert_same(begun_with(sites, "a"), state_of(0))
-        assert_same(begun_with(sites, "b"), state_of(0))
-        sites.rounds(range(2), "a", "b")
-
-
 def test_of_two_sites_that_begin_at_once_one_gives_and_both_have_the_same() -> None:
     seeded = Seeded()
     with seeded.sites as sites, ThreadPoolExecutor(4) as pool:
@@ -76,6 +64,7 @@ def test_of_two_sites_that_begin_at_once_one_gives_and_both_have_the_same() -> N
         sites.rounds(range(1), *"abcd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", ["bf16", "int4z"])
 def test_hub_and_relay_that_have_both_lost_them_take_those_that_workers_hold(reply: str) -> None:
     at_hub, at_site = a_free_address(), a_free_address()

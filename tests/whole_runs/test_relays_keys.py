@@ -77,6 +77,7 @@ def test_site_with_keys_of_its_own_trains_at_a_hub_with_others(
     assert ledger_of(hub).keys() == {"north", "w0", "w1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["nobody", "a worker of the hub"])
 def test_stranger_to_the_site_is_refused_and_reaches_no_parent(
     sites: Keyed, of_hub: KeyFolder, of_site: KeyFolder, who: str
@@ -89,6 +90,7 @@ def test_stranger_to_the_site_is_refused_and_reaches_no_parent(
     assert relay._relay_loop._relay.session is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "sentence"),
     [

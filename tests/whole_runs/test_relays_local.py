@@ -50,6 +50,7 @@ def reference(sites: Sequence[str], rounds: int, outer: LocalOuter) -> dict[str,
     return here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [PLAIN, WITH_MOMENTUM])
 def test_sites_step_by_themselves_between_two_pushes(outer: LocalOuter) -> None:
     with Sites() as sites:
@@ -84,6 +85,7 @@ def test_what_weighs_by_tokens_weighs_by_all_of_them() -> None:
         assert_close(parameters_of(ours), expected)
 
 
+@pytest.mark.slow
 def test_what_has_not_gone_up_dies_with_its_relay_and_nothing_counts_twice() -> None:
     with Sites() as sites:
         hub = sites.hub(1, **HUB)
@@ -109,6 +111,7 @@ def test_what_has_not_gone_up_dies_with_its_relay_and_nothing_counts_twice() -> 
         assert_close(parameters_of(ours), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{"mode": "async"}, {"num_fragments": 2, "fragment_sync_delay": 0, "sync_every": 4}]
 )

@@ -83,16 +83,8 @@ def from_one_base(outer: str, groups: tuple[str, ...], **of_sites: Any) -> dict[
         return dict(sites.clients[EVERYBODY[-1]].pull().tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["dn", "fedbuff", "sgd"])
 def test_pushes_from_one_base_come_to_the_same_however_they_are_grouped(outer: str) -> None:
     grouped = from_one_base(outer, ("abc", "d"), grace=0.5)
     assert_close(grouped, from_one_base(outer, ()))
-
-
-def test_delayed_nesterov_behind_relays_comes_to_the_synchronous_step() -> None:
-    found = from_one_base("dn", ("ab", "cde"))
-    with Sites(linear) as sites:
-        hub = sites.hub(len(EVERYBODY), relays=False, outer_momentum_warmup="constant")
-        sites.workers(hub, *EVERYBODY)
-        expected = sites.rounds([0], *EVERYBODY)
-    assert_close(found, expected)

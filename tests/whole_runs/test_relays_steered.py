@@ -133,6 +133,7 @@ def test_orders_reach_all_workers_and_their_answers_come_up(opened: ExitStack) -
     assert tree.asks("status")["counts"]["alive"] == 0
 
 
+@pytest.mark.slow
 def test_run_ends_for_workers_behind_relays_as_for_the_others(opened: ExitStack) -> None:
     tree = Tree(opened, max_rounds=4)
     tree.ends()

@@ -154,6 +154,7 @@ def _shut(descriptor: int) -> None:
         found.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 def test_broker_that_was_killed_leaves_nothing_behind_the_next_one(
     processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

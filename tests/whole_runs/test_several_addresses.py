@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
@@ -43,6 +44,7 @@ def test_push_of_a_broker_that_was_killed_counts_at_the_second(processes: Proces
         assert push_id in ledger_of(second)["a"]
 
 
+@pytest.mark.slow
 def test_relay_goes_over_to_the_second_of_its_parents(tmp_path: Path) -> None:
     there = a_free_address()
     with Sites() as sites:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 
 import pytest
 
@@ -14,10 +13,14 @@ from kit.process_kit import Child, Processes, a_free_address
 
 pytest_plugins = ("kit.process_fixtures",)
 
-EXAMPLES = sorted(FOLDER.glob("*.py"))
 
-
-@pytest.mark.parametrize("name", ["plain_loop.py", "amp_compile.py", "resume.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain_loop.py",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("amp_compile.py", "resume.py")),
+    ],
+)
 def test_two_workers_train_by_the_example(processes: Processes, name: str) -> None:
     options = ["--no-compile"] if name == "amp_compile.py" else []
     for output in two_train(processes, name, *options):
@@ -27,20 +30,14 @@ def test_two_workers_train_by_the_example(processes: Processes, name: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
-def test_compiled_model_of_the_example_is_the_one_that_is_exchanged(processes: Processes) -> None:
-    for output in two_train(processes, "amp_compile.py"):
-        assert losses(output)[-1] < losses(output)[0], output
-
-
-@pytest.mark.parametrize("name", ["plain_loop.py", "resume.py"])
-def test_example_ends_with_the_code_for_a_run_that_is_over(processes: Processes, name: str) -> None:
+def test_example_ends_with_the_code_for_a_run_that_is_over(processes: Processes) -> None:
     broker = processes.broker(**{**BROKER, "workers": 1, "max_rounds": 2})
-    child = started(processes, name, "a", broker.address())
+    child = started(processes, "plain_loop.py", "a", broker.address())
     assert child.ends(within=90) == RUN_IS_OVER, child.output
     assert "after 2 rounds" in child.output
 
 
+@pytest.mark.slow
 def test_resumed_example_goes_on_where_it_was_killed(processes: Processes) -> None:
     address = processes.broker(**BROKER).address()
     often = ("--save-every", "5")
@@ -82,13 +79,6 @@ def test_worker_of_two_processes_goes_on_as_one_of_three(processes: Processes) -
     begun = int(again[2].says("process 2 of 3 begins at step").split()[-1])
     assert 15 <= begun < STEPS
     assert len({child.says("done with a loss").split("after")[-1] for child in again}) == 1
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda each: str(each.stem))
-def test_example_is_short_and_begins_with_how_to_run_it(path: object) -> None:
-    text = (FOLDER / str(path)).read_text()
-    assert text.count("\n") < 80
-    assert "\nDILOCO_SERVER=" in text or "diloco-worker run" in text
 
 
 @pytest.mark.slow

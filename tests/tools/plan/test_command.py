@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +34,25 @@ def run(*words: str, columns: int = 80) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [("124M", 124_000_000), ("1.3B", 1_300_000_000), ("7g", 7_000_000_000), ("350e6", 350_000_000)],
+    ("read", "text", "value"),
+    [
+        (quantities.count, "124M", 124_000_000),
+        (quantities.count, "1.3B", 1_300_000_000),
+        (quantities.count, "7g", 7_000_000_000),
+        (quantities.count, "350e6", 350_000_000),
+        (quantities.rate, "1G", 1e9),
+        (quantities.rate, "2.5Gbit/s", 2.5e9),
+        (quantities.rate, "50 Mb/s", 5e7),
+        (quantities.both_ways, "100M", (1e8, 1e8)),
+        (quantities.both_ways, "40Mb/s/250Mb/s", (4e7, 2.5e8)),
+        (quantities.share, "95%", 0.95),
+        (quantities.share, "0.95", 0.95),
+    ],
 )
-def test_parameters_are_written_as_people_do(text: str, number: int) -> None:
-    assert quantities.count(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [("1G", 1e9), ("100M", 1e8), ("2.5Gbit/s", 2.5e9), ("50 Mb/s", 5e7), ("1e9", 1e9)],
-)
-def test_speeds_are_bits_a_second(text: str, bits: float) -> None:
-    assert quantities.rate(text) == bits
-    assert quantities.both_ways(text) == (bits, bits)
-
-
-def test_a_line_may_be_another_one_down() -> None:
-    assert quantities.both_ways("40M/250M") == (4e7, 2.5e8)
-    assert quantities.both_ways("40Mb/s/250Mb/s") == (4e7, 2.5e8)
-
-
-@pytest.mark.parametrize(("text", "share"), [("95%", 0.95), ("0.95", 0.95)])
-def test_shares_are_below_one(text: str, share: float) -> None:
-    assert quantities.share(text) == pytest.approx(share)
+def test_quantities_are_written_as_people_do(
+    read: Callable[[str], Any], text: str, value: object
+) -> None:
+    assert read(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(

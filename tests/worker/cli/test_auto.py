@@ -267,6 +267,7 @@ def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_pa
     assert "first round" not in made.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("done", "code"), [("", 0), ("optimizer", 2), ("child", 2), ("background", 2), ("error", 1)]
 )

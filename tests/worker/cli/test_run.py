@@ -78,6 +78,7 @@ def test_exit_code_is_the_scripts(processes: Processes, tmp_path: Path, code: in
     assert "DILOCO_SERVER = tcp://127.0.0.1:1" in made.output
 
 
+@pytest.mark.slow
 def test_each_slot_and_each_shard_has_a_name_of_its_own(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path
     assert made.output.count("listens") == 1
 
 
+@pytest.mark.slow
 def test_script_that_takes_no_signal_is_ended_by_it(processes: Processes, tmp_path: Path) -> None:
     plain = "import signal; print('begins', flush=True)\nwhile True: signal.pause()"
     for which, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
@@ -190,6 +192,7 @@ def test_word_of_a_worker_counts_where_a_launcher_between_hides_its_exit_code(
     assert ("ended with code 1, taken for" in made.output) == bool(word)
 
 
+@pytest.mark.slow
 def test_word_of_a_former_life_says_nothing_of_the_next(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -201,6 +204,7 @@ def test_word_of_a_former_life_says_nothing_of_the_next(
     assert not end.exists()
 
 
+@pytest.mark.slow
 def test_restart_cannot_mend_the_end_of_the_run(processes: Processes, tmp_path: Path) -> None:
     made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, SHOW), "3")
     assert made.ends() == 3

@@ -79,6 +79,7 @@ def test_rate_of_a_line_that_was_never_filled_is_a_lower_bound(
         assert found.is_at_least
 
 
+@pytest.mark.slow
 def test_real_line_is_measured_and_a_round_takes_what_is_said() -> None:
     """How much of its line a busy machine uses nobody can say: no figure is too small. Without the line
     all of them would be many times larger."""

@@ -269,17 +269,6 @@ def test_tensor_that_changed_its_shape_is_named() -> None:
         tensors.capture(part)
 
 
-def test_donated_values_are_fp32_whatever_the_model_is() -> None:
-    made = model(torch.bfloat16)
-    tensors = ModelTensors.of_module(made)
-    for part in layouts(tensors):
-        captured = tensors.capture(part)
-        peer = received(captured, "fp32")
-        for place in part.places:
-            dtype = segment_dtype(place.segment)
-            assert torch.equal(peer.of(place), made.state_dict()[place.entry.name].to(dtype))
-
-
 def test_tensors_of_a_dict_serve_as_a_model() -> None:
     manifest = Manifest((TensorEntry("w", (3,), "float32", Kind.TRAINABLE),))
     state = {"w": torch.arange(3.0)}
@@ -316,16 +305,6 @@ def test_rebase_keeps_the_steps_made_since_the_anchor(dtype: torch.dtype) -> Non
         torch.testing.assert_close(got.double(), value, rtol=tolerance, atol=tolerance)
 
 
-def test_rebase_without_steps_since_the_anchor_is_the_new_value() -> None:
-    made = model()
-    tensors, part = opened(made)
-    new = captured(moved(made, by=1.0))
-    tensors.bring_in(Change(new, origin=tensors.capture(part)))
-    again = tensors.capture(part)
-    for segment, vector in new.vectors.items():
-        assert torch.equal(again.vectors[segment], vector)
-
-
 # Blending.
 
 
@@ -343,15 +322,6 @@ def test_blend_weighs_local_and_new_values_in_fp32(dtype: torch.dtype, alpha: fl
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     before = torch.tensor([1.0, -3.0, 1000.0], dtype=wide)
     assert torch.equal(local, torch.lerp(before, fresh.to(wide), 1 - alpha).to(dtype))
-
-
-@pytest.mark.parametrize("alpha", [0.35, 0.6, 0.9])
-def test_blend_of_equal_values_is_exactly_that_value(alpha: float) -> None:
-    local = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    tensors, part = single(local)
-    before = tensors.capture(part)
-    tensors.bring_in(Change(before, alpha))
-    assert torch.equal(local, before.vectors[Segment.PARAMETERS])
 
 
 @pytest.mark.parametrize(
@@ -393,17 +363,6 @@ def test_blend_with_an_anchor_never_lowers_a_counter_below_the_new_value() -> No
     counter.fill_(3)
     tensors.bring_in(Change(new, 0.5, anchor))
     assert counter == 20
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_frozen_delta_tells_where_the_model_was(dtype: str) -> None:
-    made = model()
-    reached = moved(made)
-    base, then = captured(made), captured(reached)
-    told = delta_of(made, reached, dtype).wire.taken_from(base)
-    tolerance = 1e-6 if dtype == "fp32" else 2e-3
-    for segment, vector in then.vectors.items():
-        torch.testing.assert_close(told.vectors[segment], vector, rtol=0, atol=tolerance)
 
 
 def single(tensor: Tensor) -> tuple[ModelTensors, FragmentLayout]:

@@ -102,19 +102,6 @@ def test_function_is_asked_again_and_again_while_its_thread_may_take_its_time() 
     looks_until(found, lambda: found.address == "tcp://h:2")
 
 
-def test_answer_is_taken_before_the_next_question_is_asked() -> None:
-    count = 0
-
-    def place() -> str:
-        nonlocal count
-        count += 1
-        return f"h:{count}"
-
-    found = Whereabouts(place)
-    looks_until(found, lambda: found.address == "tcp://h:1")
-    assert count == 1
-
-
 @pytest.mark.parametrize(
     "said", [None, 5, "", "tcp://*:1", "host:x", "file:///x", "tcp://0.0.0.0:1"]
 )

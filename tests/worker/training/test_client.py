@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, UsageError
+from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, Unreachable, UsageError
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Chunk,
@@ -383,3 +383,20 @@ def test_status_and_control_return_what_the_broker_says(talk: Talk) -> None:
     asked = talk.is_asked(lambda request: Result(request, False, "There is no worker b."))
     assert (asked.action, asked.arguments) == ("kick", {"worker": "b"})
     assert talk.done() == Result(asked.request, False, "There is no worker b.")
+
+
+def test_action_that_nobody_waits_for_any_more_is_never_sent(beside: Beside) -> None:
+    probe = ScriptedBroker()
+    probe.close()
+    with DiLoCoClient(probe.address, timeout=0.2) as client:
+        with pytest.raises(Unreachable) as caught:
+            client.control("shutdown")
+        assert probe.address in str(caught.value)
+        client.timeout = 20.0
+        talk = Talk(client, ScriptedBroker(probe.address), beside)
+        try:
+            talk.does(client.status)
+            assert talk.is_asked(lambda request: Result(request, True, "", {})).action == "status"
+            talk.done()
+        finally:
+            talk.broker.close()

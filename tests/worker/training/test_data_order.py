@@ -72,17 +72,6 @@ def test_data_that_is_read_in_order_is_warned_of_where_there_are_several_workers
     assert "own part of the data" in caplog.text
 
 
-@dataclass
-class Seeded(Sampler[int]):
-    """Compared by value, so it has no hash."""
-
-    seed: int = 42
-
-    def __iter__(self) -> Iterator[int]:
-        made = torch.Generator().manual_seed(self.seed)
-        yield from torch.randperm(64, generator=made).tolist()
-
-
 @dataclass(frozen=True)
 class Frozen(Sampler[int]):
     generator: Any = field(default_factory=lambda: torch.Generator().manual_seed(42))
@@ -117,12 +106,6 @@ def read(sampler: Sampler[int], shards: int | None = None) -> list[int]:
     if shards is not None:
         give_own_order([made], lambda: (shards - 1, shards))
     return [int(each) for batch in made for each in batch]
-
-
-def test_a_sampler_without_a_hash_gets_an_order_of_its_own_once() -> None:
-    sampler = Seeded()
-    orders = [read(Seeded()), read(sampler, 2), read(sampler, 2)]
-    assert orders[0] != orders[1] == orders[2]
 
 
 @pytest.mark.parametrize("kind", [FromNumpy, ReadOnly, Frozen])

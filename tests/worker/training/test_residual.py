@@ -7,12 +7,14 @@ next push must be is worked out by the codecs in plain Python, in fp32.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
+from diloco_protocol import Counted, Ledger
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.messages import Commit, Push
+from diloco_protocol.messages import Chunk, Commit, Push, Released
 from diloco_worker.model.flat_state import FlatState
 from kit.raw_codecs import decode, encode, fp32
 from kit.scripted_broker import ScriptedBroker, version
@@ -74,6 +76,19 @@ def counted_round(training: ScriptedTraining, counter: int) -> list[float]:
     return values
 
 
+def serves_in_part(
+    training: ScriptedTraining, counter: int, counted: Mapping[int, Bitmap | None]
+) -> None:
+    """A version that contains these chunks of pushes; None: all."""
+    state = training.filled(100)
+    broker, what = training.broker, version(counter)
+    for span in state.layout.spans:
+        values = state.vectors[span.segment][span.start : span.stop]
+        broker.says(Chunk(0, span.index, version=what), values.numpy().tobytes())
+    found = ((push, None if every is None else every.to_bytes()) for push, every in counted.items())
+    broker.says(Released(0, what, Ledger({"me": tuple(Counted(*each) for each in found)})))
+
+
 def some(*chunks: int) -> Bitmap:
     made = Bitmap(CHUNKS)
     for chunk in chunks:
@@ -98,6 +113,38 @@ def test_nothing_is_kept_where_much_travels(training: ScriptedTraining, wire: st
     counted_round(training, 1)
     saved = training.worker.state_dict()
     assert saved["resume"]["fragments"][0]["residual"] is None
+
+
+def test_pushes_that_were_refused_one_after_another_are_settled_by_a_version_that_has_some(
+    training: ScriptedTraining,
+) -> None:
+    """No version comes meanwhile."""
+    few(training)
+    sender = Sender()
+    counted_round(training, 1)
+    sender.counts(H)
+    numbers = []
+    for _ in range(6):
+        training.trains(H)
+        push, values = pushes(training)
+        assert values == [sender.sends(H)] * CHUNKS, "the residual stays"
+        numbers.append(push.push_id)
+        training.refuses(push, "non_finite", counted=some(1).to_bytes())
+        training.done()
+    training.trains(H)
+    push, _ = pushes(training)
+    serves_in_part(training, 2, {push.push_id: None, **dict.fromkeys(numbers, some(1))})
+    training.done()
+    before = sender.residual
+    sender.counts(H)
+    gain = fp32(sender.residual - before)
+    other = copy.copy(sender)
+    for _ in numbers:
+        other.residual = fp32(other.residual + gain)
+    training.trains(H)
+    _, values = pushes(training)
+    assert values == [sender.sends(H), other.sends(H), sender.sends(H)]
+    assert other.residual != sender.residual
 
 
 @pytest.mark.parametrize("is_counted", [False, True])

@@ -155,17 +155,6 @@ class ScriptedTraining:
         self.done()
         return push
 
-    # Time.
-
-    def stops_time(self) -> None:
-        """For the worker no time passes from now on but by `passes`, however slow this machine is."""
-        self._time = self.link.now()
-        self.link.now = lambda: self._time
-
-    def passes(self, seconds: float) -> None:
-        self._time += seconds
-        self.link.wake()
-
     # What the broker does.
 
     def takes(self, round_: int | None = None) -> tuple[Push, float]:

@@ -24,7 +24,9 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from diloco_tools.launch.cli import app
 from diloco_tools.launch.commands import make_keys
 from diloco_tools.launch.kubernetes.cli import LABEL
 from diloco_tools.launch.kubernetes.manifest import as_yaml, objects_of
@@ -36,7 +38,6 @@ pytest_plugins = ("kit.process_fixtures",)
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "kubernetes.yaml"
 VERSIONS = ("1.29", "1.33")
-LAUNCH = (sys.executable, "-m", "diloco_tools.launch", "kubernetes")
 # Of jobset.x-k8s.io/v1alpha2 and monitoring.coreos.com/v1: every field that may be there, by its path.
 JOB_SET = {
     "spec": {"failurePolicy", "network", "replicatedJobs"},
@@ -290,18 +291,12 @@ def test_commands_of_the_pods_make_a_run(
     ],
 )
 def test_wrong_use_gets_a_sentence_and_makes_no_keys(
-    tmp_path: Path, words: tuple[str, ...], sentence: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     usual = ("--islands", "2", "--broker-image", "b", "--worker-image", "w")
-    done = subprocess.run(
-        [*LAUNCH, *usual, *words, "--", "true"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["kubernetes", *usual, *words, "--", "true"])
+    assert done.exit_code == 2
     assert sentence in done.stderr
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from diloco_tools.launch.cli import app
 from diloco_tools.launch.slurm import folder as folders
 from diloco_tools.launch.slurm.scripts import SlurmRun, broker_script, islands_script
 
-LAUNCH = (sys.executable, "-m", "diloco_tools.launch", "slurm")
 TEXT = st.text(
     st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp")),
     min_size=1,
@@ -42,20 +42,6 @@ def is_bash(script: str) -> bool:
         ["bash", "-n"], input=script, text=True, capture_output=True, check=False, timeout=20
     )
     return done.returncode == 0 and not done.stderr
-
-
-def launch(
-    folder: Path, *words: str, path: str = "/usr/bin:/bin"
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*LAUNCH, *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={"PATH": path, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"},
-    )
 
 
 def test_islands_are_an_array_that_knows_its_run() -> None:
@@ -135,17 +121,21 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_gets_a_sentence_and_writes_nothing(
-    tmp_path: Path, words: tuple[str, ...], sentence: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str
 ) -> None:
-    done = launch(tmp_path, *words)
-    assert done.returncode == 2, done
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["slurm", *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 2, done.output
     assert sentence in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_without_slurm_the_scripts_are_written_and_that_is_said(tmp_path: Path) -> None:
-    done = launch(tmp_path, "--islands", "1", "--submit", "--", "true", path=str(tmp_path))
-    assert done.returncode == 2
+def test_without_slurm_the_scripts_are_written_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["slurm", "--islands", "1", "--submit", "--", "true"]
+    done = CliRunner().invoke(app, words, env={"PATH": str(tmp_path)})
+    assert done.exit_code == 2
     assert "There is no sbatch here" in done.stderr
     assert (tmp_path / "runs" / "diloco" / "islands.sh").exists()

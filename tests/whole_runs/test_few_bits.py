@@ -52,11 +52,16 @@ def with_adamw(worker: int) -> Trainee:
     return an_mlp(worker, adamw)
 
 
-@pytest.mark.parametrize("codec", FEW_BITS)
+FRAGMENTS, REBASE = Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)
+
+
 @pytest.mark.parametrize(
-    "plan",
-    [Plan(3, strided(1)), Plan(7, strided(2), 1, 0.25), Plan(7, strided(2), 2, None)],
-    ids=["whole", "fragments", "rebase"],
+    ("codec", "plan"),
+    [
+        pytest.param("int8", Plan(3, strided(1)), id="int8-whole"),
+        *(pytest.param(codec, FRAGMENTS, id=f"{codec}-fragments") for codec in FEW_BITS),
+        pytest.param("int4z", REBASE, id="int4z-rebase"),
+    ],
 )
 def test_run_in_few_bits_both_ways_equals_the_loop_bit_for_bit(codec: str, plan: Plan) -> None:
     """All workers hold the same bits behind each version: those of the loop's one copy."""

@@ -50,9 +50,16 @@ def begins(training: ScriptedTraining, dtype: torch.dtype, **config: Any) -> Non
     training.done()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("merge", MERGES, ids=str)
+# Each merge with a narrow and a wide dtype, whole or in two fragments.
+@pytest.mark.parametrize(
+    ("merge", "pieces", "dtype"),
+    [
+        (merge, (number + of) % 2 + 1, DTYPES[(number + 2 * of) % 4])
+        for number, merge in enumerate(MERGES)
+        for of in range(2)
+    ],
+    ids=str,
+)
 def test_learning_rate_0_sends_exactly_0(
     training: ScriptedTraining, merge: dict[str, Any], pieces: int, dtype: torch.dtype
 ) -> None:
@@ -100,8 +107,9 @@ class Nudge(nn.Module):
         self.value = nn.Parameter(torch.ones(8, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("merge", ["alpha", "rebase"])
+@pytest.mark.parametrize(
+    ("dtype", "merge"), [*((each, "alpha") for each in DTYPES), (torch.bfloat16, "rebase")], ids=str
+)
 def test_progress_of_less_than_half_an_ulp_adds_up_in_the_global_parameters(
     dtype: torch.dtype, merge: str
 ) -> None:

@@ -40,14 +40,13 @@ def local(trained: Sequence[Trainee], **options: Any) -> Iterator[tuple[LocalRun
         yield run, hooks
 
 
-@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "workers"),
     [
-        Plan(4, strided(1)),
-        Plan(6, strided(3)),
-        Plan(6, strided(3), delay=1, alpha=0.5),
-        Plan(9, strided(3), delay=2, alpha=None),
+        (Plan(4, strided(1)), 3),
+        (Plan(6, strided(3)), 2),
+        (Plan(6, strided(3), delay=1, alpha=0.5), 2),
+        (Plan(9, strided(3), delay=2, alpha=None), 3),
     ],
 )
 def test_workers_of_one_thread_train_as_in_processes_of_their_own(plan: Plan, workers: int) -> None:

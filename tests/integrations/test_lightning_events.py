@@ -116,12 +116,6 @@ def counted(callback: Any) -> tuple[int, int]:
     return callback.diloco.local_step, callback.diloco.sync_count
 
 
-def test_optimizer_steps_are_counted_and_not_batches(callback: Fit, trainer: Fit) -> None:
-    own = callback()
-    trainer(own, accumulate_grad_batches=2).fit(module_of(), batches(10))
-    assert counted(own) == (5, 1)
-
-
 def test_two_optimizers_by_hand_are_one_step(callback: Fit, trainer: Fit) -> None:
     own = callback()
     made = trainer(own)
@@ -200,16 +194,6 @@ def test_the_trainer_saves_when_an_operator_asks(
     second = trainer(own := callback(), max_epochs=2)
     second.fit(module_of(), batches(), ckpt_path=saved, weights_only=True)
     assert own.diloco.local_step == second.global_step > H
-
-
-def test_it_goes_on_from_a_checkpoint(callback: Fit, trainer: Fit, tmp_path: Path) -> None:
-    first = trainer(callback(), max_steps=H + 1)
-    first.fit(module_of(), batches())
-    first.save_checkpoint(tmp_path / "saved.ckpt")
-    own = callback()
-    second = trainer(own, max_steps=2 * H, max_epochs=2)
-    second.fit(module_of(), batches(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
-    assert counted(own) == (2 * H, 2)
 
 
 def test_an_error_in_training_ends_the_stay(callback: Fit, trainer: Fit) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from diloco_tools.demo.cli import app
@@ -20,15 +17,13 @@ from diloco_tools.demo.data import (
     DataError,
     Document,
     load_text,
-    read_documents,
     split_documents,
     training_batches,
-    validation_windows,
 )
 from diloco_tools.demo.experiment import (
     same_tokens_options,
 )
-from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes, table
+from diloco_tools.demo.results import data_parallel_bytes, few_bits_bytes
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
 from diloco_tools.terminal import installed
@@ -71,26 +66,6 @@ def test_a_single_file_is_split_in_pieces_that_make_it_up_again() -> None:
     assert all(parts)
 
 
-def test_standard_library_is_there_and_without_tests_or_installed_packages() -> None:
-    found = read_documents()
-    names = {document.name for document in found}
-    assert {"argparse.py", "json/decoder.py"} <= names
-    assert not any(name.startswith(("test/", "site-packages/")) for name in names)
-    assert found == read_documents()
-
-
-def test_a_folder_gives_its_text_files_in_order_without_hidden_and_binary_ones(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "one.txt").write_text("one")
-    (tmp_path / "a.md").write_text("two")
-    (tmp_path / ".hidden").write_text("no")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
-    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
-    assert [document.name for document in read_documents(tmp_path)] == ["a.md", "b/one.txt"]
-
-
 def test_missing_empty_and_small_text_each_get_one_sentence(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
@@ -114,13 +89,6 @@ def test_batches_are_windows_of_the_text_and_targets_are_one_byte_later() -> Non
     assert not torch.equal(tokens, other)
     first, last = next(training_batches(text[:10], batch=200, context=8, seed=1))
     assert (int(first.min()), int(last.max())) == (0, 9), "the first and the last byte"
-
-
-def test_validation_windows_do_not_overlap() -> None:
-    text = torch.arange(200, dtype=torch.uint8)
-    tokens, targets = validation_windows(text, 1000, 9)
-    assert len(tokens) == 20
-    assert torch.equal(torch.cat([tokens, targets[:, -1:]], 1).flatten(), text.long())
 
 
 # The model and its training.
@@ -169,15 +137,6 @@ def test_baseline_with_the_same_tokens_sees_as_much_text_as_all_workers_together
     assert "--server" not in words
     assert RESULTS["same_tokens"]["tokens"] == RESULTS["diloco"]["tokens"]
     assert RESULTS["diloco"]["tokens"] == SETTINGS.workers * RESULTS["single"]["tokens"]
-
-
-def test_table_shows_each_loss_beside_its_tokens() -> None:
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table(RESULTS))
-    rows = [re.split(r"\s*│\s*", line) for line in console.export_text().splitlines()]
-    cells = {row[1]: row[2:5] for row in rows if len(row) == 6}
-    assert cells["validation loss, nats per byte"] == ["2.5000", "1.7500", "2.0000"]
-    assert cells["tokens (bytes of text)"] == ["51,200", "102,400", "102,400"]
 
 
 def test_command_to_watch_with_is_one_that_the_shell_finds(

@@ -117,32 +117,6 @@ def a_config(folder: Path, **options: Any) -> BrokerConfig:
     return BrokerConfig(**{**LOCAL, "save_dir": str(folder), "durable": True, **options})
 
 
-def some_rounds(config: BrokerConfig, first: int, last: int) -> Any:
-    """A broker's life in which one worker makes these pushes; what there is at the end."""
-    with Broker(config) as broker, a_client(broker.address) as client:
-        assert client.pull().version.counter == first
-        return pushes_and_pulls(client, first, last)
-
-
-def lives_and_numbers(folder: Path) -> list[tuple[int, int]]:
-    made = [load(path) for path in found(folder)]
-    return [(each.life, each.number) for each in made]
-
-
-def test_run_goes_on_from_the_newest_or_the_one_that_is_named(tmp_path: Path) -> None:
-    some_rounds(a_config(tmp_path, keep=2), 0, 5)
-    assert lives_and_numbers(tmp_path) == [(1, 5), (1, 4)]
-    some_rounds(a_config(tmp_path, keep=2), 5, 6)
-    assert lives_and_numbers(tmp_path) == [(2, 6), (1, 5)]
-    named = str(found(tmp_path)[1])
-    some_rounds(a_config(tmp_path, keep=2, resume=named), 5, 7)
-    assert lives_and_numbers(tmp_path) == [(3, 7), (3, 6)]
-    elsewhere = tmp_path / "elsewhere"
-    some_rounds(a_config(elsewhere, resume=str(tmp_path)), 7, 8)
-    assert lives_and_numbers(elsewhere)[0][1] == 8
-    assert lives_and_numbers(tmp_path) == [(3, 7), (3, 6)]
-
-
 def test_folder_has_one_broker_at_a_time_and_is_free_when_it_is_killed(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kit.islands import Island
-from kit.process_kit import PATIENCE_S, Processes, a_free_address
+from kit.process_kit import PATIENCE_S, Processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 pytest_plugins = ("kit.process_fixtures",)
@@ -66,21 +66,3 @@ def test_leader_that_is_killed_is_let_go_though_its_other_processes_live(
     broker.says("island counts as dead")
     assert whole.ends() == [0]
     island.kill()
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [("int8", "bf16"), ("bf16", "int8"), ("int4z", "int4z")]
-)
-def test_broker_may_come_back_with_replies_in_another_dtype(
-    processes: Processes, tmp_path: Path, before: str, after: str
-) -> None:
-    options = {**OPTIONS, "workers": 1, "max_rounds": 14, "save_dir": str(tmp_path / "run")}
-    options["bind"] = a_free_address()
-    broker = processes.broker(**options, reply_dtype=before)
-    island = Island(processes, tmp_path, "ddp", 2, broker.address(), "island", pause=0.02)
-    broker.says("Round 4 closed")
-    broker.kill()
-    broker = processes.broker(**options, reply_dtype=after)
-    assert island.ends() == [0, 0], "\n".join(each.output for each in island.ranks)
-    assert broker.ends(PATIENCE_S) == 0, broker.output
-    assert len({(each["steps"], each["rounds"]) for each in island.results()}) == 1

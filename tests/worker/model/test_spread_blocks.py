@@ -153,22 +153,6 @@ def test_processes_agree_on_what_is_exchanged(
                         assert not sent or (one.gathers if way == "gathered" else one.scatters)
 
 
-def test_copies_are_owned_in_equal_runs() -> None:
-    entry = TensorEntry("w", (64, 4), "float32", TRAINABLE)
-    layout = lay_out(Manifest((entry,)), chunk_elements=16).fragments[0]
-    owners = owners_of(layout, {"w": copies((64, 4), 4)}, 4)
-    assert owners == (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4
-
-
-def test_frozen_copies_are_dealt_too() -> None:
-    frozen = TensorEntry("f", (64, 4), "float32", FROZEN)
-    layout = lay_out(
-        Manifest((TensorEntry("w", (1,), "float32", TRAINABLE), frozen)), chunk_elements=16
-    )
-    owners = owners_of(layout.frozen, {"f": copies((64, 4), 4)}, 4)
-    assert {owners.count(rank) for rank in range(4)} == {4}
-
-
 def test_one_exchange_is_bounded_however_many_processes_there_are() -> None:
     shape = (3, SLICE_ELEMENTS)
     entry = TensorEntry("w", shape, "float32", TRAINABLE)

@@ -37,13 +37,6 @@ def test_a_worker_alone_trains_on_each_unit_once_an_epoch(processes: int) -> Non
     assert sorted(found) == sorted(2 * [each for unit in range(5) for each in pairs(unit)])
 
 
-def test_samples_come_in_the_shape_that_the_loader_makes_of_them() -> None:
-    queue = WorkQueue(alone(), "text", 2, seed=None)
-    data = QueuedDataset(queue, lambda unit: [{"x": torch.full((3,), unit)}])
-    batches = list(queue.batches(DataLoader(data, batch_size=None)))
-    assert [batch["x"].tolist() for batch in batches] == [[0, 0, 0], [1, 1, 1]]
-
-
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
 def test_an_epoch_has_each_unit_once_in_an_order_of_its_own(size: int) -> None:
     orders = [[unit_of(e * size + place, size, 3) for place in range(size)] for e in range(2)]
@@ -77,13 +70,6 @@ def test_unit_that_others_have_by_now_is_not_said_to_be_trained() -> None:
     loader = DataLoader(QueuedDataset(queue, pairs), batch_size=4, drop_last=True)
     assert not list(queue.batches(loader))
     assert not told and not queue._read
-
-
-def test_a_loader_that_drops_samples_leaves_no_unit_open() -> None:
-    queue = WorkQueue(alone(), "text", 3, seed=None)
-    loader = DataLoader(QueuedDataset(queue, pairs), batch_size=4, drop_last=True)
-    assert len(list(queue.batches(loader))) == 1
-    assert not queue._read
 
 
 def listening() -> set[threading.Thread]:

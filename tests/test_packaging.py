@@ -48,13 +48,6 @@ def test_image_runs_a_command_of_ours_and_not_as_root(target: str) -> None:
     assert users and users[-1] != "root"
 
 
-def test_head_of_the_dockerfile_runs_both_as_the_owner_of_the_keys() -> None:
-    head = DOCKERFILE.split("# Build arguments")[0].replace("\\\n#", "")
-    runs = re.findall(r"docker run (.*)", head)
-    assert len(runs) == 3 and all('--user "$(id -u):$(id -g)"' in each for each in runs)
-    assert "serve --keys /keys" in runs[1] and "-e DILOCO_KEYS=/key " in runs[2]
-
-
 def test_images_are_made_of_what_there_is() -> None:
     for name, stage in stages().items():
         for instruction, *words in stage:

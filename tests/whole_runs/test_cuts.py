@@ -56,9 +56,6 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 STEPS_A_PUSH = 2
-# One of each reducer; the others come in the slow test.
-USUAL = ["streaming mean", "asynchronous", "fragments in order"]
-
 # Cuts come one after the other, each on the connections that were opened after the one before. Of each
 # message on each way, those before it on its connection, and how much of it passes: nothing, or all.
 LOST, ARRIVED = 0, None
@@ -287,21 +284,6 @@ def test_break_before_there_is_a_session_is_no_news(monkeypatch: pytest.MonkeyPa
 
 def cuts_at(place: str) -> list[Cut]:
     return [Cut(*way, *where) for way, places in PLACES[place].items() for where in places]
-
-
-@pytest.fixture
-def window_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Smaller than a push, so that chunks come only after others have been acknowledged."""
-    monkeypatch.setattr("diloco_broker.core.state.uploads.UPLOAD_WINDOW", 8)
-    monkeypatch.setattr("diloco_worker.core.downloads.DOWNLOAD_WINDOW", 8)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("window_of_eight")
-@pytest.mark.parametrize("name", USUAL)
-@pytest.mark.parametrize("place", PLACES)
-def test_break_at_a_message_changes_no_bit(place: str, name: str) -> None:
-    change_no_bit(name, cuts_at(place), 24)
 
 
 @pytest.mark.parametrize(("place", "name"), [("push", "fragments in order"), ("pull", "fragments")])

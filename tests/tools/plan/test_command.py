@@ -19,7 +19,7 @@ from diloco_tools.plan.page import filled
 from diloco_tools.plan.picture import FACTORS, curves, draw
 from diloco_tools.plan.question import Question
 from diloco_tools.plan.simulated.costs import Costs
-from diloco_tools.plan.validation import Row, question_of, read, rows
+from diloco_tools.plan.validation import Row, read, rows
 from kit.paths import LAB, ROOT
 
 SMALL = ("--parameters", "10M", "--delay", "1ms")
@@ -152,49 +152,7 @@ def test_picture_has_a_curve_for_each_setting(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_picture_without_matplotlib_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("diloco_tools.plan.cli.find_spec", lambda _: None)
-    found = run(*SMALL, "--plot", str(tmp_path / "x.png"), columns=200)
-    assert found.exit_code == 1
-    assert "pip install 'diloco-broker[plot]'" in found.output
-
-
 # Validation.
-
-
-def test_measurements_become_questions_and_what_is_not_simulated_is_left_out() -> None:
-    measurement = {
-        "kind": "round",
-        "parameters": 10_000_000,
-        "workers": 2,
-        "wire_dtype": "bf16",
-        "reply_dtype": "fp32",
-        "broker_bits_per_s": 1e9,
-        "worker_bits_per_s": [1e9, 1e8],
-        "round_trip_s": 0.0002,
-        "fragments": 1,
-        "sync_every": None,
-        "step_s": None,
-        "mode": "sync",
-        "quorum": None,
-    }
-    question = question_of(measurement, 2)
-    assert question is not None
-    assert (question.links, question.delay_steps) == ((1e9, 1e8), 0)
-    assert question.cores == pytest.approx(1.4)
-    streaming = {
-        **measurement,
-        "kind": "streaming",
-        "fragments": 4,
-        "sync_every": 48,
-        "step_s": 0.1,
-    }
-    streams = question_of(streaming, 2)
-    assert streams is not None and streams.delay_steps is None
-    assert question_of({**measurement, "kind": "mixed"}, 2) is None
-    assert question_of({**measurement, "quorum": 2}, 2) is None
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +177,6 @@ def test_rounds_that_wait_for_their_line_are_predicted_within_15_percent(
     wide = [row for row in compared if row.question.wire_dtype == "bf16"]
     assert len(wide) >= 3
     assert all(row.is_met for row in wide)
-
-
-def test_page_without_a_place_for_the_table_is_refused() -> None:
-    recorded: dict[str, Any] = {"machine": {}, "measurements": []}
-    with pytest.raises(UsageError, match="no place for the table"):
-        filled("# A page", [], recorded)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"machine": {}, "measurements": []}', "{"])

@@ -12,8 +12,8 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.feed import Counts, Snapshot, parse_snapshot
 from diloco_worker.core.round_cost import Exchange, Line, fragment_seconds
 from diloco_worker.doctor.examination import Findings
-from diloco_worker.doctor.planning import Planned, plan, words
-from diloco_worker.doctor.report import Estimate, as_plain, as_text
+from diloco_worker.doctor.planning import plan, words
+from diloco_worker.doctor.report import Estimate
 from kit.feed_snapshots import frame, status
 
 RATE = 118.75e6  # bytes a second of ours, on a line of 1 Gb/s
@@ -73,18 +73,3 @@ def test_nothing_is_asked_where_there_is_one_worker_or_no_model(
     findings, found = a_run(1)
     assert plan(findings, found) is None
     assert plan(a_run(5)[0], None) is None
-
-
-def test_sentence_and_object_have_what_the_planner_said() -> None:
-    planned = Planned(5, 22.61, 0.951)
-    assert planned.sentence == (
-        "If the lines of the broker and of all 5 workers are like this one, a round takes about 22.6 s, "
-        "and training has 95% of the time (diloco-plan)."
-    )
-    assert Planned(2, 0.5, None).sentence.endswith("takes about 500 ms (diloco-plan).")
-    findings, found = a_run(5)
-    shown = as_text(findings, found, planned.sentence)
-    assert planned.sentence in str(shown.renderables[-1])
-    said = {"workers": 5, "seconds": 22.61, "utilisation": 0.951}
-    assert as_plain(findings, found, said)["round"]["of_all_workers"] == said
-    assert as_plain(findings, found)["round"]["of_all_workers"] is None

@@ -51,21 +51,6 @@ def test_run_has_ended_once_all_workers_are_done_until_somebody_joins(
     assert stage.shown()["ended"] is False
 
 
-@pytest.mark.parametrize(
-    ("news", "sentence"),
-    [
-        ({"totals": {"rounds": 1}}, "all workers have left, after 1 round"),
-        ({"totals": {}}, "all workers have left"),
-        (
-            {"mode": "async", "totals": {"contributions": 9}},
-            "all workers have left, after 9 pushes",
-        ),
-    ],
-)
-def test_end_says_what_was_made(news: dict[str, Any], sentence: str) -> None:
-    assert verdict_on(ENDED | news).reasons == (sentence,)
-
-
 def fails(stage: Stage, last: Puppet) -> None:
     last.sends(Leave(last.token(), "its training ended with an error"))
 

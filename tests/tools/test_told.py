@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.feed import start_line
 from diloco_protocol.feed import Asynchronous, Liveness, parse_snapshot
 from diloco_protocol.monitor.fields import STATUS
 from diloco_protocol.monitor.rows import rows_of
@@ -105,13 +104,6 @@ def test_settings_of_a_run_are_read_by_the_tools() -> None:
     assert read.asynchronous == Asynchronous(True, 8, "none", 6, 2, 30.0)
     assert parse_snapshot(frame(a_stage(**PIECES).shown())).fragment_pattern == "strided"
     assert parse_snapshot(frame(a_stage().shown())).asynchronous is None
-
-
-def test_history_begins_with_what_the_run_was_told() -> None:
-    stage, _ = a_run("a", mode="async", num_fragments=2)
-    settings = start_line(stage.shown())["settings"]
-    for key in ("liveness", "asynchronous", "fragment_pattern", "fragment_max_delay", "reducer"):
-        assert settings[key] == stage.shown()[key]
 
 
 # What displays make of it; `test_catalogue` has every field in every display.

@@ -51,12 +51,6 @@ def test_what_the_model_has_not_is_fetched(joined: Desk, chunk_first: bool) -> N
     assert joined.all(Deliver) == [Deliver(released(theirs), None)]
 
 
-def test_chunks_that_do_not_come_are_waited_for(joined: Desk) -> None:
-    joined.happens(FrozenNamed(4711))
-    joined.hears(released(version(0, tag=12)))
-    assert joined.session.downloads.waits_for_chunks
-
-
 def test_while_there_is_no_run_the_pull_waits_for_one() -> None:
     made = desk(has_frozen=True).connects().is_welcomed(None, None)
     made.happens(FrozenNamed(4711))
@@ -81,11 +75,3 @@ def test_without_a_tag_the_runs_are_fetched_as_by_who_has_none(joined: Desk) -> 
     assert len(pulls(joined)) == 1 and not joined.all(NameFrozen)
     joined.hears(released(version(0)), Chunk(FROZEN, 0, version=version(0)))
     assert joined.all(Deliver) == [Deliver(released(version(0)), None)]
-
-
-def test_after_a_broken_connection_it_is_asked_for_in_the_same_way(joined: Desk) -> None:
-    joined.happens(FrozenNamed(4711))
-    joined.breaks().is_welcomed(version(0))
-    (pull,) = pulls(joined)
-    assert pull.held_version == OURS
-    assert not joined.all(NameFrozen)

@@ -12,7 +12,6 @@ from torch import nn
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoWorker
-from diloco_worker.training import start
 
 PATIENCE_S = 20.0
 
@@ -127,12 +126,6 @@ def test_parameters_that_are_spread_over_processes_are_refused(broker: Broker) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="weight is a DTensor"):
         DiLoCoWorker(model, optimizer, server=broker.address)
-
-
-def test_the_same_optimizer_twice_is_one() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert start.check_pair(model, [optimizer, optimizer]) == (model, (optimizer,))
 
 
 def warnings_in(log: str) -> int:

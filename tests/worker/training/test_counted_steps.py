@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol import UsageError
 from diloco_protocol.messages import Heartbeat, Notice
 from diloco_worker.core.sync.news import Work
-from diloco_worker.training.counted_steps import CountedSteps
+from diloco_worker.training.counted_steps import COMPARE_S, CountedSteps
 from diloco_worker.training.reports import LOOK_S, Pace, Reports
 from kit.scripted_broker import Descent
 from kit.scripted_training import H, ScriptedTraining
@@ -125,12 +126,39 @@ def test_parameters_that_change_without_any_optimizer_are_a_warning(
     assert "changed 10 times" in str(training.metrics.last_error)
 
 
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All tensors say that they are on a device of which there is none here."""
     with monkeypatch.context() as device:
         device.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
         yield
+
+
+def test_reports_between_two_steps_seldom_run_kernels_on_an_accelerator(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    counted.steps.clock = lambda: now[0]
+    counted.descent.steps(1)
+    counts = []
+    with on_an_accelerator(monkeypatch):
+        for now[0] in (0.0, 0.0, 0.0, COMPARE_S, COMPARE_S):
+            with Kernels() as kernels:  # type: ignore[no-untyped-call]
+                counted.steps.reported()
+            counts.append(kernels.count > 0)
+    assert counts == [False, True, False, True, False], "the first is the one of the step"
 
 
 def test_parameters_whose_memory_is_freed_between_reports_are_no_warning(counted: Counted) -> None:

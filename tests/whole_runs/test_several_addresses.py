@@ -1,4 +1,4 @@
-"""Those that know two brokers: when one is killed they train on, and bring their work to the other."""
+"""Those that know two brokers, one of which is killed, and those that follow one that moves."""
 
 from __future__ import annotations
 
@@ -55,3 +55,31 @@ def test_relay_goes_over_to_the_second_of_its_parents(tmp_path: Path) -> None:
         second = sites.hub(1, save_dir=str(tmp_path), bind=there)
         sites.rounds(range(2, 4), "a", "b")
         assert ledger_of(second).keys() == {"a", "b", "north"}
+
+
+# A broker that moves to another address, and a worker that follows it by a file.
+
+
+@pytest.mark.slow
+def test_worker_follows_a_broker_that_moves(processes: Processes, tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    known = f"file://{file}"
+    worker = processes.train("a", known, 200, pause=0.01)
+    worker.says(f"the file {file} is not there yet; waiting for diloco-broker serve --address-file")
+    options = ("--sync-every", "5", "--save-dir", "run", "--address-file", str(file))
+    first, here = processes.serve(*options)
+    assert file.read_text().splitlines()[0] == here
+    first.says("Round 3 closed")
+    with DiLoCoClient(known, timeout=30.0) as client:
+        assert client.pull().version.counter >= 3
+    first.kill()
+    file.write_text("")  # as somebody writes it who has no way to replace it
+    second, there = processes.serve(*options)
+    assert there != here
+    assert processes.asks("status", "--address", known) == 0
+    second.says("expected workers averaged")
+    assert worker.ends() == 0, worker.output
+    result = processes.result("a")
+    assert result["steps"] == 200
+    assert int(result["metrics"]["rounds"]) > 10
+    assert all(torch.isfinite(torch.tensor(result["weights"])))

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol import RunConfig
+from diloco_protocol import Ledger, RunConfig
+from diloco_protocol.messages import Push, Released
 from diloco_worker.core.compatibility import gives_way
 from diloco_worker.core.sync import boundary, effects
+from diloco_worker.core.sync.metrics import SyncLines
+from diloco_worker.core.sync.news import Arrival
 from diloco_worker.core.sync.patience import Options
 from kit.boundary_harness import Trainer, version
 
@@ -219,3 +222,46 @@ def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> Non
     assert not training.passes(5.0).waits()
     assert training.said.endswith("longer than 4 s; the broker restarts and was not back.")
     assert "where it counts" not in training.said
+
+
+# The line for pushes that have counted, and the warning where nothing is learnt.
+
+
+def a_push(push_id: int, steps: int) -> Push:
+    return Push(b"", push_id, 0, 1, "fp32", version(0), steps=steps, norm=0.5)
+
+
+def an_arrival(counter: int) -> Arrival:
+    return Arrival(Released(0, version(counter), Ledger(), round=counter - 1), frozenset(), None)
+
+
+def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
+    now = 0.0
+    told = SyncLines(lambda: now, 100.0)
+    said = []
+    for counter in range(1, 31):
+        told.counted(a_push(counter, 5), an_arrival(counter), 2, 2)
+        said.append(told.line(100.0 + counter))
+        now += 0.125
+    lines = [line for line in said if line is not None]
+    assert len(lines) == 4
+    assert "waited 1.0 s." in lines[0], "what a previous life has waited is no part of it"
+    assert "version 9 (round 8)" in lines[1]
+    assert lines[1].endswith("waited 8.0 s; and 7 more since the last line.")
+    assert "version 30" in str(told.line(130.0, at_once=True))
+    assert told.line(140.0, at_once=True) is None, "nothing is said twice"
+
+
+def test_fragment_that_does_not_move_is_named_until_it_does() -> None:
+    training = Trainer(RunConfig(mode="sync", sync_every=4, num_fragments=2, chunk_elements=10))
+    training.begins()
+    # Of fragments 0 and 1 in turn, the norm of the push, and the warnings up to then.
+    norms = [1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 1, None]
+    warned = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2]
+    for counter, (norm, warnings) in enumerate(zip(norms, warned, strict=True), start=1):
+        training.norm = norm
+        training.steps(2)
+        sent = training.pushes[-1]
+        training.receives(counter, fragment=sent.fragment, counted=sent)
+        assert training.said.count("was all zeros twice in a row") == warnings
+    assert "of fragment 1 was all zeros" in training.said

@@ -130,6 +130,14 @@ def test_a_script_that_never_joins_is_named(processes: Processes) -> None:
         made.says(f"{name} ended without joining the run")
 
 
+@pytest.mark.slow
+def test_workers_that_end_before_the_first_round_are_a_failure(processes: Processes) -> None:
+    script = str(FOLDER / "plain_loop.py")
+    made = launch(processes, "-n", "1", "--sync-every", "500", "--", script, "--steps", "5")
+    assert made.ends(WITHIN_S) == 1, made.output
+    assert "--sync-every" in made.says("No round closed")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

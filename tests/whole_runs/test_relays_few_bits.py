@@ -25,16 +25,23 @@ def zeros() -> nn.Module:
     return model
 
 
-def residual_of(relay: RelayBroker) -> Tensor:
-    """Of the parameters, as one vector."""
+def two_layers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(350, 1, bias=False), nn.Linear(350, 1, bias=False))
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def residual_of(relay: RelayBroker, fragment: int = 0) -> Tensor:
+    """Of the parameters of a fragment, as one vector."""
     tensors = relay._relay_loop._relay_tensors
-    chunks = tensors.residuals.of(0)
+    chunks = tensors.residuals.of(fragment)
     return torch.cat([chunks[at] for at in sorted(chunks)])
 
 
-def dyadic(name: str, number: int) -> Tensor:
+def dyadic(name: str, number: int, size: int = 700) -> Tensor:
     dice = torch.Generator().manual_seed(100 * number + sum(map(ord, name)))
-    return torch.randint(-64, 65, (1, 700), generator=dice) / 16
+    return torch.randint(-64, 65, (1, size), generator=dice) / 16
 
 
 @pytest.mark.slow
@@ -56,6 +63,26 @@ def test_what_sites_learnt_is_in_the_parameters_and_in_their_residuals(wire: str
             left = torch.stack([residual_of(relay) for relay in relays]).mean(0)
             assert torch.equal(learnt.flatten(), left - final["weight"].flatten())
         assert left.any()
+
+
+@pytest.mark.slow
+def test_each_fragment_has_a_residual_of_its_own() -> None:
+    with Sites(two_layers) as sites:
+        hub = sites.hub(1, chunk_elements=CHUNK, num_fragments=2, fragment_sync_delay=0, **SGD)
+        relay = sites.relay(hub, 2, "north", dtype="int4")
+        sites.workers(relay, "a", "b")
+        layouts = [hub._loop.core.state.versions[each].layout for each in range(2)]
+        names = [layout.places[0].entry.name for layout in layouts]
+        learnt = torch.zeros(2, 350)
+        for number in range(6):
+            fragment = number % 2
+            for name in "ab":
+                delta = dyadic(name, number, 350)
+                learnt[fragment] += delta[0] / 2
+                sites.clients[name].push({names[fragment]: delta}, fragment=fragment)
+            final = sites.pull("a", "b")
+            left = residual_of(relay, fragment)
+            assert torch.equal(learnt[fragment], left - final[names[fragment]][0])
 
 
 def test_versions_that_come_as_differences_are_the_parents_to_the_bit() -> None:

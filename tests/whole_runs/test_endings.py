@@ -18,7 +18,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    ["sync", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "streaming"))],
+)
 def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
     processes: Processes, tmp_path: Path, mode: str
 ) -> None:

@@ -259,6 +259,7 @@ def test_dropped_steps_change_nothing_and_keep_their_gradients(
     assert "rates [0.5, 0.5]" in made.output
 
 
+@pytest.mark.slow
 def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_path: Path) -> None:
     _, address = processes.serve("--sync-every", "2", "--no-save")
     made = auto(processes, address, script(tmp_path, TWO_PHASES))

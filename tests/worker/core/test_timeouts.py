@@ -96,6 +96,7 @@ def test_patience_grows_until_something_comes(ready: Desk) -> None:
     assert not lives_on(ready, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
 def test_run_goes_on_when_a_connection_for_chunks_is_forgotten(
     up: bool, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,6 @@ from typing import Any
 
 from diloco_tools.monitor.report.curves import Curve, Points, quantile
 from diloco_tools.monitor.report.facts import (
-    OPEN,
     OVER,
     STOPPED,
     Action,
@@ -58,11 +57,10 @@ class Digest:
 
     def __init__(self, actions: frozenset[str] = frozenset()) -> None:
         """`actions`: sentences of what operators did, which the broker logs as warnings."""
-        self.lines = 0
+        self._facts = Facts()
         self._actions = actions
         self._lives: list[Life] = []
         self._lives_left_out = 0
-        self._at = 0.0  # of the newest line; a clock that was set back does not go back here
         self._workers: dict[str, Worker] = {}
         self._here: set[str] = set()
         self._first_ids: dict[str, str] = {}  # of a restarted worker's newer ids
@@ -73,23 +71,22 @@ class Digest:
         self._rate_from: tuple[float, int, int] | None = None
         self._staleness: Counter[int] = Counter()
         self._slowest: list[tuple[float, int, SlowRound]] = []
-        self._most_alive = 0
-        self._counts = dict.fromkeys(_LEVELS, 0)
         self._said: dict[str, Said] = {}
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
-        self._events_seen = 0
-        self._start: dict[str, Any] = {}
-        self._settings: dict[str, Any] = {}
         self._settings_of = ""  # the epoch whose settings they are
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
-        self._changes_seen = 0
         self._repeated = 0  # rounds with a number that an earlier one had
         self._highest = -1
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._lives
+
     def take(self, document: Mapping[str, Any]) -> None:
         """One line whose kind, epoch and time have been checked."""
-        self.lines += 1
-        at = self._at = max(self._at, float(document["at"]))
+        facts = self._facts
+        facts.lines += 1
+        at = facts.ended_at = max(facts.ended_at, float(document["at"]))
         epoch = text(document["epoch"], LONGEST_NAME)
         if not self._lives or self._lives[-1].epoch != epoch:
             self._begin_life(epoch, at)
@@ -121,19 +118,21 @@ class Digest:
         self._here.clear()
 
     def _take_start(self, at: float, epoch: str, line: Mapping[str, Any]) -> None:
-        for key in ("run", "mode", "version"):
-            self._start[key] = text(line.get(key)) or self._start.get(key)
-        self._start["model"] = mapping(line.get("model")) or self._start.get("model", {})
+        facts = self._facts
+        facts.run = text(line.get("run")) or facts.run
+        facts.mode = text(line.get("mode")) or facts.mode
+        if model := mapping(line.get("model")):
+            facts.model = {key: count(value) for key, value in model.items()}
         self._lives[-1].version = text(line.get("version"), LONGEST_NAME)
         given = flat(mapping(line.get("settings")))
         given = {name: value for name, value in given.items() if name not in _NO_SETTING}
-        for name in sorted(given.keys() | self._settings.keys()) if self._settings else ():
-            before, after = self._settings.get(name), given.get(name)
+        for name in sorted(given.keys() | facts.settings.keys()) if facts.settings else ():
+            before, after = facts.settings.get(name), given.get(name)
             if before != after:
-                self._changes_seen += 1
+                facts.changes_left_out += len(self._changes) == MOST_CHANGES
                 by_restart = epoch != self._settings_of
                 self._changes.append(Change(at, name, before, after, by_restart))
-        self._settings, self._settings_of = given, epoch
+        facts.settings, self._settings_of = given, epoch
 
     def _take_round(self, at: float, life: Life, line: Mapping[str, Any]) -> None:
         round_, averaged = count(line.get("number")) or 0, count(line.get("averaged")) or 0
@@ -142,8 +141,16 @@ class Digest:
         life.closed(round_, averaged, line)
         self._repeated += round_ <= self._highest
         self._highest = max(round_, self._highest)
-        self._most_alive = max(self._most_alive, alive)
+        facts = self._facts
+        facts.rounds += 1
+        facts.contributions += averaged
+        facts.most_alive = max(facts.most_alive, alive)
         loss, norm = number(line.get("loss")), number(line.get("delta_norm"))
+        if loss is not None:
+            facts.first_loss = loss if facts.first_loss is None else facts.first_loss
+            facts.last_loss = loss
+            if facts.best_loss is None or loss < facts.best_loss:
+                facts.best_loss, facts.best_loss_round = loss, round_
         values = {"loss": loss, "seconds": max(0.0, seconds), "averaged": averaged, "alive": alive}
         for key, value in values.items():
             if value is not None:
@@ -157,7 +164,7 @@ class Digest:
         for name in self._here:
             self._workers[self._first_ids.get(name, name)].rounds_here += 1
         slow = SlowRound(round_, at, fragment, seconds, averaged)
-        heapq.heappush(self._slowest, (seconds, self.lines, slow))
+        heapq.heappush(self._slowest, (seconds, facts.lines, slow))
         if len(self._slowest) > SLOWEST:
             heapq.heappop(self._slowest)
 
@@ -188,12 +195,12 @@ class Digest:
         if closed is not None:  # the round has a line of its own, but for these two
             self._slowest = [
                 (seconds, order, replace(slow, expected=closed.expected, without=closed.without))
-                if order == self.lines - 1 and slow.number == closed.number
+                if order == self._facts.lines - 1 and slow.number == closed.number
                 else (seconds, order, slow)
                 for seconds, order, slow in self._slowest
             ]
             return
-        self._events_seen += 1
+        self._facts.events_left_out += len(self._events) == MOST_EVENTS
         self._events.append(Event(at, level, sentence))
         if level in _LEVELS and sentence not in self._actions:
             self._warn(at, level, sentence)
@@ -204,7 +211,8 @@ class Digest:
 
     def _warn(self, at: float, level: str, sentence: str) -> None:
         """Warnings that differ in their numbers alone are counted together."""
-        self._counts[level] += 1
+        self._facts.warnings += level == "warning"
+        self._facts.errors += level == "error"
         key = f"{level} {re.sub(r'[0-9][0-9.]*', '#', sentence)}"
         known = self._said.get(key)
         if known is not None:
@@ -254,55 +262,33 @@ class Digest:
     def facts(self, actions: list[Action], actions_left_out: int, damaged: int) -> Facts:
         """Sum up. `take` has been called, and is not called afterwards."""
         self._end_life()
-        lives, last = tuple(self._lives), self._lives[-1]
-        ending = OPEN if last.ending is None else OVER if last.is_over else STOPPED
+        found, lives, last = self._facts, tuple(self._lives), self._lives[-1]
+        found.began_at, found.lives = lives[0].began_at, lives
+        found.last_words = last.ending
+        if last.ending is not None:
+            found.ending = OVER if last.is_over else STOPPED
+        found.bytes_up = sum(life.bytes_up for life in lives)
+        found.bytes_down = sum(life.bytes_down for life in lives)
         workers = sorted(self._workers.values(), key=lambda each: (-each.contributions, each.name))
         for worker in workers:
-            worker.finish(lives[0].began_at, self._at)
-        curves = self._all_curves(workers)
-        losses, seconds = self._curves["loss"].values, self._curves["seconds"].values
-        best = min(curves["loss"][0].points, key=lambda point: point.value, default=None)
-        return Facts(
-            began_at=lives[0].began_at,
-            ended_at=self._at,
-            ending=ending,
-            last_words=last.ending,
-            run=self._start.get("run"),
-            mode=self._start.get("mode") or "",
-            model={key: count(value) for key, value in self._start.get("model", {}).items()},
-            lives=lives,
-            rounds=len(seconds),
-            contributions=sum(life.contributions for life in lives),
-            most_alive=self._most_alive,
-            first_loss=losses[0] if losses else None,
-            last_loss=losses[-1] if losses else None,
-            best_loss=best and best.value,
-            best_loss_round=best and best.number,
-            round_median_s=quantile(seconds, 0.5),
-            round_p95_s=quantile(seconds, 0.95),
-            round_longest_s=max(seconds, default=None),
-            bytes_up=sum(life.bytes_up for life in lives),
-            bytes_down=sum(life.bytes_down for life in lives),
-            workers=tuple(workers),
-            workers_left_out=len(self._others),
-            curves=curves,
-            staleness=tuple(sorted(self._staleness.items())),
-            slowest=tuple(slow for _, _, slow in sorted(self._slowest, reverse=True)),
-            said=tuple(sorted(self._said.values(), key=lambda s: (s.level != "error", -s.count))),
-            warnings=self._counts["warning"],
-            errors=self._counts["error"],
-            events=tuple(self._events),
-            events_left_out=self._events_seen - len(self._events),
-            settings=self._settings,
-            changes=tuple(self._changes),
-            changes_left_out=self._changes_seen - len(self._changes),
-            actions=tuple(actions),
-            actions_left_out=actions_left_out,
-            pauses=tuple(_pauses(actions, lives)),
-            lines=self.lines,
-            damaged=damaged,
-            remarks=tuple(self._remarks(damaged)),
+            worker.finish(found.began_at, found.ended_at)
+        found.workers, found.workers_left_out = tuple(workers), len(self._others)
+        found.curves = self._all_curves(workers)
+        seconds = self._curves["seconds"].values
+        found.round_median_s, found.round_p95_s = quantile(seconds, 0.5), quantile(seconds, 0.95)
+        found.round_longest_s = max(seconds, default=None)
+        found.staleness = tuple(sorted(self._staleness.items()))
+        found.slowest = tuple(slow for _, _, slow in sorted(self._slowest, reverse=True))
+        said = sorted(self._said.values(), key=lambda each: (each.level != "error", -each.count))
+        found.said, found.events, found.changes = (
+            tuple(said),
+            tuple(self._events),
+            tuple(self._changes),
         )
+        found.actions, found.actions_left_out = tuple(actions), actions_left_out
+        found.pauses = tuple(_pauses(actions, lives))
+        found.damaged, found.remarks = damaged, tuple(self._remarks(damaged))
+        return found
 
     def _all_curves(self, workers: list[Worker]) -> dict[str, tuple[Curve, ...]]:
         shown = workers[:MOST_CURVES]

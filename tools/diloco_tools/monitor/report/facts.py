@@ -121,46 +121,46 @@ class Action:
         return f"{self.who}{'' if self.is_proven else ' (unproven)'}: {self.text}."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Facts:
-    """Everything that a report says."""
+    """Everything that a report says. `Digest` fills it in, line by line."""
 
-    began_at: float
-    ended_at: float
-    ending: str  # OVER, STOPPED or OPEN
-    last_words: str | None
-    run: str | None
-    mode: str
-    model: Mapping[str, Any]
-    lives: tuple[Life, ...]
-    rounds: int
-    contributions: int
-    most_alive: int
-    first_loss: float | None
-    last_loss: float | None
-    best_loss: float | None
-    best_loss_round: int | None
-    round_median_s: float | None
-    round_p95_s: float | None
-    round_longest_s: float | None
-    bytes_up: int
-    bytes_down: int
-    workers: tuple[Worker, ...]  # most contributions first
-    workers_left_out: int
-    curves: Mapping[str, tuple[Curve, ...]]
-    staleness: tuple[tuple[int, int], ...]  # (versions, contributions), the last: and older
-    slowest: tuple[SlowRound, ...]
-    said: tuple[Said, ...]
-    warnings: int
-    errors: int
-    events: tuple[Event, ...]
-    events_left_out: int
-    settings: Mapping[str, Any]
-    changes: tuple[Change, ...]
-    changes_left_out: int
-    actions: tuple[Action, ...]
-    actions_left_out: int
-    pauses: tuple[tuple[float, float], ...]  # of the run, by operators
-    lines: int
-    damaged: int
+    began_at: float = 0.0
+    ended_at: float = 0.0  # of the newest line; a clock that was set back does not go back here
+    ending: str = OPEN  # OVER, STOPPED or OPEN
+    last_words: str | None = None
+    run: str | None = None
+    mode: str = ""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    lives: tuple[Life, ...] = ()
+    rounds: int = 0
+    contributions: int = 0
+    most_alive: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    best_loss: float | None = None
+    best_loss_round: int | None = None
+    round_median_s: float | None = None
+    round_p95_s: float | None = None
+    round_longest_s: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    workers: tuple[Worker, ...] = ()  # most contributions first
+    workers_left_out: int = 0
+    curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
+    staleness: tuple[tuple[int, int], ...] = ()  # (versions, contributions), the last: and older
+    slowest: tuple[SlowRound, ...] = ()
+    said: tuple[Said, ...] = ()
+    warnings: int = 0
+    errors: int = 0
+    events: tuple[Event, ...] = ()
+    events_left_out: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    changes_left_out: int = 0
+    actions: tuple[Action, ...] = ()
+    actions_left_out: int = 0
+    pauses: tuple[tuple[float, float], ...] = ()  # of the run, by operators
+    lines: int = 0
+    damaged: int = 0
     remarks: tuple[str, ...] = ()  # what a reader must know of the history itself

@@ -40,7 +40,7 @@ def read_run(given: Path) -> Facts:
             digest.take(document)
     except OSError as error:
         raise FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
-    if not digest.lines:
+    if digest.is_empty:
         why = f"all of its {damaged} lines are damaged" if damaged else "it is empty"
         raise FeedError(f"{path} has no history of a run ({why}): {GIVE}")
     return digest.facts(actions, left_out, damaged)

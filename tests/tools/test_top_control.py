@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from diloco_protocol.clients import Answer, ask_once
+from diloco_protocol.monitor.fields import confirmed_by
 from diloco_tools.monitor.terminal import sentences
 from diloco_tools.monitor.terminal.glyphs import Glyphs
 from kit.feed_snapshots import worker
@@ -159,7 +160,7 @@ class TestShutdown:
             (None, "if it has a save folder"),
         ):
             assert said in sentences.shutdown(news, UTF8).plain
-        words = [sentences.shutdown_word(news) for news in (snapshot(1, run=None), None)]
+        words = [confirmed_by(news) for news in (snapshot(1, run=None), None)]
         assert words == ["shutdown", "shutdown"]
 
 

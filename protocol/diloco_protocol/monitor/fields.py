@@ -101,6 +101,11 @@ def run_name(snapshot: Snapshot) -> str:
     return (snapshot.run or "")[:8]
 
 
+def confirmed_by(snapshot: Snapshot | None) -> str:
+    """What has to be typed to end a run; one without a model has no name of its own yet."""
+    return (run_name(snapshot) if snapshot else "") or "shutdown"
+
+
 def state_of(snapshot: Snapshot) -> Part:
     """What the run does, and for how long or what for."""
     state = snapshot.state

@@ -30,7 +30,7 @@ from diloco_protocol.addresses import as_reached
 from diloco_protocol.clients import Answer, Ask, ask_once
 from diloco_protocol.feed import FeedError, LastRound, Snapshot, Worker
 from diloco_protocol.monitor import tree
-from diloco_protocol.monitor.fields import BAD, GOOD, TOP, UNEASY, Part
+from diloco_protocol.monitor.fields import BAD, GOOD, TOP, UNEASY, Part, confirmed_by
 from diloco_protocol.monitor.rows import cells
 from diloco_protocol.quantities import byte_rate, duration, figure, norm, whole
 from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
@@ -588,6 +588,6 @@ class Top(App[None]):
             return
         snapshot = self.model.snapshot
         said = sentences.shutdown(snapshot, self.glyphs)
-        word = self.glyphs.printable(sentences.shutdown_word(snapshot))
+        word = self.glyphs.printable(confirmed_by(snapshot))
         dialog = TypedWord("End the run?", said, word)
         self._confirm(dialog, lambda _: self._request("shutdown"))

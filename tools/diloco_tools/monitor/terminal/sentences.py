@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_protocol.feed import DEAD, Snapshot, Worker
-from diloco_protocol.monitor.fields import OF_WORKER, TOP, UNEASY, columns, run_name
+from diloco_protocol.monitor.fields import OF_WORKER, TOP, UNEASY, columns
 from diloco_protocol.monitor.rows import Listed, cell
 from diloco_protocol.quantities import NONE, plural
 from diloco_tools.monitor.terminal.glyphs import QUIET, STYLES, Glyphs
@@ -68,11 +68,6 @@ def shutdown(snapshot: Snapshot | None, glyphs: Glyphs) -> Text:
         "notifies its workers that the run is over, and exits. To restart it soon: "
         "diloco-broker shutdown --restarting"
     )
-
-
-def shutdown_word(snapshot: Snapshot | None) -> str:
-    """What has to be typed: the run's name as the header shows it."""
-    return (run_name(snapshot) if snapshot else "") or "shutdown"
 
 
 def rate_change(old: float | None, typed: str, glyphs: Glyphs) -> tuple[float | None, str]:

@@ -5,9 +5,9 @@ from typing import Any
 
 from diloco_protocol.addresses import as_reached
 from diloco_protocol.feed import Snapshot
+from diloco_protocol.monitor.fields import confirmed_by
 from diloco_tools.monitor.web.security import Refusal
 
-SHORT_RUN = 8  # characters of a run's name: what the header shows, and what is typed to stop it
 # The actions of a page, and their arguments: those that are asked for, and, of "set", any of these.
 ACTIONS: Mapping[str, Sequence[str]] = {
     "save": (),
@@ -25,8 +25,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
 def read_order(document: object, snapshot: Snapshot | None) -> tuple[str, dict[str, Any]]:
     """The action and its arguments from the JSON of a request: {"action": ..., argument: value, ...}.
 
-    Their values are the broker's to check. `shutdown` has to name the run in `confirm`, as `run_name`
-    gives it.
+    Their values are the broker's to check. `shutdown` has to name the run in `confirm`.
 
     Raises:
         Refusal: anything else than a known action with its arguments.
@@ -42,14 +41,9 @@ def read_order(document: object, snapshot: Snapshot | None) -> tuple[str, dict[s
     if not arguments and ACTIONS[action]:
         needed = "a setting" if action == "set" else ACTIONS[action][0]
         raise Refusal(400, f"{action!r} needs {needed}.")
-    if action == "shutdown" and arguments.pop("confirm") != run_name(snapshot):
+    if action == "shutdown" and arguments.pop("confirm") != confirmed_by(snapshot):
         raise Refusal(400, "That is not the name of this run, so the broker was not stopped.")
     return action, arguments
-
-
-def run_name(snapshot: Snapshot | None) -> str:
-    """What is typed to confirm the end of a run; one without a model has no name of its own yet."""
-    return snapshot.run[:SHORT_RUN] if snapshot is not None and snapshot.run else "shutdown"
 
 
 def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) -> str | None:

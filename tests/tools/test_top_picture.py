@@ -23,8 +23,9 @@ from kit.top_screen import LARGE, SMALL, ScreenPilot, document, screen, shown, s
 UTF8, ASCII = Glyphs.for_encoding("utf-8"), Glyphs.ascii()
 
 
-@pytest.mark.parametrize("size", [(80, 24), (80, 31), (240, 70)])
-@pytest.mark.parametrize("many", [0, 1, 40])
+@pytest.mark.parametrize(
+    ("size", "many"), [((80, 24), 0), ((80, 24), 40), ((80, 31), 1), ((240, 70), 40)]
+)
 def test_window_is_filled_exactly(size: tuple[int, int], many: int) -> None:
     lines = shown(document(1, workers=[worker(f"w{n}") for n in range(many)]), size).splitlines()
     assert len(lines) == size[1]

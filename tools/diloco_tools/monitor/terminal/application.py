@@ -37,7 +37,14 @@ from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from diloco_tools.monitor.feed.model import FeedModel, Freshness
 from diloco_tools.monitor.feed.series import RunSeries, recent_scale
 from diloco_tools.monitor.terminal import palette, sentences
-from diloco_tools.monitor.terminal.dialogs import NewRate, Page, Question, TypedWord, by_rich
+from diloco_tools.monitor.terminal.dialogs import (
+    NewRate,
+    Page,
+    Question,
+    TypedWord,
+    by_rich,
+    choices,
+)
 from diloco_tools.monitor.terminal.glyphs import QUIET, STYLES, Glyphs
 from diloco_tools.monitor.terminal.keys import SWITCHES, bindings, keys_for
 from diloco_tools.monitor.terminal.playing import Player
@@ -223,6 +230,7 @@ class Top(App[None]):
             yield Static(Text("filter", "bold"))
             hint = "part of an id, a host, a state or a health"
             yield Input(placeholder=hint, compact=True, id="filter")
+            yield Static(choices(("enter", "keep"), ("esc", "show all")))
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
@@ -242,7 +250,7 @@ class Top(App[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Of two actions of one key, the one that would change something."""
         if action not in SWITCHES:
-            return True
+            return action != "filter" or not self.has_class("filtering")
         snapshot = self.model.snapshot
         is_paused = snapshot is not None and snapshot.state == "paused"
         is_on = is_paused if action in ("pause", "resume") else self._frozen is not None
@@ -452,7 +460,8 @@ class Top(App[None]):
         self.redraw()
 
     def action_filter(self) -> None:
-        self.query_one("#filter-row").add_class("open")
+        self.add_class("filtering")
+        self.refresh_bindings()
         entry = self.query_one("#filter", Input)
         entry.value = self.view.wanted
         entry.focus()
@@ -474,7 +483,8 @@ class Top(App[None]):
         self._close_filter()
 
     def _close_filter(self) -> None:
-        self.query_one("#filter-row").remove_class("open")
+        self.remove_class("filtering")
+        self.refresh_bindings()
         self.set_focus(None)
         self.redraw()
 

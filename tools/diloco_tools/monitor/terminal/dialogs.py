@@ -30,10 +30,10 @@ class Dialog(ModalScreen[T]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", priority=True)]
 
-    def __init__(self, title: Text, asked: Sequence[Widget], *choices: tuple[str, str]) -> None:
+    def __init__(self, title: Text, asked: Sequence[Widget], *answers: tuple[str, str]) -> None:
         super().__init__()
         self._frame = (Static(by_rich(title), classes="title"), *asked)
-        self._choices = Static(_choices(*choices))
+        self._choices = Static(choices(*answers))
 
     def compose(self) -> ComposeResult:
         yield Vertical(*self._frame, self._choices, classes="dialog")
@@ -80,7 +80,7 @@ class NewRate(Dialog[float]):
             return
         self._entry.disabled = True
         self.set_focus(None)
-        self._choices.update(_choices(("y", "send it to the broker"), ("n", "cancel")))
+        self._choices.update(choices(("y", "send it to the broker"), ("n", "cancel")))
 
     def on_key(self, event: events.Key) -> None:
         if self._new is not None and event.key in ("y", "Y", "n", "N"):
@@ -141,8 +141,9 @@ class Page(ModalScreen[None]):
         self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
 
 
-def _choices(*choices: tuple[str, str]) -> Text:
+def choices(*of: tuple[str, str]) -> Text:
+    """Keys that answer, and what each does."""
     text = Text()
-    for key, label in choices:
+    for key, label in of:
         text.append("   " if text.plain else "").append(key, "bold").append(f" {label}", QUIET)
     return text

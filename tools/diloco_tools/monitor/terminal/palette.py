@@ -66,9 +66,9 @@ DataTable > .datatable--hover { background: $background; }
 Footer { background: $background; padding-left: 1; }
 FooterKey { background: $background; }
 #filter-row { display: none; height: 1; padding: 0 1; }
-#filter-row.open { display: block; }
-#filter-row Static { width: 8; }
-#filter-row Input { width: 1fr; }
+.filtering #filter-row { display: block; }
+#filter-row Static { width: auto; margin-right: 1; }
+#filter-row Input { width: 1fr; margin-right: 1; }
 Input { background: $panel; color: $foreground; }
 ModalScreen { align: center middle; background: $background 40%; }
 .dialog { width: 76; max-width: 100%; height: auto; max-height: 100%; padding: 0 2;

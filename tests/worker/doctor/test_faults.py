@@ -138,31 +138,32 @@ def test_feed_is_recognized(broker: Broker) -> None:
     finds(Fault.NOT_A_BROKER, broker.address, broker.feed_address)
 
 
-def test_key_is_missing(keyed: Broker) -> None:
-    finds(Fault.NO_KEY, "asks for a key", keyed.address)
-
-
-def test_key_that_others_may_read(keyed: Broker, folder: KeyFolder) -> None:
+def readable_by_all(folder: KeyFolder, _: Path) -> Path:
     file = file_of(folder, "w0")
     file.chmod(0o644)
-    finds(Fault.KEY_FILE, "chmod 600", keyed.address, "--keys", file)
+    return file
 
 
-def test_key_that_is_not_there(keyed: Broker, tmp_path: Path) -> None:
-    finds(Fault.KEY_FILE, "cannot be read", keyed.address, "--keys", tmp_path / "none.key")
+def of_another_broker(folder: KeyFolder, to: Path) -> Path:
+    return written(replace(key(folder, "w0"), broker=zmq.curve_keypair()[0]), to / "other.key")
 
 
-def test_key_that_the_broker_does_not_know(
-    keyed: Broker, folder: KeyFolder, tmp_path: Path
+@pytest.mark.parametrize(
+    ("make", "fault", "word"),
+    [
+        (lambda *_: None, Fault.NO_KEY, "key"),
+        (readable_by_all, Fault.KEY_FILE, "chmod 600"),
+        (lambda _, to: to / "none.key", Fault.KEY_FILE, "none.key"),
+        (lambda folder, to: written(forged(folder, "w0"), to / "x"), Fault.WRONG_KEY, "let"),
+        (of_another_broker, Fault.WRONG_KEY, "another broker"),
+    ],
+    ids=["none", "readable by all", "not there", "unknown", "of another broker"],
+)
+def test_key_that_does_not_let_in(
+    keyed: Broker, folder: KeyFolder, tmp_path: Path, make: Any, fault: Fault, word: str
 ) -> None:
-    file = written(forged(folder, "w0"), tmp_path / "forged.key")
-    finds(Fault.WRONG_KEY, "does not let this key in", keyed.address, "--keys", file)
-
-
-def test_key_for_another_broker(keyed: Broker, folder: KeyFolder, tmp_path: Path) -> None:
-    other = replace(key(folder, "w0"), broker=zmq.curve_keypair()[0])
-    file = written(other, tmp_path / "other.key")
-    finds(Fault.WRONG_KEY, "made for another broker", keyed.address, "--keys", file)
+    file = make(folder, tmp_path)
+    finds(fault, word, keyed.address, *(("--keys", file) if file else ()))
 
 
 def test_key_that_nobody_asks_for(broker: Broker, folder: KeyFolder) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diloco_worker import DiLoCoWorker
 from kit.process_kit import PATIENCE_S, Processes, a_free_address
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 pytest_plugins = ("kit.process_fixtures",)
 
 LOOK_S = 0.002

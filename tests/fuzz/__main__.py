@@ -1,6 +1,6 @@
 """Fuzzing: inputs that are changed again and again towards code not reached yet, and what they break.
 
-    make fuzz                                         # all but `live`: nearly the same inputs each time
+    make fuzz                                         # nearly the same inputs each time
     make fuzz SECONDS=3600 SEED=7                     # others, for an hour
     PYTHONPATH=tests python -m fuzz machine --inputs 100000 --seed 7    # drawn by the seed alone
     PYTHONPATH=tests python -m fuzz machine --replay FILE               # one that failed
@@ -29,10 +29,9 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-TARGETS = ("decoding", "machine", "session", "files")  # of one input each
+TARGETS = ("decoding", "machine", "session", "files")
 # How many of each without a time: a quarter of a minute.
 INPUTS = {"decoding": 60_000, "machine": 400, "session": 3000, "files": 9000}
-LIVE = "live"  # a broker in a process, which needs messages by the hundred
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = Path("runs/fuzz")  # where failing inputs are written
 LONGEST_INPUT = 4000  # bytes; each choice takes one or two
@@ -142,16 +141,6 @@ def has_atheris() -> bool:
     return importlib.util.find_spec("atheris") is not None
 
 
-def play(seed: int, messages: float, seconds: float) -> int:
-    """A live broker is said so much, or for so long; returns the exit code."""
-    live = import_module("fuzz.live")
-    began = time.monotonic()
-    sent, ended = live.run(seed, messages, float("inf") if messages < float("inf") else seconds)
-    print(f"{ended} connections were ended by the broker before it answered the status")
-    say(LIVE, sent, 2, time.monotonic() - began, f"seed {seed}, brokers without keys and with keys")
-    return 0
-
-
 def all_targets(targets: tuple[str, ...], seed: int, seconds: float | None) -> bool:
     """Each target in a process of its own, for its share of the time. Returns whether all went well."""
     if not has_atheris():
@@ -195,13 +184,7 @@ def main() -> int:
     options = parser.parse_args()
     (first, *_) = options.target
     most = float("inf") if options.seconds else INPUTS.get(first, float("inf"))
-    seconds = options.seconds or (60.0 if first == LIVE else float("inf"))
-    if first == LIVE and options.replay:
-        parser.error(
-            "a live broker hears connections drawn by a seed, no file; say --inputs N --seed S again"
-        )
-    if first == LIVE and (options.alone or options.inputs):
-        return play(options.seed, options.inputs or float("inf"), seconds)
+    seconds = options.seconds or float("inf")
     if options.replay:
         import_module(f"fuzz.{first}").run(options.replay.read_bytes())
         print(f"{first}: {options.replay} does no harm")

@@ -53,8 +53,6 @@ class Scenario:
     tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
     watch_s: float = 1.0  # how often the referee looks whether everybody gets on
     thoroughness: int = 1  # see `Referee`
-    has_units: bool = False  # workers train on the units of a data set
-    processes: tuple[int, ...] = (1,)  # of a worker, drawn from for each
 
     @property
     def cycle_s(self) -> float:
@@ -173,8 +171,6 @@ class Simulation:
             "wants": dice.choice(scenario.wants),
             "timeout": dice.choice(scenario.timeouts),
         }
-        if len(scenario.processes) > 1:
-            drawn["processes"] = dice.choice(scenario.processes)
         process = Worker(
             self.world,
             self.referee,
@@ -183,7 +179,6 @@ class Simulation:
             manifest=self._manifest,
             habits=Habits(**drawn | scenario.habits | habits),
             connect=self._connect,
-            has_units=scenario.has_units,
         )
         self.world.tell(process.name, f"begins: {process.habits}")
         self.processes.append(process)

@@ -20,7 +20,6 @@ from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import LinkState, Sight, Work
 from diloco_worker.core.sync.patience import Options
 from diloco_worker.core.sync.state import SyncState
-from simulation.residuals import Residuals
 
 if TYPE_CHECKING:
     from simulation.worker import Worker
@@ -44,7 +43,6 @@ class Habits:
     repeats: float = 0.0  # that a chunk is sent twice
     look_s: float = 5.0  # after which it looks around by itself while it waits
     heartbeat_interval: float | None = None  # seconds; None: as the broker has it
-    processes: int = 1  # that are this worker together
 
 
 class Training:
@@ -57,7 +55,6 @@ class Training:
         self.leaving = False  # it was asked to finish
         self.waiting_since: float | None = None  # when it began to stand still
         self._frozen: dict[int, tuple[int, float]] = {}  # by fragment, step and second of the last
-        self.residuals = Residuals(worker.name, worker.worker_id)
         self._thread = self._train()
 
     def goes_on(self) -> float | None:
@@ -111,8 +108,6 @@ class Training:
         yield from self._carry_out(look(state))
         while not self.leaving:
             yield dice.uniform(0.8, 1.2) / worker.habits.speed
-            if worker.units is not None:
-                worker.units.step()
             yield from self._carry_out(boundary.after_step(state, self.step + 1))
             if dice.random() < worker.habits.forces:
                 yield from self._carry_out(boundary.force(state))
@@ -176,12 +171,7 @@ class Training:
         worker = self.worker
         self.state.schedule.check_invariants()
         match effect:
-            case effects.Land(number, landing):
-                self.residuals.lands(self.state.fragments[number], landing)
             case effects.Look() | effects.Wait():
-                for each in self.state.fragments:
-                    if not each.is_torn:
-                        self.residuals.landed(each)
                 return Sight(worker.inbox.take_news(), self._link_state(), self._totals())
             case effects.ReadReports():
                 return self._totals()
@@ -212,9 +202,6 @@ class Training:
         what = f"step {self.step}: freezes {push.push_id:#x} of {push.fragment}"
         worker.world.tell(worker.name, what)
         worker.referee.offered(worker.name, worker.worker_id, push)
-        self.residuals.frozen(push)
-        if worker.units is not None:
-            worker.units.frozen(push)
         return push
 
     def _totals(self) -> Work:

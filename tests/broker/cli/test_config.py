@@ -10,7 +10,6 @@ import pytest
 from diloco_broker import BrokerConfig
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_protocol import UsageError
-from diloco_protocol.fragments import PATTERNS
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "both"}, "--mode"),
@@ -139,35 +138,6 @@ def test_bad_configuration_is_refused_with_one_sentence(
 )
 def test_what_is_on_the_edge_is_accepted(options: dict[str, Any]) -> None:
     BrokerConfig(**options)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-@pytest.mark.parametrize("fixed", [{"fragment_merge": "rebase"}, {"fragment_update_alpha": 0.5}])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_sweep_over_fragments_needs_no_special_case(
-    pieces: int, pattern: str, fixed: dict[str, Any], mode: str
-) -> None:
-    for delay in (0, 2, "auto"):
-        for longest in (2, None):
-            config = BrokerConfig(
-                mode=mode,
-                num_fragments=pieces,
-                fragment_pattern=pattern,
-                fragment_sync_delay=delay,
-                fragment_max_delay=longest,
-                **fixed,
-            )
-            assert config.fragment_pattern == pattern
-
-
-@pytest.mark.parametrize("outer", ["nesterov", "dn", "fedbuff", "sgd"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_sweep_over_optimizers_needs_no_special_case(outer: str, nesterov: bool) -> None:
-    config = BrokerConfig(outer=outer, outer_momentum=0.0, nesterov=nesterov, dn_buffer=1)
-    assert (config.outer_name, config.dn_size) == (outer, 1)
-    for quorum in (1, 2, 4, None):
-        BrokerConfig(outer=outer, workers=4, quorum=quorum, deterministic=True)
 
 
 def test_paths_are_kept_as_text_since_checkpoints_hold_the_options() -> None:

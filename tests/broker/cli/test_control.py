@@ -161,24 +161,6 @@ def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> N
     assert (after["lr"], after["momentum"]) == (0.25, 0.5)
 
 
-def test_new_h_holds_from_the_next_cycle_of_each_worker() -> None:
-    seen: list[int | None] = []
-    broker = Broker(make_config(sync_every=4))
-
-    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        seen.append(hook.sync_every)
-        if step == 6:
-            with Operator(broker.address) as operator:
-                assert operator.ask("set", sync_every=2).ok
-            link = hook._link
-            assert link is not None
-            until(lambda: link.config is not None and link.config.sync_every == 2)
-
-    with broker:
-        run(broker, trainees(1), 12, before=tune)
-    assert seen == [4] * 8 + [2] * 4, "the cycle at hand is finished"
-
-
 def test_paused_run_stands_still_and_goes_on_where_it_was() -> None:
     """Every bit is that of a run that was never paused."""
     is_paused = threading.Event()

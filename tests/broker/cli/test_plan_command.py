@@ -18,7 +18,7 @@ from diloco_broker.cli.app import app
 from diloco_protocol import FragmentPlan, Kind, Manifest, lay_out
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.fragments import PATTERNS, slots
-from diloco_worker import DiLoCoClient, manifest_of
+from diloco_worker import DiLoCoClient
 from kit.manifests import MODELS, tensor
 from kit.whole_run import PATIENCE_S, make_config, mlp
 
@@ -67,15 +67,6 @@ def test_view_has_the_bytes_that_travel_and_the_steps_that_are_due(name: str, pa
         assert each.due == slots(every, pieces)[each.fragment]
     assert sum(each.elements for each in view.fragments) == manifest.trainable_elements
     assert 1 <= view.imbalance <= pieces
-
-
-def test_view_of_a_module_in_three_lines() -> None:
-    manifest = manifest_of(mlp())
-    view = FragmentPlan.of(manifest, 3).view(manifest, sync_every=6)
-    assert [
-        (each.due, each.elements, each.bytes_up, each.bytes_down) for each in view.fragments
-    ] == [(2, 30, 60, 120), (4, 35, 70, 140), (6, 18, 36, 72)]
-    assert view.imbalance == pytest.approx(35 * 3 / 83)
 
 
 # Model files.
@@ -156,15 +147,6 @@ def test_table_fits_80_columns(
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines if line[:8].strip().isdigit() and "%" in line]
     assert [row[0] for row in rows] == [str(number) for number in range(pieces)]
-
-
-def test_layers_of_a_fragment_are_named_and_with_the_flag_every_parameter(tmp_path: Path) -> None:
-    torch.save(llama_state(), tmp_path / "model.pt")
-    shown = planned(tmp_path / "model.pt", "--num-fragments", 3)
-    assert "  0  model.embed_tokens, model.layers.0 3 6 9\n" in shown
-    assert "  2  model.layers.2 5 8 11, model.norm, lm_head\n" in shown
-    shown = planned(tmp_path / "model.pt", "--num-fragments", 3, "--parameters")
-    assert shown.count("_proj.weight\n") == 4 * LAYERS
 
 
 def test_uneven_split_is_told_which_pattern_is_better_and_how_many_fragments_make_sense(

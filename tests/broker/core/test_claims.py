@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import Received
-from diloco_broker.core.rules.joining.descriptions import GOES_ON_WITHIN_S
 from diloco_broker.core.rules.joining.room import bytes_per_parameter
 from diloco_broker.core.rules.reducers.streaming import MOST_PUSHES
 from diloco_broker.core.state import model_source
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.messages import Describe, Join, Result, Welcome, decode, encode
+from diloco_protocol.messages import Join, Result, Welcome, decode, encode
 from diloco_protocol.records import from_plain
-from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import Puppet, Stage, a_config, a_manifest, a_run, a_stage, alone
+from diloco_protocol.version import VersionId
+from kit.core_harness import Puppet, Stage, a_config, a_manifest, a_stage, alone
 from kit.noted_tensors import CHUNK_ELEMENTS
 
 
@@ -124,13 +122,6 @@ def test_claim_stays_while_another_worker_has_that_model() -> None:
     assert stage.version().counter == 0
 
 
-def test_model_of_a_run_stays_when_everybody_has_gone() -> None:
-    stage, (a) = alone()
-    a.leaves()
-    assert stage.state.model.manifest is not None
-    assert stage.version().counter == 0
-
-
 def test_workers_are_refused_past_the_number_that_may_be_here() -> None:
     stage = a_stage(2, max_workers=2)
     a, _ = stage.joined("a", "b")
@@ -140,15 +131,6 @@ def test_workers_are_refused_past_the_number_that_may_be_here() -> None:
     assert len(stage.here) == 2
     a.leaves()
     assert stage.worker("c").joins().last(Welcome) is not None
-
-
-def test_names_of_those_whose_parameters_were_bad_go_with_them() -> None:
-    stage = a_stage(2)
-    for number in range(20):
-        worker = stage.worker(f"w{number}").joins()
-        worker.donates(indexes=[0], is_finite=False)
-        worker.leaves()
-    assert not stage.state.model.rejected_donors
 
 
 def test_what_a_worker_wants_is_quoted_in_part() -> None:
@@ -188,13 +170,6 @@ def test_pushes_that_a_worker_begins_in_one_round_are_bounded() -> None:
     assert stage.version().counter == 1
 
 
-def test_ledger_of_a_push_is_not_kept_with_it() -> None:
-    stage, (_, b) = a_run("a", "b", rounds=0)
-    b.offers(5, ledger=Ledger({f"w{n}": (Counted(n),) for n in range(100)}))
-    (contribution,) = stage.round.contributions.values()
-    assert contribution.push.ledger is None
-
-
 def test_versions_of_fragments_that_there_are_not_are_not_asked_for() -> None:
     stage = a_stage(1)
     many = tuple(VersionId("00000000000000aa", 2**40, tag) for tag in range(1000))
@@ -202,13 +177,3 @@ def test_versions_of_fragments_that_there_are_not_are_not_asked_for() -> None:
     stage.passes(11.0)
     assert len(stage.state.members.named("a").versions) == 2
     assert set(worker.asked_for) <= {0, 1}
-
-
-def test_what_came_of_a_description_is_forgotten_where_it_does_not_go_on() -> None:
-    stage = a_stage(1)
-    route = stage.route()
-    stage.happens(Received(route, Join("a", None, digest=bytes(32), size=5 << 20)))
-    stage.happens(Received(route, Describe(bytes(48 << 10))))
-    assert stage.state.descriptions
-    stage.passes(GOES_ON_WITHIN_S + 1)
-    assert not stage.state.descriptions

@@ -131,14 +131,6 @@ def test_relay_that_lost_its_memory_does_not_count_a_push_again_that_waits_for_i
     assert named(stage)["d"] == [12]
 
 
-def test_relay_is_told_that_a_version_has_some_of_its_push() -> None:
-    _, (north, south) = sites("north", "south")
-    pushes_for(north, 2, a=10, b=11)
-    pushes_for(south, 3, c=12)
-    south.begins(4, contents={"a": 10, "c": 13}, workers=2)
-    assert south.error().code == "contained"
-
-
 def test_unfinished_push_of_a_relay_gives_way_to_its_next_with_the_same_contents() -> None:
     stage, (c, north) = sites("north", direct=("c",), chunks=3)
     north.offers(2, contents={"a": 10}, workers=1)

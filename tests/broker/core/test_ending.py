@@ -94,27 +94,6 @@ def test_a_last_round_with_too_few_is_not_made() -> None:
     assert not stage.said("is made without")
 
 
-def test_each_fragment_of_the_last_cycle_is_made_of_what_is_whole() -> None:
-    stage, (a, _) = a_run(
-        *("a", "b"),
-        rounds=2,
-        max_rounds=4,
-        heartbeat_timeout=0.0,
-        stall_timeout=0.0,
-        num_fragments=2,
-        sync_every=4,
-    )
-    stage.passes(0.2)
-    a.pushes(91)
-    a.begins(92, fragment=1)
-    stage.passes(LAST_ROUND_S + 1.0)
-    assert stage.counters == [2, 1]
-    a.completes()
-    stage.passes(LAST_ROUND_S + 1.0)
-    assert stage.counters == [2, 2]
-    assert a.notices[-1] == "over"
-
-
 BOTH = pytest.mark.parametrize(
     "deterministic", [False, True], ids=["streaming", "whole submissions"]
 )

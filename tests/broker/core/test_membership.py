@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import Malformed, Received
+from diloco_broker.core.events import Received
 from diloco_broker.core.state.model_source import InitialModel
 from diloco_broker.core.state.uploads import first_window, upload_window
 from diloco_broker.core.state.versions import MAX_OBSERVERS
@@ -197,14 +197,6 @@ def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoi
     elsewhere = stage.route()
     a.sends(messages.Heartbeat(a.token(), 1), on=elsewhere)
     assert [type(m) for m in stage.inbox[elsewhere]] == [messages.Rejoin]
-
-
-def test_unreadable_message_costs_its_sender_an_error_and_a_counter() -> None:
-    stage = a_stage()
-    route = stage.route()
-    stage.happens(Malformed(route, "bad_header", "The header is not a msgpack map."))
-    assert stage.shown()["totals"]["malformed"] == 1
-    assert stage.inbox[route] == [messages.Error("bad_header", "The header is not a msgpack map.")]
 
 
 def test_reader_gets_no_more_chunks_than_it_has_credit_for() -> None:

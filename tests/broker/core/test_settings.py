@@ -258,14 +258,6 @@ def test_name_of_an_operator_is_short() -> None:
     assert act.who == "y" * 100
 
 
-def test_refused_work_is_counted_by_its_reason() -> None:
-    stage, (a,) = a_run("a")
-    a.begins(11, fragment=7)
-    assert sum(stage.state.refused.values()) == stage.shown()["totals"]["rejected"] == 1
-    (rejection,) = stage.state.rejections
-    assert (rejection.worker_id, rejection.code) == ("a", next(iter(stage.state.refused)))
-
-
 def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() -> None:
     """It was to begin with the next one; the round would else wait for somebody who never comes."""
     stage = a_stage(workers=2, num_fragments=2, sync_every=8)

@@ -9,10 +9,9 @@ import weakref
 import pytest
 
 from diloco_broker.core import events
-from diloco_broker.core.rules import grants
 from diloco_broker.core.state.update import InvariantBroken
-from diloco_broker.core.story import KEPT, CoreError
-from diloco_protocol.messages import Chunk, Heartbeat, Pull, Push
+from diloco_broker.core.story import KEPT
+from diloco_protocol.messages import Chunk, Heartbeat, Pull
 from kit.core_harness import Puppet, Stage, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
@@ -55,38 +54,6 @@ def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> 
     assert " of b" not in own
     assert "round 1: Push of b, fragment 0, push 4" in of_round
     assert "round 0" not in of_round
-
-
-def test_mistake_of_ours_in_a_run_tells_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, a, _ = a_run()
-    a.begins(1)
-
-    def stumble(*_: object) -> None:
-        raise KeyError("a mistake of ours")
-
-    monkeypatch.setattr(grants, "acknowledge_work", stumble)
-    with pytest.raises(CoreError) as caught:
-        a.delivers([0])
-    text = str(caught.value)
-    assert text.startswith("KeyError('a mistake of ours')\n  in round 0 (open, fragment 0)")
-    assert "WorkDone of a, fragment 0, chunk 0, push 1" in text
-    before = text.partition("  before it, of a:")[2]
-    assert "Push of a, fragment 0, push 1" in before
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_story_stays_small_whatever_happens() -> None:
-    stage, a, b = a_run()
-    a.begins(1)
-    b.begins(2)
-    again = Push(b.token(), 2, 0, CHUNKS, "fp32", base=stage.version())
-    for _ in range(2 * KEPT):
-        stage.core.handle(events.Received(b.control, again), stage.now)
-        stage.core.handle(events.Malformed(b"x" * 5, "bad_header", "z" * 10_000), stage.now)
-    assert len(stage.core._story) <= 2 * KEPT
-    text = broken_by(stage, "a")
-    assert len(text) < 5000
-    assert "zzz" not in text
 
 
 def test_story_keeps_no_payload_alive() -> None:

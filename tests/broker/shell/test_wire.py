@@ -109,43 +109,6 @@ def play_all(broker: Broker, theta: Tensor, deltas: list[list[Tensor]]) -> list[
         return [run.result(60) for run in runs]
 
 
-@pytest.mark.parametrize("reply", ["int8", "int4", "int4z"])
-def test_versions_in_few_bits_are_those_of_the_reference_bit_for_bit(reply: str) -> None:
-    """The second worker misses three versions, and the third takes each whole; all hold the same."""
-    generator = torch.Generator().manual_seed(1)
-    length, rounds = 512, 6
-    theta = torch.randn(length, generator=generator)
-    deltas = [0.1 * torch.randn(length, generator=generator) for _ in range(rounds)]
-    shadow = theta.clone()
-    alone = {"mode": "async", "outer": "nesterov", "outer_momentum": 0.0}
-    with (
-        a_broker(1, reply_dtype=reply, chunk_elements=256, **alone) as broker,
-        RawWorker(broker.address, "w0") as worker,
-    ):
-        worker.join(one_tensor(length))
-        worker.donate(theta)
-        masters = [worker.pull(length)]
-        with RawWorker(broker.address, "late") as late, RawWorker(broker.address, "whole") as whole:
-            for other in (late, whole):
-                other.join(one_tensor(length))
-                assert torch.equal(other.pull(length), theta)
-            whole.takes_deltas = False
-            one = [[delta] for delta in deltas]
-            outer = reference(theta, one, "fp32", lr=0.7, momentum=0.0, nesterov=False)
-            for number, delta in enumerate(deltas):
-                assert worker.version is not None
-                worker.push(1000 + number, delta, "fp32")
-                got = worker.pull(length, after=worker.version["counter"])
-                shadow = shadow + as_read_by(outer[number] - shadow, reply, 256)
-                torch.testing.assert_close(got, shadow, rtol=0, atol=1e-6)
-                masters.append(got)
-                if number in (2, 5):
-                    assert torch.equal(late.pull(length, after=0), got)
-                assert torch.equal(whole.pull(length, after=number), got)
-            assert worker.deltas == 2 * rounds and whole.deltas == 0
-            assert late.deltas == 4, "two chunks twice, each over three versions"
-
-
 @pytest.mark.parametrize(
     ("wire", "momentum", "nesterov"),
     [
@@ -290,44 +253,6 @@ def test_bad_chunk_gets_a_sentence_and_the_round_goes_on(
                 vandal.send_chunk(1, index, bytes(4 * size))
                 vandal.receive("ack")
             finish_a_round(broker)
-
-
-def test_push_that_is_too_large_is_refused_by_its_bytes_and_the_others_go_on() -> None:
-    with (
-        a_broker(3, outer="sgd", max_delta_norm=20.0) as broker,
-        contextlib.ExitStack() as stack,
-    ):
-        names = ("a", "b", "vandal")
-        workers = [stack.enter_context(RawWorker(broker.address, name)) for name in names]
-        for worker in workers:
-            worker.join(one_tensor(ELEMENTS))
-            if worker is workers[0]:
-                worker.donate(torch.zeros(ELEMENTS))
-            worker.pull(ELEMENTS)
-        a, b, vandal = workers
-        vandal.push(3, torch.full((ELEMENTS,), 100.0), norm=0.1)
-        a.push(1, torch.ones(ELEMENTS))
-        b.push(2, torch.ones(ELEMENTS))
-        got = b.pull(ELEMENTS, after=0)
-        error = vandal.receive("error")
-        assert (error["code"], error["push_id"]) == ("too_large", 3)
-        assert "707.1" in error["text"]
-        torch.testing.assert_close(got, torch.full((ELEMENTS,), -0.7))
-
-
-def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
-    with a_broker(2, heartbeat_timeout=0.0) as broker, RawWorker(broker.address, "w0") as stays:
-        stays.join(one_tensor(ELEMENTS))
-        stays.donate(torch.zeros(ELEMENTS))
-        stays.pull(ELEMENTS)
-        with RawWorker(broker.address, "w1") as vanishes:
-            vanishes.join(one_tensor(ELEMENTS))
-            vanishes.pull(ELEMENTS)
-            vanishes.push(2, torch.ones(ELEMENTS))
-            stays.push(1, torch.ones(ELEMENTS))
-            stays.pull(ELEMENTS, after=0)
-        stays.push(3, torch.ones(ELEMENTS))
-        stays.pull(ELEMENTS, after=1)
 
 
 def test_initial_state_dict_is_what_workers_get() -> None:

@@ -1,8 +1,6 @@
 """A week of 32 workers and 125 faults an hour: how much of the work done counts, and does anybody wait?
 
-The figures of `simulation.week`, in all modes;
-`PYTHONPATH=tests python -m simulation.week` prints them as a table,
-and so does `pytest -s`.
+The figures of `simulation.week`, in all modes; `pytest -s` prints them.
 """
 
 from __future__ import annotations
@@ -11,12 +9,12 @@ import math
 
 import pytest
 
-from simulation.week import FAULTS_AN_HOUR, MODES, H, a_week, simulate, table
+from simulation.week import FAULTS_AN_HOUR, MODES, H, a_week, simulate
 
 
 def check(mode: str, days: float) -> None:
     week, wanted = simulate(mode, days=days), FAULTS_AN_HOUR * 24 * days
-    print(f"\n{table([week])}")
+    print(week)
     # They come at random, one independent of the other: four standard deviations, or a tenth.
     spread = max(4 * math.sqrt(wanted), 0.1 * wanted)
     assert sum(week["faults"].values()) == pytest.approx(wanted, abs=spread)

@@ -11,6 +11,11 @@ from diloco_protocol.messages import Error, Message, Notice, Push, Released
 from kit.core_harness import a_round, a_run, a_stage
 from kit.restarts import a_saved_run, next_life
 
+BOTH = pytest.mark.parametrize(
+    "deterministic", [False, True], ids=["streaming", "whole submissions"]
+)
+PATIENT: dict[str, Any] = {"heartbeat_timeout": 0.0, "stall_timeout": 0.0, "min_workers": 1}
+
 
 def test_the_last_round_is_announced_and_then_the_run_is_over() -> None:
     stage, workers = a_run("a", "b", rounds=2, max_rounds=3)
@@ -55,17 +60,10 @@ def test_a_worker_that_does_not_leave_is_waited_for_within_bounds() -> None:
     assert stage.said("without waiting")
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["streaming", "whole submissions"])
+@BOTH
 def test_the_last_round_is_made_of_what_is_whole_when_its_time_is_up(deterministic: bool) -> None:
-    stage, (a, b, c) = a_run(
-        *("a", "b", "c"),
-        rounds=2,
-        max_rounds=3,
-        heartbeat_timeout=0.0,
-        stall_timeout=0.0,
-        min_workers=1,
-        deterministic=deterministic,
-    )
+    options = {"deterministic": deterministic, **PATIENT}
+    stage, (a, b, c) = a_run("a", "b", "c", rounds=2, max_rounds=3, **options)
     stage.passes(0.2)
     a.pushes(91)
     b.begins(92)
@@ -82,9 +80,7 @@ def test_the_last_round_is_made_of_what_is_whole_when_its_time_is_up(determinist
 
 
 def test_a_last_round_with_too_few_is_not_made() -> None:
-    stage, (a, _) = a_run(
-        *("a", "b"), rounds=2, max_rounds=3, heartbeat_timeout=0.0, stall_timeout=0.0, min_workers=2
-    )
+    stage, (a, _) = a_run("a", "b", rounds=2, max_rounds=3, **PATIENT | {"min_workers": 2})
     stage.passes(0.2)
     a.pushes(91)
     stage.passes(LAST_ROUND_S + 1.0)
@@ -94,37 +90,22 @@ def test_a_last_round_with_too_few_is_not_made() -> None:
     assert not stage.said("is made without")
 
 
-BOTH = pytest.mark.parametrize(
-    "deterministic", [False, True], ids=["streaming", "whole submissions"]
-)
-PATIENT: dict[str, Any] = {"heartbeat_timeout": 0.0, "stall_timeout": 0.0, "min_workers": 1}
-
-
 @BOTH
-def test_whole_work_counts_in_the_last_round_though_its_worker_has_left(
-    deterministic: bool,
+@pytest.mark.parametrize("is_back", [False, True], ids=["has left", "has just come back"])
+def test_whole_work_counts_in_the_last_round_whatever_its_worker_did_since(
+    is_back: bool, deterministic: bool
 ) -> None:
     stage, (a, b) = a_run("a", "b", rounds=2, max_rounds=3, deterministic=deterministic, **PATIENT)
     stage.passes(0.2)
     a.pushes(91)
-    a.leaves()
+    if is_back:
+        stage.passes(LAST_ROUND_S - 1.0)
+        a.joins()  # and has not offered it again
+    else:
+        a.leaves()
     stage.passes(LAST_ROUND_S + 1.0)
     assert all(chunk["a", 91] == 1 for chunk in stage.counted())
     assert b.notices[-1] == "over"
-
-
-@BOTH
-def test_whole_work_counts_in_the_last_round_though_its_worker_has_just_come_back(
-    deterministic: bool,
-) -> None:
-    stage, (a, _) = a_run("a", "b", rounds=2, max_rounds=3, deterministic=deterministic, **PATIENT)
-    stage.passes(0.2)
-    a.pushes(91)
-    stage.passes(LAST_ROUND_S - 1.0)
-    a.joins()  # and has not offered it again
-    stage.passes(2.0)
-    assert all(chunk["a", 91] == 1 for chunk in stage.counted())
-    assert not stage.said("could not be made")
 
 
 def test_last_round_takes_what_has_come_and_is_not_looked_at_yet() -> None:
@@ -193,15 +174,8 @@ def test_round_that_closes_when_its_time_is_up_leaves_time_for_the_next_fragment
 
 @BOTH
 def test_who_is_left_out_of_one_fragment_may_be_in_the_next(deterministic: bool) -> None:
-    stage, (a, b) = a_run(
-        *("a", "b"),
-        rounds=2,
-        max_rounds=4,
-        num_fragments=2,
-        sync_every=4,
-        deterministic=deterministic,
-        **PATIENT,
-    )
+    options = {"num_fragments": 2, "sync_every": 4, "deterministic": deterministic, **PATIENT}
+    stage, (a, b) = a_run("a", "b", rounds=2, max_rounds=4, **options)
     stage.passes(0.2)
     a.pushes(31)
     b.begins(42, fragment=1)

@@ -61,12 +61,17 @@ class Hub:
             self.promises()
 
 
-@pytest.fixture
-def hub() -> Hub:
-    hub = Hub()
+def promised(**options: Any) -> Hub:
+    """One whose standby has promised."""
+    hub = Hub(**options)
     hub.says()
     hub.promises()
     return hub
+
+
+@pytest.fixture
+def hub() -> Hub:
+    return promised()
 
 
 def joined(hub: Hub, **voters: int) -> list[Puppet]:
@@ -253,9 +258,7 @@ def test_workers_are_sent_away_from_a_hub_without_a_lease(hub: Hub) -> None:
 
 
 def test_worker_that_was_sent_away_does_not_replace_a_dead_one_when_it_rejoins() -> None:
-    hub = Hub(workers=2)
-    hub.says()
-    hub.promises()
+    hub = promised(workers=2)
     a, _ = joined(hub, a=1, b=2)
     a.dies()
     hub.stage.passes(3 * L + 0.2)
@@ -266,9 +269,7 @@ def test_worker_that_was_sent_away_does_not_replace_a_dead_one_when_it_rejoins()
 
 
 def test_a_hub_whose_lease_lapses_in_the_last_round_does_not_end_before_it_has_it_again() -> None:
-    hub = Hub(max_rounds=2)
-    hub.says()
-    hub.promises()
+    hub = promised(max_rounds=2)
     (a,) = joined(hub, a=1)
     a.pushes(7)
     hub.is_promised_for(1.0)
@@ -287,11 +288,9 @@ def test_a_hub_whose_lease_lapses_in_the_last_round_does_not_end_before_it_has_i
     assert [end.is_complete for end in hub.stage.ends] == [True]
 
 
-def test_a_hub_without_a_lease_does_not_end_though_its_run_is_over(hub: Hub) -> None:
+def test_a_hub_without_a_lease_does_not_end_though_its_run_is_over() -> None:
     """The last version may be nowhere else, and the standby may make another one."""
-    hub = Hub(max_rounds=1)
-    hub.says()
-    hub.promises()
+    hub = promised(max_rounds=1)
     (a,) = joined(hub, a=1)
     hub.is_promised_for(1.0)
     a.pushes(7)
@@ -304,9 +303,7 @@ def test_a_hub_without_a_lease_does_not_end_though_its_run_is_over(hub: Hub) -> 
 
 
 def test_a_hub_whose_standby_is_gone_ends_once_its_workers_have_left_one_by_one() -> None:
-    hub = Hub(max_rounds=1, workers=2)
-    hub.says()
-    hub.promises()
+    hub = promised(max_rounds=1, workers=2)
     a, b = joined(hub, a=1, b=2)
     hub.is_promised_for(2.0)
     pushes_a_round(hub, a, b)
@@ -342,9 +339,7 @@ def test_a_hub_steps_down_when_its_standby_asks_and_says_so(hub: Hub) -> None:
 
 
 def test_before_a_planned_takeover_the_round_ends_and_the_run_is_saved() -> None:
-    hub = Hub(save_dir="run", save_every=10)
-    hub.says()
-    hub.promises()
+    hub = promised(save_dir="run", save_every=10)
     a, b = joined(hub, a=1, b=2)
     hub.stage.is_saved()
     for puppet in (a, b):
@@ -380,9 +375,7 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
 
 
 def test_a_former_standby_that_has_taken_over_is_obeyed() -> None:
-    hub = Hub()
-    hub.says()
-    hub.promises()
+    hub = promised()
     hub.stage.asks("promote", force=True)
     hub.says(standby="other", life=9)
     hub.says(standby="other", life=9, stamp=hub.leases[-1].stamp)
@@ -394,9 +387,7 @@ def test_a_former_standby_that_has_taken_over_is_obeyed() -> None:
 
 
 def test_a_new_standby_is_saved_at_once() -> None:
-    hub = Hub(save_dir="run", save_every=100)
-    hub.says()
-    hub.promises()
+    hub = promised(save_dir="run", save_every=100)
     joined(hub, a=1)
     hub.stage.is_saved()
     hub.stage.asks("promote", force=True)
@@ -410,10 +401,8 @@ def test_a_hub_goes_on_alone_once_its_standby_was_silent_for_a_lease(hub: Hub) -
     assert hub.watch.lease.holds
 
 
-def test_a_hub_that_was_started_again_knows_its_standby_and_its_term(hub: Hub) -> None:
-    hub = Hub(save_dir="run")
-    hub.says()
-    hub.promises()
+def test_a_hub_that_was_started_again_knows_its_standby_and_its_term() -> None:
+    hub = promised(save_dir="run")
     joined(hub, a=1)
     hub.stage.is_saved()
     again = Hub()
@@ -456,9 +445,7 @@ def test_while_a_list_is_on_its_way_both_need_a_majority() -> None:
 
 
 def test_a_hub_that_was_started_again_leaves_its_standby_the_list_until_workers_are_back() -> None:
-    hub = Hub()
-    hub.says()
-    hub.promises()
+    hub = promised()
     hub.is_promised_for(2.0)
     assert hub.watch.lease.holds
     assert {(lease.roster, lease.voters) for lease in hub.leases} == {(0, None)}

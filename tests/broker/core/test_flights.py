@@ -264,10 +264,10 @@ def test_push_of_a_relay_is_as_many_gradients_as_workers_are_in_it() -> None:
     assert isinstance(merge, effects.AggregateAndStep)
     assert [[part.worker_id for part in group] for group in merge.groups] == [["north"]] * 3
     stage.work()
-    assert stage.state.versions[0].gradients == 3
+    assert stage.shown()["fragments"][0]["gradients"] == 3
     a.pushes(2)
     stage.work()
-    assert stage.state.versions[0].gradients == 4
+    assert stage.shown()["fragments"][0]["gradients"] == 4
 
 
 def test_site_s_fastest_worker_makes_the_steps_that_the_parent_asks_for() -> None:

@@ -97,7 +97,7 @@ def test_buffer_is_thrown_away_exactly_when_it_was_applied_in_what_is_adopted(
     crossed = any(count % size == 0 for count in range(had + 1, had + lost + 1))
     assert (stage.tensors.reverted == [ForgetBuffer(0)]) == crossed
     assert bool(stage.tensors.reverted) == crossed
-    assert stage.state.versions[0].gradients == had + lost
+    assert stage.shown()["fragments"][0]["gradients"] == had + lost
     a.pushes(999, base=stage.version())
     assert stage.tensors.steps[-1].count == had + lost
 

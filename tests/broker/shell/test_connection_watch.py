@@ -404,7 +404,6 @@ def test_what_waits_of_an_ended_connection_never_names_another(on: Watching) -> 
     on.watch.has_received_all()
     on.watch.end(drawn)
     assert not again.is_shut
-    assert not on.watch._gone
 
 
 def test_name_that_was_of_another_number_is_taken_back(on: Watching) -> None:

@@ -39,22 +39,6 @@ def is_replaced(hub: Broker) -> bool:
         return bool(operator.ask("status").data["standby"]["is_replaced"])
 
 
-def test_a_standby_vouches_for_its_hub(tmp_path: Path) -> None:
-    hub = Broker(config_of(tmp_path / "hub", standby=True))
-    standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
-    with hub:
-        assert not holds_lease(hub)
-        standby.start()
-        wait_for(lambda: holds_lease(hub))
-        with Operator(standby.address) as operator:
-            assert operator.ask("status").data["hears_hub"]
-            assert not operator.ask("save").ok
-        standby.stop()
-    assert not standby.is_hub
-    record = read_standby(tmp_path / "copy")
-    assert record is not None and record.term is None
-
-
 @pytest.mark.parametrize("hub", ["8512", "http://hub", "tcp://hub:99999"])
 def test_an_address_that_leads_nowhere_gets_a_sentence(tmp_path: Path, hub: str) -> None:
     with pytest.raises(UsageError, match="must be an address"):
@@ -92,18 +76,6 @@ def test_with_keys_a_standby_takes_that_of_an_operator(
         with Operator(standby.address, keys=worker) as asked:
             assert "operator" in asked.ask("promote").text
         standby.stop()
-
-
-def test_forced_it_takes_over_and_is_a_broker_at_the_same_address(tmp_path: Path) -> None:
-    standby = StandbyBroker(config_of(tmp_path / "copy"), "tcp://127.0.0.1:9").start()
-    with Operator(standby.address, timeout=30.0) as operator:
-        assert operator.ask("promote", force=True).data == {"is_over": True}
-        wait_for(lambda: standby.is_hub)
-        assert operator.ask("status").data["term"] == 1
-    standby.stop()
-    again = StandbyBroker(config_of(tmp_path / "copy"), "tcp://127.0.0.1:9")
-    assert again.is_hub
-    again.close()
 
 
 def test_of_both_addresses_the_one_that_has_the_run_is_steered(tmp_path: Path) -> None:

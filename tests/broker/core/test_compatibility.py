@@ -89,19 +89,6 @@ def test_worker_whose_h_became_the_larger_one_may_come_back() -> None:
     assert steps_shown(stage) == {"a": 50}
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        1,
-        6,
-    ],
-)
-def test_h_that_does_not_fit_the_fragments_is_refused(asked: int) -> None:
-    stage = a_stage(workers=1, sync_every=100, num_fragments=2, fragment_sync_delay=3)
-    assert not stage.asks("set", sync_every=asked).ok
-    assert stage.shown()["sync_every"] == 100
-
-
 def test_floor_that_is_lowered_lets_the_open_round_close() -> None:
     stage = a_stage(workers=3, min_workers=3)
     a, b, c = stage.joined("a", "b", "c")

@@ -66,22 +66,6 @@ def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_checkpoint_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> None:
-    stage, *_ = a_run(mode, durable=True)
-    makes_a_version(stage, mode)
-    saved = stage.checkpoints[-1]
-    assert (saved.number, versions(saved)) == (1, [1])
-    each = saved.record.fragments[0]
-    assert each.ledger.names_whole("a", 1)
-    assert (each.round, each.gradients) == (0, 1)
-    assert each.averaged == (1 if mode == "async" else 2)
-    assert all(("a", 1) in wire.contents for wire in saved.tensors[0].chunks)  # type: ignore[attr-defined]
-    stage.is_saved()
-    assert stage.version() == each.version, "what was saved is what is told"
-    assert stage.ledger == each.ledger
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved(mode: str) -> None:
     stage, *_ = a_run(mode, durable=True)
     makes_a_version(stage, mode)

@@ -133,16 +133,6 @@ def test_a_version_is_released_only_with_the_lease(hub: Hub) -> None:
     assert hub.stage.counted() == [Counter({("a", 7): 1})] * 3
 
 
-def test_a_round_does_not_close_without_the_lease(hub: Hub) -> None:
-    (a,) = joined(hub, a=1)
-    hub.stage.passes(L + 0.1)
-    a.pushes(7)
-    assert hub.stage.version().counter == 0 and not hub.stage.state.closing
-    hub.promises()
-    hub.stage.passes(0.1)
-    assert hub.stage.version().counter == 1
-
-
 @pytest.mark.parametrize("from_file", [False, True], ids=["worker", "file"])
 def test_a_run_begins_only_with_the_lease(from_file: bool) -> None:
     hub = Hub()

@@ -261,6 +261,15 @@ def test_removed_worker_has_no_lanes() -> None:
     made.stage.core.check_invariants()
 
 
+def test_credit_that_comes_again_and_again_on_a_lane_has_a_bound() -> None:
+    made, _ = group(4)
+    made.binds_all(credit=0)
+    for _ in range(100):
+        made.stage.happens(Received(made.lanes[2], Credit(50, made.puppet.session)))
+    (reader,) = [r for r in made.stage.state.versions.readers.values() if len(r.lanes) == 4]
+    assert reader.lanes[2].credit == lane_credit(4)
+
+
 def test_chunks_on_the_others_cost_no_push_when_a_lane_is_lost() -> None:
     """They were under way when it broke; the push is offered again on new connections."""
     made, _ = group(2)

@@ -319,14 +319,3 @@ def test_kick_of_no_known_worker_says_who_is_here(arguments: dict[str, Any]) -> 
     result = stage.asks("kick", **arguments)
     assert (result.request, result.ok) == (1, False)
     assert len(stage.here) == 2
-
-
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
-def test_whole_contribution_of_a_kicked_worker_counts(options: dict[str, Any]) -> None:
-    stage, _ = a_run("a", "b", "c", **options)
-    stage.pushes(b=12)
-    stage.kicks("b")
-    stage.pushes(a=11)
-    stage.kicks("c")
-    assert stage.version().counter == 2
-    assert [chunk["b", 12] for chunk in stage.counted()] == [1, 1]

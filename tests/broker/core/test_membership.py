@@ -199,16 +199,6 @@ def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoi
     assert [type(m) for m in stage.inbox[elsewhere]] == [messages.Rejoin]
 
 
-def test_reader_gets_no_more_chunks_than_it_has_credit_for() -> None:
-    stage = a_stage(chunks=10)
-    stage.joined("a")
-    eye = stage.route()
-    stage.happens(Received(eye, messages.Pull(0, credit=3)))
-    assert len(stage.received[eye]) == 3
-    stage.happens(Received(eye, messages.Credit(2)))
-    assert [chunk.index for chunk, _ in stage.received[eye]] == [0, 1, 2, 3, 4]
-
-
 def test_pull_that_overtakes_the_first_credit_is_served_after_it() -> None:
     stage = a_stage()
     stage.joined("a")

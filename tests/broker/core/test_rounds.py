@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diloco_broker.core.effects import Finish
 from diloco_broker.core.events import Stop
-from diloco_broker.core.rules.reducers import REDUCERS, Reducer, streaming
 from diloco_broker.core.state.uploads import FIRST_WINDOW, UPLOAD_WINDOW
 from diloco_protocol import messages
 from diloco_protocol.version import VersionId
@@ -471,30 +469,6 @@ def test_stop_saves_what_the_last_checkpoint_lacks(pushes: dict[str, int]) -> No
     (finish,) = stage.finishes
     assert (finish.save.number if finish.save else None) == (1 if pushes else None)
     assert stage.saves == [0]
-
-
-def test_a_fourth_reducer_is_a_row_of_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-
-    def tell(state: Any, ended: Any, pushes: Any) -> Any:
-        told.append([(each.worker_id, each.push.push_id) for each in pushes])
-        return iter(())
-
-    fourth = Reducer(
-        SimpleNamespace(**(vars(streaming) | {"tell": tell})),
-        asked_for_by=lambda config: "--weight-by" if config.weight_by == "samples" else "",
-        room_needed=lambda config, sizes: (3, "shelf", sum(sizes)),
-        has_rounds=False,
-    )
-    monkeypatch.setitem(REDUCERS, "fourth", fourth)
-    stage, a, b = two(weight_by="samples")
-    assert stage.said("3 shelfs")
-    assert stage.shown()["reducer"]["staged"]
-    assert stage.shown()["asynchronous"]
-    for puppet, push_id in ((a, 1), (b, 2)):
-        puppet.pushes(push_id, samples=8)
-    assert (stage.round.number, told) == (1, [[("a", 1), ("b", 2)]])
-    assert not stage.said("Round 0 closed")
 
 
 @pytest.mark.parametrize(

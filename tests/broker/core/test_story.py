@@ -9,9 +9,10 @@ import weakref
 import pytest
 
 from diloco_broker.core import events
+from diloco_broker.core.rules import grants
 from diloco_broker.core.state.update import InvariantBroken
-from diloco_broker.core.story import KEPT
-from diloco_protocol.messages import Chunk, Heartbeat, Pull
+from diloco_broker.core.story import KEPT, CoreError
+from diloco_protocol.messages import Chunk, Heartbeat, Pull, Push
 from kit.core_harness import Puppet, Stage, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
@@ -54,6 +55,31 @@ def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> 
     assert " of b" not in own
     assert "round 1: Push of b, fragment 0, push 4" in of_round
     assert "round 0" not in of_round
+
+
+def test_mistake_of_ours_in_a_run_tells_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, a, _ = a_run()
+    a.begins(1)
+
+    def stumble(*_: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(grants, "acknowledge_work", stumble)
+    with pytest.raises(CoreError, match="a mistake of ours") as caught:
+        a.delivers([0])
+    assert "WorkDone of a, fragment 0, chunk 0, push 1" in str(caught.value)
+    assert "Push of a, fragment 0, push 1" in str(caught.value)
+
+
+def test_story_stays_small_whatever_happens() -> None:
+    stage, _, b = a_run()
+    b.begins(2)
+    again = Push(b.token(), 2, 0, CHUNKS, "fp32", base=stage.version())
+    for _ in range(2 * KEPT):
+        stage.core.handle(events.Received(b.control, again), stage.now)
+        stage.core.handle(events.Malformed(b"x" * 5, "bad_header", "z" * 10_000), stage.now)
+    text = broken_by(stage, "b")
+    assert len(text) < 5000 and "zzz" not in text
 
 
 def test_story_keeps_no_payload_alive() -> None:

@@ -48,7 +48,6 @@ class Scenario:
     troubles: Troubles = field(default_factory=Troubles)
     weather: Weather = field(default_factory=Weather)
     habits: dict[str, float] = field(default_factory=lambda: dict(BUSY))  # the same for all workers
-    work_s: float = 0.002  # longest time that a piece of tensor work takes at the broker
     save_s: float = 0.5  # longest time that a checkpoint takes
     tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
     watch_s: float = 1.0  # how often the referee looks whether everybody gets on

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # What a worker reports with each step.
 TOKENS_A_STEP, SAMPLES_A_STEP = 32, 2
+WEIGHTS = (1.0, 1.0, 2.5)  # of its pushes, drawn anew for each
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,7 @@ class Habits:
     speed: float = 4.0  # optimizer steps per second
     first_step: int = 0  # it shifts the schedule, as a restart from a checkpoint does
     wants: dict[str, Any] = field(default_factory=dict)  # what it insists on, as in `RunConfig`
-    weights: tuple[float, ...] = (1.0, 1.0, 2.5)  # of its pushes, drawn anew for each
     timeout: float = 600.0  # seconds of silence after which it trains on
-    max_sync_retries: int = 3  # broken connections at one boundary after which it trains on
     forces: float = 0.0  # at a step, that it forces a synchronisation
     blunders: float = 0.0  # that a chunk of a push is not finite
     repeats: float = 0.0  # that a chunk is sent twice
@@ -138,7 +137,7 @@ class Training:
                 sync_every=habits.wants.get("sync_every"),
                 wire_dtype=habits.wants.get("wire_dtype"),
                 heartbeat_interval=habits.heartbeat_interval,
-                max_sync_retries=habits.max_sync_retries,
+                max_sync_retries=3,
                 timeout=habits.timeout,
             ),
             chunks=[part.chunks for part in layout.fragments],
@@ -193,7 +192,7 @@ class Training:
         self._frozen[push.fragment] = (self.step, worker.world.now)
         push = replace(
             push,
-            weight=dice.choice(worker.habits.weights),
+            weight=dice.choice(WEIGHTS),
             tokens=TOKENS_A_STEP * max(1, push.steps),
             samples=SAMPLES_A_STEP * max(1, push.steps),
         )

@@ -31,18 +31,6 @@ def damage_the_newest(folder: Path) -> None:
     file.write_bytes(content)
 
 
-def test_newest_comes_first_with_what_it_holds(folder: Path) -> None:
-    result = inspect(folder)
-    assert result.exit_code == 0
-    heading, _, newest, older, *about = result.output.splitlines()
-    assert heading.endswith("2 checkpoints, the newest first")
-    assert "before round 5" in newest and "before round 4" in older
-    text = "\n".join(about)
-    assert f"run         {RUN}, life 2 of the broker" in text
-    assert "22 trainable parameters, 5 tensors" in text
-    assert "remembers: momentum" in text
-
-
 def test_bit_that_has_flipped_is_found_unless_the_files_are_trusted(folder: Path) -> None:
     damage_the_newest(folder)
     result = inspect(folder)

@@ -90,7 +90,8 @@ def test_message_of_a_stranger_that_does_not_end_is_cut_off(on: Watching) -> Non
     on.wire.taken = STRANGERS_MAY_OWE
     assert on.looks() == []
     on.wire.taken += 1
-    assert on.looks() == ["65 KiB of a message that has not ended"]
+    (why,) = on.looks()
+    assert "65 KiB" in why
     assert on.wire.is_shut
 
 
@@ -127,7 +128,8 @@ def test_reader_that_does_not_read_is_cut_off(on: Watching) -> None:
     on.wire.unsent = 100
     on.looks()
     on.now += READS_WITHIN_S
-    assert on.looks() == ["answers that were not read for 10 s"]
+    (why,) = on.looks()
+    assert "10 s" in why
 
 
 def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
@@ -139,7 +141,8 @@ def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
         on.wire.delivered += 1
         assert on.looks() == []
     on.named().sent += 2000
-    assert on.looks() == ["8 MiB of answers that were not read"]
+    (why,) = on.looks()
+    assert "8 MiB" in why
 
 
 CHUNK = 2 << 20
@@ -159,7 +162,8 @@ def test_chunks_on_their_way_to_a_slow_observer_are_no_answers(on: Watching) -> 
     assert on.named().chunks.left > STRANGERS_MAY_LEAVE > on.named().left
     on.named().sent += STRANGERS_MAY_LEAVE + 60
     on.wire.delivered += 10
-    assert on.looks() == ["8 MiB of answers that were not read"]
+    (why,) = on.looks()
+    assert "8 MiB" in why
 
 
 def test_chunks_past_all_credit_end_a_connection(on: Watching) -> None:
@@ -170,7 +174,8 @@ def test_chunks_past_all_credit_end_a_connection(on: Watching) -> None:
         on.sends_chunk(CHUNK)
     assert on.looks() == []
     on.sends_chunk(CHUNK)
-    assert on.looks() == ["70 MiB of parameters that were not read"]
+    (why,) = on.looks()
+    assert "70 MiB" in why
 
 
 def test_member_that_never_reads_is_given_up_and_one_that_reads_is_not(on: Watching) -> None:
@@ -181,7 +186,8 @@ def test_member_that_never_reads_is_given_up_and_one_that_reads_is_not(on: Watch
         on.wire.delivered += 1
         assert on.looks(A) == []
     on.now += MEMBERS_READ_WITHIN_S
-    assert on.looks(A) == ["answers that were not read for 300 s"]
+    (why,) = on.looks(A)
+    assert "300 s" in why
 
 
 def test_bytes_of_zeromq_itself_do_not_add_up(on: Watching) -> None:

@@ -15,9 +15,9 @@ def test_a_second_broker_at_the_same_file_is_refused_and_the_first_stays(tmp_pat
     control, feed = (f"ipc://{tmp_path / name}" for name in ("control", "feed"))
     first = Sockets(control, feed)
     try:
-        with pytest.raises(UsageError, match=r"--bind ipc://.*something answers there"):
+        with pytest.raises(UsageError, match="--bind ipc://"):
             Sockets(control, f"ipc://{tmp_path / 'other'}")
-        with pytest.raises(UsageError, match=r"--feed ipc://.*something answers there"):
+        with pytest.raises(UsageError, match="--feed ipc://"):
             Sockets(f"ipc://{tmp_path / 'other'}", feed)
         with socket.socket(socket.AF_UNIX) as worker:
             worker.connect(str(tmp_path / "control"))

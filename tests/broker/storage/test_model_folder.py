@@ -124,9 +124,9 @@ def test_of_a_folder_of_adapters_the_adapters_are_written(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"embed.weight": torch.ones(3, 2)}, "head.bias, which this run has not"),
-        (a_model(**{"head.bias": torch.ones(4)}), r"has shape \(3,\) there and \(4,\) here"),
-        (a_model(other=torch.full((2,), 7.0)), "this run has other, which it has not"),
+        ({"embed.weight": torch.ones(3, 2)}, "head.bias"),
+        (a_model(**{"head.bias": torch.ones(4)}), r"\(3,\).*\(4,\)"),
+        (a_model(other=torch.full((2,), 7.0)), "other"),
     ],
 )
 def test_folder_of_another_model_is_refused_and_nothing_is_written(
@@ -160,7 +160,8 @@ def test_command_makes_the_folder_and_replaces_none_that_is_not_empty(tmp_path: 
         result = CliRunner().invoke(app, ["export", str(run), "--like", str(like), *options])
         return result.exit_code, result.output
 
-    assert export() == (2, "diloco-broker: --like makes a folder: give its name, --to FOLDER.\n")
+    code, said = export()
+    assert (code, said.count("\n"), "--to" in said) == (2, 1, True)
     code, said = export("--to", str(to))
     assert (code, "new: " in said) == (0, True), said
     assert load_file(to / "model.safetensors").keys() == model_of(made).keys()
@@ -168,4 +169,4 @@ def test_command_makes_the_folder_and_replaces_none_that_is_not_empty(tmp_path: 
     assert code == 2 and "--force" in said
     assert export("--to", str(to), "--force")[0] == 0
     (tmp_path / "file").touch()
-    assert "is a file already" in export("--to", str(tmp_path / "file"), "--force")[1]
+    assert export("--to", str(tmp_path / "file"), "--force")[0] == 2

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zmq
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from typer.testing import CliRunner
 
-from diloco_broker import Broker, BrokerConfig, FragmentParameters
+from diloco_broker import Broker, BrokerConfig
 from diloco_broker.cli.app import app
 from diloco_broker.cli.operator import reached_end
 from diloco_broker.storage.history import ACTIONS, HISTORY
@@ -95,28 +95,17 @@ def lines_of(broker: Broker, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def plain(parameters: FragmentParameters) -> Optimizer:
-    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def by_groups(parameters: FragmentParameters) -> Optimizer:
-    first, *others = parameters
-    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.1}, {"params": others}]
-    return SGD(groups, lr=0.7, momentum=0.9, nesterov=True)
-
-
 class Tuned(ByTorch):
-    """torch's own SGD, all of whose groups have other settings from its third step on."""
+    """torch's own SGD, which has other settings from its third step on."""
 
-    def __init__(self, make: Callable[[FragmentParameters], Optimizer]) -> None:
-        super().__init__(lambda parameters: make(FragmentParameters(0, parameters)))
+    def __init__(self) -> None:
+        super().__init__(lambda named: SGD(named.values(), lr=0.7, momentum=0.9, nesterov=True))
         self.calls = 0
 
     def __call__(self, values: State, gradient: State) -> State:
         self.calls += 1
         if self.calls == 3 and self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group.update(lr=0.25, momentum=0.5)
+            self.optimizer.param_groups[0].update(lr=0.25, momentum=0.5)
         return super().__call__(values, gradient)
 
 
@@ -131,34 +120,10 @@ def test_learning_rate_and_momentum_hold_from_the_version_that_was_named() -> No
 
     with broker:
         got = run(broker, trainees(1), 20, before=tune)
-    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned(plain))
+    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned())
     assert_same(got, wanted)
     assert "version 3" in said[0].text
     assert [change["after"] for change in said[0].data["changes"]] == [0.25, 0.5]
-
-
-def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> None:
-    said: list[Any] = []
-    broker = Broker(make_config(sync_every=4), outer_optimizer_factory=by_groups)
-
-    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        if step == 8:
-            with Operator(broker.address) as operator:
-                said.append(operator.ask("status").data["outer"])
-                assert operator.ask("set", outer_lr=0.25, outer_momentum=0.5).ok
-                said.append(operator.ask("status").data["outer"])
-
-    with broker:
-        with Operator(broker.address) as operator:
-            early = operator.ask("set", outer_lr=0.25)
-        got = run(broker, trainees(1), 20, before=tune)
-    assert not early.ok
-    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned(by_groups))
-    assert_same(got, wanted)
-    before, after = said
-    groups = [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.7, "momentum": 0.9}]
-    assert (before["lr"], before["momentum"], list(before["groups"])) == (None, 0.9, groups)
-    assert (after["lr"], after["momentum"]) == (0.25, 0.5)
 
 
 def test_paused_run_stands_still_and_goes_on_where_it_was() -> None:

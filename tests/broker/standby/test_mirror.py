@@ -15,16 +15,14 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.effects import ReadCheckpoint
 from diloco_broker.standby.mirror import Mirror
 from diloco_broker.storage import checkpoint
-from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.storage.pieces import MOST_WAITING, PieceReader
 from diloco_protocol.clients import Operator
 from diloco_protocol.errors import UsageError
 from kit.checkpoints import a_checkpoint, assert_equal
-from kit.keyed_broker import key
 from kit.process_kit import PATIENCE_S, Processes, save_for_ever, wait_for
 from kit.sites import Sites, assert_same
 
-pytest_plugins = ("kit.process_fixtures", "kit.key_fixtures")
+pytest_plugins = ("kit.process_fixtures",)
 
 
 def options(folder: Path, **given: Any) -> BrokerConfig:
@@ -156,20 +154,6 @@ def test_hub_that_saves_nothing_says_so_and_so_does_one_without_a_checkpoint(
     config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None)
     with Broker(config) as hub, Mirror(hub.address, tmp_path / "b") as mirror:
         wait_for(lambda: "--save-dir" in (mirror.problem or ""))
-
-
-@pytest.mark.parametrize(("name", "may"), [("anna", True), ("w0", False), ("display", False)])
-def test_key_of_an_operator_may_copy_and_no_other(
-    folder: KeyFolder, tmp_path: Path, name: str, may: bool
-) -> None:
-    checkpoint.save(tmp_path / "hub", a_checkpoint(), keep=3)
-    config = options(tmp_path / "hub", keys=str(folder.path))
-    keys = key(folder, name)
-    with Broker(config) as hub, Mirror(hub.address, tmp_path / "standby", keys=keys) as mirror:
-        if may:
-            is_copied(mirror, checkpoint.found(tmp_path / "hub")[0])
-        else:
-            wait_for(lambda: "operator" in (mirror.problem or ""))
 
 
 def test_folder_of_another_broker_is_left_alone(hub: Broker, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from diloco_broker.core.state import model_source
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Join, Result, Welcome, decode, encode
 from diloco_protocol.records import from_plain
-from kit.core_harness import Puppet, Stage, a_config, a_manifest, a_stage, alone
+from diloco_protocol.version import Counted, Ledger, VersionId
+from kit.core_harness import Puppet, Stage, a_config, a_manifest, a_run, a_stage, alone
 from kit.noted_tensors import CHUNK_ELEMENTS
 
 
@@ -167,3 +168,19 @@ def test_pushes_that_a_worker_begins_in_one_round_are_bounded() -> None:
     b.pushes(1)
     a.leaves()
     assert stage.version().counter == 1
+
+
+def test_ledger_of_a_push_is_not_kept_with_it() -> None:
+    stage, (_, b) = a_run("a", "b", rounds=0)
+    b.offers(5, ledger=Ledger({f"w{n}": (Counted(n),) for n in range(100)}))
+    (contribution,) = stage.round.contributions.values()
+    assert contribution.push.ledger is None
+
+
+def test_versions_of_fragments_that_there_are_not_are_not_asked_for() -> None:
+    stage = a_stage(1)
+    many = tuple(VersionId("00000000000000aa", 2**40, tag) for tag in range(1000))
+    worker = stage.worker("a").joins(run="00000000000000aa", versions=many)
+    stage.passes(11.0)
+    assert len(stage.state.members.named("a").versions) == 2
+    assert set(worker.asked_for) <= {0, 1}

@@ -72,6 +72,15 @@ def greeted(address: str) -> socket.socket:
     return made
 
 
+def sends_until_ended(made: socket.socket, block: bytes) -> None:
+    """Send this again and again, until the other side ends the connection."""
+    until = time.monotonic() + PATIENCE_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < until:
+            made.sendall(block)
+    assert time.monotonic() < until, "it was never ended"
+
+
 def is_ended(made: socket.socket) -> bool:
     made.settimeout(PATIENCE_S)
     try:
@@ -154,6 +163,12 @@ def test_crowd_that_says_nothing_leaves_room_for_workers_and_displays(broker: Br
         worker.receive("notice")
         with FeedSubscriber(broker.feed_address) as listener:
             assert listener.receive(PATIENCE_S) is not None
+
+
+def test_subscriptions_without_end_are_cut_off(broker: Broker) -> None:
+    with contextlib.closing(greeted(broker.feed_address)) as made:
+        subscription = b"\x01" + b"x" * 20
+        sends_until_ended(made, bytes([0, len(subscription)]) + subscription)
 
 
 def test_texts_of_a_peer_forge_no_line_of_log_or_history(

@@ -255,6 +255,21 @@ def test_bad_chunk_gets_a_sentence_and_the_round_goes_on(
             finish_a_round(broker)
 
 
+def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
+    with a_broker(2, heartbeat_timeout=0.0) as broker, RawWorker(broker.address, "w0") as stays:
+        stays.join(one_tensor(ELEMENTS))
+        stays.donate(torch.zeros(ELEMENTS))
+        stays.pull(ELEMENTS)
+        with RawWorker(broker.address, "w1") as vanishes:
+            vanishes.join(one_tensor(ELEMENTS))
+            vanishes.pull(ELEMENTS)
+            vanishes.push(2, torch.ones(ELEMENTS))
+            stays.push(1, torch.ones(ELEMENTS))
+            stays.pull(ELEMENTS, after=0)
+        stays.push(3, torch.ones(ELEMENTS))
+        stays.pull(ELEMENTS, after=1)
+
+
 def test_initial_state_dict_is_what_workers_get() -> None:
     initial = {"weight": torch.arange(ELEMENTS, dtype=torch.float64)}
     with a_broker(1, initial) as broker, RawWorker(broker.address, "w0") as worker:

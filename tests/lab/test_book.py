@@ -29,9 +29,15 @@ def write(root: Path, **pages: str) -> Path:
     return root
 
 
-def gathered(root: Path, page: str) -> str:
-    book.gather(root, root / "out")
-    return (root / "out" / page).read_text()
+def adapted(root: Path, page: str) -> str:
+    return book.adapted(root, page, (root / page).read_text(), book.pages(root))
+
+
+def made_in(root: Path, to: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco_lab.release.book", "--to", str(to)]
+    return subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 def test_every_page_is_in_a_chapter_once() -> None:
@@ -64,59 +70,37 @@ def test_page_that_is_not_there_yet_leaves_no_hole(tmp_path: Path) -> None:
     assert book.pages(tmp_path) == ["README.md", "tools/TOP.md"]
 
 
-def test_links_hold_where_readmes_are_the_first_pages_of_their_folders(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        README="# One",
-        tools__README="# Two",
-        tools__TOP="[a](README.md#b) [c](../README.md)",
-    )
-    assert gathered(tmp_path, "tools/TOP.md") == "[a](index.md#b) [c](../index.md)"
-
-
-def test_links_to_what_is_no_page_are_text(tmp_path: Path) -> None:
+def test_links_to_what_is_no_page_are_text_and_code_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("")
     (tmp_path / "tools").mkdir()
-    write(
-        tmp_path,
-        README="[x.py](x.py), [tools/](tools), [`run`](x.py), [the code](x.py) and `[no](link.md)`\n",
+    code = "```text\n[a](x.py)\n```\n\n    [a](x.py)\n"
+    links = "[x.py](x.py), [tools/](tools), [`run`](x.py), [the code](x.py) and `[no](x.py)`\n"
+    write(tmp_path, README=links + code, tools__TOP="[a](../README.md#b) ![p](p.png) [b](#b)")
+    assert adapted(tmp_path, "README.md").startswith(
+        f"`x.py`, `tools/`, `run`, the code and `[no](x.py)`\n{code}"
     )
-    text = gathered(tmp_path, "index.md")
-    assert text.startswith("`x.py`, `tools/`, `run`, the code and `[no](link.md)`\n")
-
-
-def test_code_is_left_alone(tmp_path: Path) -> None:
-    text = "```text\n[a](b.md)\n```\n\n    [a](b.md)\n"
-    assert gathered(write(tmp_path, README=text), "index.md").startswith(text)
-
-
-def test_link_to_what_is_not_there_is_named(tmp_path: Path) -> None:
-    write(tmp_path, README="[a](b.md)")
-    with pytest.raises(UsageError, match=r"README.md links to b.md, which is not there."):
-        book.gather(tmp_path, tmp_path / "out")
+    assert adapted(tmp_path, "tools/TOP.md") == "[a](../README.md#b) ![p](p.png) [b](#b)"
 
 
 @SPHINX
-def test_link_to_a_heading_that_is_not_there_ends_the_build(tmp_path: Path) -> None:
-    write(
-        tmp_path, README="# One\n\n[a](SECURITY.md#keys) [b](SECURITY.md#locks)", SECURITY="# Keys"
-    )
-    with pytest.raises(UsageError) as error:
-        book.build(tmp_path, tmp_path / "site")
-    (fault,) = str(error.value).splitlines()[1:]
-    assert fault.startswith("index.md:3: WARNING") and "locks" in fault
+@pytest.mark.parametrize("target", ["SECURITY.md#locks", "locks.md"])
+def test_link_that_leads_nowhere_ends_the_build(tmp_path: Path, target: str) -> None:
+    write(tmp_path, README=f"# One\n\n[a](SECURITY.md#keys) [b]({target})", SECURITY="# Keys")
+    done = made_in(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    (fault,) = done.stderr.splitlines()[1:]
+    assert fault.startswith("README.md:3: WARNING") and "locks" in fault
     assert not (tmp_path / "site").exists()
 
 
 @SPHINX
 def test_all_pages_make_a_book_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "diloco_lab.release.book", "--to", str(tmp_path / "site")]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    before = set(ROOT.iterdir())
+    done = made_in(ROOT, tmp_path / "site")
     assert (done.returncode, done.stderr) == (0, "")
+    assert set(ROOT.iterdir()) == before, "nothing is written beside the pages"
     made = {path.relative_to(tmp_path / "site") for path in tmp_path.rglob("*.html")}
-    wanted = {Path(book.place(page)).with_suffix(".html") for page in book.pages(ROOT)}
+    wanted = {Path(page).with_suffix(".html") for page in book.pages(ROOT)}
     assert wanted <= made
     for path in made:
         text = (tmp_path / "site" / path).read_text()

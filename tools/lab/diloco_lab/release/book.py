@@ -1,22 +1,20 @@
 """The pages of this repository as one book in HTML: `make docs` makes it in `site/`.
 
-The pages stay where they are, so links between them work on a forge. Here they are copied to one
-folder, in which READMEs are called `index.md`, and links to what is no page of the book (sources,
-folders) become plain text. Sphinx makes HTML of that. It reads CommonMark by way of MyST, as forges
-do; a link that leads nowhere, also to a heading, ends the build.
+Sphinx reads the pages where they are, as CommonMark by way of MyST, as forges do; a link that leads
+nowhere, also to a heading, ends the build. Links to what is no page of the book (sources, folders)
+become plain text.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -86,14 +84,12 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Changing it": ("CONTRIBUTING.md", "broker/DESIGN.md", "tests/README.md", "CHANGELOG.md"),
 }
 FOLDERS = ("broker", "protocol", "tests", "tools", "worker")
-PICTURES = (".png", ".svg")
 # Settings of Sphinx. Text in blocks without a language is no Python, and quotes stay as they were typed.
 SETTINGS = {
     "project": "DiLoCo broker",
     "extensions": ["myst_parser"],
     "html_theme": "furo",
     "html_title": "DiLoCo broker",
-    "html_static_path": ["_static"],
     "html_css_files": ["book.css"],
     "html_copy_source": False,
     "html_show_copyright": False,
@@ -102,7 +98,8 @@ SETTINGS = {
     "highlight_language": "text",
     "smartquotes": False,
     "myst_heading_anchors": 4,
-    "root_doc": "index",
+    "nitpicky": True,
+    "root_doc": "README",
 }
 STYLE = """\
 /* Tables of the pages have long sentences, and names that must not be broken. */
@@ -139,98 +136,58 @@ def pages(root: Path) -> list[str]:
     return [page for page in listed if page in found]
 
 
-def gather(root: Path, to: Path) -> None:
-    """Copy all pages there, with links that hold in the book, and the pictures that they show.
-
-    Raises:
-        UsageError: a page is in no chapter, or links to what is not there.
-    """
-    there = pages(root)
-    for page in there:
-        target = to / place(page)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        text = (root / page).read_text()
-        text = LINK.sub(partial(_link, root, page, there), text)
-        target.write_text(text + (_contents(there) if page == "README.md" else ""))
-        for name in _pictures(root / page):
-            copy = to / os.path.relpath((root / page).parent / name, root)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile((root / page).parent / name, copy)
-
-
-def place(page: str) -> str:
-    """Where a page is in the book: a README is the first page of its folder."""
-    return re.sub(r"(^|/)README\.md$", r"\1index.md", page)
-
-
 def build(root: Path, to: Path) -> None:
     """Make the HTML of all pages in this folder; what was there is replaced.
 
     Raises:
         UsageError: Sphinx is not there, or warns of something; with what it said.
     """
+    try:
+        from sphinx.application import Sphinx
+    except ImportError as error:
+        raise UsageError(f"Sphinx is not there ({error}). Run: make docs") from None
+    there, said = pages(root), io.StringIO()
+
+    def read(_: Sphinx, name: str, text: list[str]) -> None:
+        text[0] = adapted(root, f"{name}.md", text[0], there)
+
     with tempfile.TemporaryDirectory() as scratch:
-        source, made = Path(scratch, "pages"), Path(scratch, "html")
-        gather(root, source)
-        (source / "_static").mkdir()
-        (source / "_static" / "book.css").write_text(STYLE)
-        settings = "".join(f"{name} = {value!r}\n" for name, value in SETTINGS.items())
-        (source / "conf.py").write_text(settings)
-        # Warnings are errors, and all of them are shown.
-        words = [
-            "-q",
-            "--no-color",
-            "-W",
-            "--keep-going",
-            "-n",
-            "-b",
-            "html",
-            "-d",
-            f"{scratch}/doctrees",
-        ]
-        command = [sys.executable, "-m", "sphinx", *words, str(source), str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        said = done.stderr.replace(f"{source}/", "").strip()
-        if "No module named" in said:
-            raise UsageError(f"Sphinx and what it needs are not there ({said}). Run: make docs")
-        if done.returncode:
-            raise UsageError(f"The book has faults:\n{said}")
+        made = Path(scratch, "html")
+        settings: dict[str, Any] = SETTINGS | {"include_patterns": there}
+        book = Sphinx(root, None, made, Path(scratch), "html", settings, status=None, warning=said)
+        book.connect("source-read", read)
+        book.build()
+        if faults := said.getvalue().replace(f"{root}/", "").strip():
+            raise UsageError(f"The book has faults:\n{faults}")
+        (made / "_static" / "book.css").write_text(STYLE)
+        shutil.copyfile(made / "README.html", made / "index.html")
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(made, to, ignore=shutil.ignore_patterns(".buildinfo"))
 
 
-def _link(root: Path, page: str, there: list[str], found: re.Match[str]) -> str:
+def adapted(root: Path, page: str, text: str, there: list[str]) -> str:
+    """The text of a page for Sphinx; the front page names the chapters, which are at the side of each.
+
+    `there` are the pages of the book.
+    """
+    text = LINK.sub(partial(_link, root / page, {root / each for each in there}), text)
+    if page != "README.md":
+        return text
+    for title, chapter in CHAPTERS.items():
+        names = "\n".join(each for each in chapter if each in there and each != page)
+        text += f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{names}\n```\n"
+    return text
+
+
+def _link(page: Path, there: set[Path], found: re.Match[str]) -> str:
+    """A link as it stands, which Sphinx checks; its text where it leads to a source or a folder."""
     picture, text, target = found.groups()
-    if target is None:
+    if target is None or picture or "://" in target:
         return found[0]
-    path, hash_, heading = target.partition("#")
-    if "://" in target or not path:
-        return found[0]
-    wanted = os.path.relpath(root / Path(page).parent / path, root)
-    if not (root / wanted).exists():
-        raise UsageError(f"{page} links to {target}, which is not there.")
-    if wanted in there:
-        relative = os.path.relpath(place(wanted), Path(place(page)).parent)
-        return f"[{text}]({relative}{hash_}{heading})"
-    if picture:
+    wanted = Path(os.path.normpath(page.parent / target.partition("#")[0]))
+    if target.startswith("#") or wanted in there or not wanted.exists():
         return found[0]
     return text if "`" in text or text.rstrip("/") not in target else f"`{text}`"
-
-
-def _pictures(page: Path) -> list[str]:
-    links = (found[3] for found in LINK.finditer(page.read_text()) if found[1])
-    return [name for name in links if name.endswith(PICTURES) and "://" not in name]
-
-
-def _contents(there: list[str]) -> str:
-    """The chapters as Sphinx is told of them, behind the front page; shown at the side of each page."""
-    made = []
-    for title, chapter in CHAPTERS.items():
-        names = [place(page).removesuffix(".md") for page in chapter if page in there]
-        names = [name for name in names if name != "index"]
-        lines = [":hidden:", f":caption: {title}", "", *names]
-        made.append("```{toctree}\n" + "\n".join(lines) + "\n```\n")
-    return "\n\n" + "\n".join(made)
 
 
 def main(

@@ -23,11 +23,11 @@ from diloco_broker.core.rules.joining import permissions
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_lab.chaos.__main__ import app
 from diloco_lab.chaos.attacks import drill, floods, keyed, peers, poison, watch, words
-from diloco_lab.chaos.attacks.attacker import Job, Result, attack
-from diloco_lab.chaos.attacks.peers import Scene
+from diloco_lab.chaos.attacks.peers import Scene, Tally
 from diloco_lab.chaos.attacks.report import MIB, Row, poisons_table, table
-from diloco_lab.chaos.attacks.table import ATTACKS, BY_NAME
+from diloco_lab.chaos.attacks.table import ATTACKS, BY_NAME, attack
 from diloco_lab.chaos.attacks.worker import TIME
+from diloco_lab.driver import machine
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.description import describe
 from diloco_protocol.errors import DilocoError
@@ -35,7 +35,7 @@ from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient, manifest_of
 from kit.process_kit import LOCAL, PATIENCE_S
 
-needs_proc = pytest.mark.skipif(not watch.OWN_MEMORY.exists(), reason="memory is in /proc")
+needs_proc = pytest.mark.skipif(bool(machine.complaint()), reason="memory is in /proc")
 SECONDS = 0.2  # of each attack here
 NOTHING = {"messages": 1, "connections": 1, "bytes": 1, "ended": 0, "refused": 0}
 
@@ -174,10 +174,10 @@ def test_option_in_front_of_the_command_is_not_passed_over(words_of_it: list[str
 
 
 def test_system_without_proc_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "OWN_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(machine, "complaint", lambda: "no /proc")
     result = CliRunner().invoke(app, ["attack", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "read from /proc" in result.stderr
+    assert "no /proc" in result.stderr
 
 
 @pytest.mark.parametrize("error", [ChildFailed("w0 died"), DilocoError("the pulse may not join")])
@@ -239,25 +239,21 @@ def place(
         yield broker, folder, description
 
 
-def attacked(
-    name: str, place: tuple[Broker, KeyFolder | None, Path], tmp_path: Path
-) -> tuple[Result, Operator]:
+def attacked(name: str, place: tuple[Broker, KeyFolder | None, Path]) -> tuple[Tally, Operator]:
     broker, folder, description = place
     owner = BY_NAME[name].with_key
     of_owner = "" if folder is None or owner is None else str(_key_file(folder, owner))
-    job = Job(
+    tally = attack(
         name,
-        broker.address,
-        broker.feed_address,
-        SECONDS,
-        0,
         keys=of_owner,
-        folder="" if folder is None else str(folder.path),
         description=str(description),
-        result=str(tmp_path / "result"),
+        address=broker.address,
+        feed=broker.feed_address,
+        seconds=SECONDS,
+        folder=None if folder is None else str(folder.path),
     )
     keys = None if folder is None else find_keys(str(_key_file(folder, keyed.OPERATOR)))
-    return attack(job), Operator(broker.address, timeout=PATIENCE_S, keys=keys)
+    return tally, Operator(broker.address, timeout=PATIENCE_S, keys=keys)
 
 
 def _key_file(folder: KeyFolder, owner: Any) -> Path:
@@ -268,7 +264,6 @@ def _key_file(folder: KeyFolder, owner: Any) -> Path:
 def test_attack_is_tried_and_nothing_gets_through(
     name: str,
     place: tuple[Broker, KeyFolder | None, Path],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(floods, "JOINS", 5)
@@ -281,10 +276,9 @@ def test_attack_is_tried_and_nothing_gets_through(
     monkeypatch.setattr(keyed, "FEED_WITHIN_S", SECONDS)
     if place[1] is None and not BY_NAME[name].without_keys:
         pytest.skip("it is an attack on keys")
-    found, operator = attacked(name, place, tmp_path)
+    tally, operator = attacked(name, place)
     with operator:
         assert operator.ask("status").ok, "the broker is there"
-    tally = found.of_it
     assert tally.connections > 0
     assert tally.through == []
 
@@ -318,7 +312,6 @@ def test_attack_with_a_key_says_what_got_through(
     name: str,
     expected: set[str],
     place: tuple[Broker, KeyFolder | None, Path],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if place[1] is None:
@@ -327,10 +320,10 @@ def test_attack_with_a_key_says_what_got_through(
     monkeypatch.setattr(permissions, "is_own", lambda *_: True)
     monkeypatch.setattr(keyed, "STEERING", ("pause",))
     monkeypatch.setattr(peers, "ANSWERS_WITHIN_S", 0.5)
-    found, operator = attacked(name, place, tmp_path)
+    tally, operator = attacked(name, place)
     with operator:
         operator.ask("resume")
-    through = found.of_it.through
+    through = tally.through
     assert all(any(each.startswith(said) for each in through) for said in expected), through
 
 
@@ -362,7 +355,7 @@ def test_claim_that_is_not_made_is_no_attack_that_was_withstood(
         claimed()
 
 
-def claimed() -> peers.Tally:
+def claimed() -> Tally:
     with Broker(BrokerConfig(**LOCAL)) as broker:
         scene = Scene(broker.address, seconds=0.0)
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco_lab.bench.parts import codecs, round_limit, same_host, tensor_threads
+from diloco_lab.bench.parts import codecs, round_limit, rounds, tensor_threads
 from diloco_lab.bench.process_pool import Ends, ProcessPool
 from diloco_lab.bench.report import arithmetic
 from diloco_lab.bench.report.figures import Figure
@@ -117,7 +117,7 @@ def test_threads_are_compared_with_one_and_with_processes(pool: ProcessPool) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_rounds_through_the_socket_file_are_compared_with_tcp(pool: ProcessPool) -> None:
-    found = same_host.same_host(pool, size="0.4M", workers=1, repeats=1)
+    found = rounds.same_host(pool, size="0.4M", workers=1, repeats=1)
     assert all(each.median > 0 for each in found)
     assert [each.name for each in found][:3] == ["TCP", "socket file", "times as fast"]
 

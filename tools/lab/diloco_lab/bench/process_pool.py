@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from multiprocessing import Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -17,14 +14,13 @@ from typing import Any, NamedTuple
 from diloco_lab.bench.roles.wire import CALL_BYTES
 from diloco_lab.driver import machine
 from diloco_lab.driver.broker import ANYWHERE, broker_command
+from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.feed import Snapshot
 from diloco_protocol.roles import Role
 from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from diloco_tools.processes import Child, Children, wait_for_line
 
-ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all
-END_WITHIN_S = 3.0
 START_WITHIN_S = 60.0
 SAID_WITHIN_S = 60.0
 LOOK_EVERY_S = 0.02
@@ -33,50 +29,6 @@ STATE_BYTES = 12  # per parameter at the broker: parameters, momentum, accumulat
 
 # From the address of a broker, for as long as the context lasts, to one that leads there.
 Link = Callable[[str], AbstractContextManager[str]]
-
-
-class RoleProcess(Child):
-    """A child that plays a role of `bench.roles` and does what it is asked; see `roles.serve`."""
-
-    def __init__(self, role: str, name: str, folder: Path, inside: Sequence[str] = ()) -> None:
-        """`inside`: a command that runs another one somewhere, in its own place (exec)."""
-        command = [*inside, sys.executable, "-m", "diloco_lab.bench.roles.serve", role]
-        self._channel, theirs = Pipe()
-        with theirs:
-            super().__init__(name, command, folder, stdin=theirs.fileno())
-
-    def tell(self, do: str, **arguments: Any) -> None:
-        """Ask for an action; `hear` has to follow."""
-        try:
-            self._channel.send_bytes(json.dumps({"do": do, **arguments}).encode())
-        except BrokenPipeError:
-            raise self.failure() from None
-
-    def hear(self, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
-        """The next answer; raises ChildFailed where there is none in time, or the process has died."""
-        if not self._channel.poll(within_s):
-            raise self.failure(f"did not answer within {within_s:g} s")
-        try:
-            answer: dict[str, Any] = json.loads(self._channel.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            self.wait(END_WITHIN_S)
-            raise self.failure() from None
-        return answer
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        self.tell(do, **arguments)
-        return self.hear()
-
-    def end(self) -> None:
-        super().end()
-        self._channel.close()
-
-
-def ask_all(processes: Sequence[RoleProcess], do: str, **arguments: Any) -> list[dict[str, Any]]:
-    """Ask several for the same at once; answers in the order of the processes."""
-    for process in processes:
-        process.tell(do, **arguments)
-    return [process.hear() for process in processes]
 
 
 class RawSample(NamedTuple):
@@ -180,7 +132,7 @@ class ProcessPool(Children):
         self._raw: Ends | None = None
 
     def role(self, role: str, name: str = "", inside: Sequence[str] = ()) -> RoleProcess:
-        """The process of this name, started in its role if it is new; see `RoleProcess`."""
+        """The process of this name, started in its role if it is new; see `driver.roles`."""
         name = name or role
         if name not in self._roles:
             self._roles[name] = self.add(RoleProcess(role, name, self.folder, inside))

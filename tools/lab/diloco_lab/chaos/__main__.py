@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from diloco_lab.chaos.attacks.cli import attack
+from diloco_lab.chaos.attacks import drill as attacks
+from diloco_lab.chaos.attacks import poison
+from diloco_lab.chaos.attacks import report as attack_report
 from diloco_lab.chaos.crew import MODES
 from diloco_lab.chaos.drill import Options, drill, prepare_text
 from diloco_lab.chaos.faults import SHORT, WHOLE
 from diloco_lab.chaos.leftovers import claim
 from diloco_lab.chaos.report import NO_TIME, Report, new_report
 from diloco_lab.chaos.table import NOTES, faults_table, figures_table
+from diloco_lab.driver import machine
 from diloco_lab.driver.experiment import Experiment
 from diloco_lab.driver.options import words
 from diloco_protocol.clients.command_line import with_version
+from diloco_tools.processes import ChildFailed
 from diloco_tools.terminal import fail
 
 COMMAND = "python -m diloco_lab.chaos"
@@ -112,7 +117,49 @@ def _remarks(reports: list[Report]) -> Iterator[str]:
             yield f"NOT RUN  {report['mode']}: {report['not_run']}"
 
 
-app.command()(attack)
+@app.command()
+def attack(
+    *,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under a minute: shorter, and fewer of them.")
+    ] = False,
+    only: Annotated[
+        str, typer.Option(help="Attacks whose names have one of these words in them, with commas.")
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/attack"),
+    seed: Annotated[int, typer.Option(help="Decides random messages.")] = 0,
+) -> None:
+    """Attack a broker with two training workers, without keys and with: under four minutes.
+
+    Everything runs on this machine. Prints what each attack tried, what got
+    through (nothing should) and what it cost; ends with exit code 1 where
+    something got through or a bound was broken.
+    """
+    experiment = Experiment(f"{COMMAND} attack", out)
+    if complaint := machine.complaint():
+        experiment.refuse(complaint)
+    folder, names = experiment.out, tuple(words(only))
+    options = replace(
+        attacks.Options.quick(folder) if quick else attacks.Options(folder), seed=seed, names=names
+    )
+    if not any(options.wanted(has_keys=has_keys) for has_keys in (False, True)):
+        experiment.refuse(f"--only {only!r} is in no attack's name")
+    with experiment.folder():
+        rows, problems = attacks.drill(options, experiment.say)
+        poisoned = []
+        if not quick and not names:
+            try:
+                poisoned = attacks.poisons(options)
+            except ChildFailed as error:
+                problems.append(str(error))
+        problems += [sentence for row in rows for sentence in row.broken()]
+        problems += poison.broken(poisoned)
+        plain = [row.plain() for row in rows]
+        experiment.save("attack.json", {"rows": plain, "poisons": poisoned, "problems": problems})
+    tables = [attack_report.table(rows)]
+    tables += [attack_report.poisons_table(poisoned)] if poisoned else []
+    experiment.end(tables, attack_report.NOTES, problems)
+    experiment.say(f"Nothing got through, and every bound held; attack.json is in {experiment.out}")
 
 
 if __name__ == "__main__":

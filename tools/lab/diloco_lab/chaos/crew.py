@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diloco_lab.chaos import leftovers
 from diloco_lab.chaos.audit import BROKER_LOG, RELAY_LOGS
@@ -20,6 +21,7 @@ from diloco_lab.chaos.faults import (
     WORKERS,
 )
 from diloco_lab.chaos.job import Job, Life
+from diloco_lab.driver.broker import ANYWHERE, broker_command
 from diloco_tools.processes import C, Child, Children
 from diloco_tools.tcp_proxy import HOST, Gate, TcpProxy
 
@@ -60,6 +62,12 @@ MODES = {
         delay=2,
     ),
     "relays": Mode(("--mode", "sync", "--relays"), 0.05, 1, relays=RELAYS),
+}
+
+OF_EVERY_BROKER: dict[str, Any] = {
+    "feed": ANYWHERE,
+    "heartbeat_timeout": HEARTBEAT_TIMEOUT_S,
+    "disconnect_grace": DISCONNECT_GRACE_S,
 }
 
 
@@ -156,37 +164,37 @@ class Crew(Children):
     def start_broker(self) -> None:
         """Start the broker, for the first time or again. Returns at once."""
         self._brokers += 1
-        command = [
-            *(self.disk.prefix if self.disk is not None else ()),
-            *(sys.executable, "-m", "diloco_broker", "serve"),
-            *("--workers", str(len(self.mode.relays or WORKERS))),
-            *("--sync-every", str(SYNC_EVERY)),
-            *("--outer-lr", "0.8", "--outer-momentum", "0.5"),
-            *("--bind", self.address),
-            *("--feed", f"tcp://{HOST}:*"),
-            *("--save-dir", str(self.folder / "disk")),
-            *("--save-every", "1", "--keep", "3"),
-            *("--audit", str(self.folder / BROKER_LOG)),
-            *("--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)),
-            *("--disconnect-grace", str(DISCONNECT_GRACE_S)),
-            *("--recover-wait", str(RECOVER_WAIT_S)),
+        command = broker_command(
+            "serve",
             *self.mode.options,
-            *(("--durable",) if self._durable else ()),
-        ]
+            inside=self.disk.prefix if self.disk is not None else (),
+            workers=len(self.mode.relays or WORKERS),
+            sync_every=SYNC_EVERY,
+            outer_lr=0.8,
+            outer_momentum=0.5,
+            bind=self.address,
+            save_dir=self.folder / "disk",
+            save_every=1,
+            keep=3,
+            audit=self.folder / BROKER_LOG,
+            recover_wait=RECOVER_WAIT_S,
+            durable=self._durable,
+            **OF_EVERY_BROKER,
+        )
         self.broker = self.start(f"broker.{self._brokers}", command)
 
     def start_relay(self, relay: str) -> None:
         """Start a relay, for the first time or again. Returns at once."""
         number = 1 + sum(each.name.startswith(f"{relay}.") for each in self.all)
-        command = [
-            *(sys.executable, "-m", "diloco_broker", "relay"),
-            *("--parent", self.proxy_of(relay, self.address).address, "--name", relay),
-            *("--workers", str(sum(self.relay_of(worker) == relay for worker in WORKERS))),
-            *("--bind", self.addresses[relay], "--feed", f"tcp://{HOST}:*"),
-            *("--audit", str(self.folder / f"{relay}{RELAY_LOGS.removeprefix('*')}")),
-            *("--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)),
-            *("--disconnect-grace", str(DISCONNECT_GRACE_S)),
-        ]
+        command = broker_command(
+            "relay",
+            parent=self.proxy_of(relay, self.address).address,
+            name=relay,
+            workers=sum(self.relay_of(worker) == relay for worker in WORKERS),
+            bind=self.addresses[relay],
+            audit=self.folder / f"{relay}{RELAY_LOGS.removeprefix('*')}",
+            **OF_EVERY_BROKER,
+        )
         self.relays[relay] = self.start(f"{relay}.{number}", command)
 
     def relay_of(self, worker: str) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from diloco_lab.bench.process_pool import ProcessPool, RoleProcess
+from diloco_lab.bench.process_pool import ProcessPool
+from diloco_lab.driver.roles import RoleProcess
 from diloco_lab.network.namespaces import HUB, Network
 
 

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
@@ -143,18 +144,18 @@ def build(root: Path, to: Path) -> None:
         UsageError: Sphinx is not there, or warns of something; with what it said.
     """
     try:
-        from sphinx.application import Sphinx
+        sphinx = resolve_name("sphinx.application:Sphinx")
     except ImportError as error:
         raise UsageError(f"Sphinx is not there ({error}). Run: make docs") from None
     there, said = pages(root), io.StringIO()
 
-    def read(_: Sphinx, name: str, text: list[str]) -> None:
+    def read(_: object, name: str, text: list[str]) -> None:
         text[0] = adapted(root, f"{name}.md", text[0], there)
 
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch, "html")
         settings: dict[str, Any] = SETTINGS | {"include_patterns": there}
-        book = Sphinx(root, None, made, Path(scratch), "html", settings, status=None, warning=said)
+        book = sphinx(root, None, made, Path(scratch), "html", settings, status=None, warning=said)
         book.connect("source-read", read)
         book.build()
         if faults := said.getvalue().replace(f"{root}/", "").strip():

@@ -16,17 +16,16 @@ from statistics import fmean, median
 from diloco_lab.bench.link import SlowProxy
 from diloco_lab.bench.options import Repeats, Size
 from diloco_lab.bench.parts.rounds import (
-    BROKER_HOLDS,
-    FP32,
-    WORKER_HOLDS,
     Round,
+    has_room,
     one_round,
     row_of,
 )
-from diloco_lab.bench.process_pool import Link, ProcessPool, RoleProcess
+from diloco_lab.bench.process_pool import Link, ProcessPool
 from diloco_lab.bench.report.arithmetic import against, computed_round, in_turn
 from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.driver.roles import RoleProcess
 from diloco_lab.network.namespaces import NoNetwork, network, one_switch
 from diloco_lab.network.place import at_the_hub
 from diloco_protocol.dtypes import REPLY_DTYPES
@@ -142,10 +141,8 @@ def _in_turn(
     **options: object,
 ) -> list[Measured]:
     """Of each pair the usual rounds around its own, and its own; the usual itself comes first."""
-    copies = 2 * (WORKERS * (WORKER_HOLDS + 1) + BROKER_HOLDS)  # one more: the residual
-    if not pool.has_memory(
-        copies * FP32 * parameters_of(size) / 1e9, f"codecs, {row_of(size, WORKERS)}"
-    ):
+    row = f"codecs, {row_of(size, WORKERS)}"
+    if not has_room(pool, row, size, WORKERS, runs=2, more=WORKERS):  # the residuals
         return []
     half = len(trainers) // 2
 
@@ -155,10 +152,7 @@ def _in_turn(
         with pool.training(
             which, size, link, wire_dtype=wire, reply_dtype=reply, **options
         ) as broker:
-
-            def a_round() -> Round:
-                return one_round(which, broker, normal=True)
-
+            a_round = partial(one_round, which, broker, normal=True)
             a_round()  # memory is taken for the first time
             yield a_round
 

@@ -14,16 +14,16 @@ from functools import partial
 
 from diloco_lab.bench.options import Repeats, Size
 from diloco_lab.bench.parts.rounds import (
-    BROKER_HOLDS,
     FP32,
-    WORKER_HOLDS,
+    has_room,
     one_round,
     row_of,
 )
-from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool, RoleProcess, ask_all
+from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool
 from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.driver.roles import RoleProcess, ask_all
 
 GROUPS = "workers of several processes"
 WORKERS, PROCESSES = 2, 2
@@ -32,17 +32,15 @@ WORKERS, PROCESSES = 2, 2
 def groups(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 5) -> list[Figure]:
     """Rounds of 2 workers of 2 processes each, against 2 workers of one: time and memory."""
     parameters, row = parameters_of(size), f"{row_of(size, WORKERS)} x {PROCESSES}"
-    copies = 2 * (WORKERS * WORKER_HOLDS + BROKER_HOLDS) + WORKERS * PROCESSES
-    if not pool.has_memory(copies * FP32 * parameters / 1e9, f"{GROUPS}, {row}"):
+    if not has_room(pool, f"{GROUPS}, {row}", size, WORKERS, runs=2, more=PROCESSES):
         return []
     trainers = pool.roles("trainer", WORKERS + WORKERS * PROCESSES)
     plain, several = trainers[:WORKERS], trainers[WORKERS:]
     with pool.training(plain, size) as one, in_groups(pool, several, size) as many:
-        one_round(plain, one)
-        one_round(several, many)
-        alone, together = in_turn(
-            lambda: one_round(plain, one), lambda: one_round(several, many), repeats
-        )
+        a_plain, another = partial(one_round, plain, one), partial(one_round, several, many)
+        a_plain()  # memory is taken for the first time
+        another()
+        alone, together = in_turn(a_plain, another, repeats)
         memory = [
             [each["beyond"] / (FP32 * parameters) for each in ask_all(of, "memory")]
             for of in (plain, several)

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from diloco_lab.bench.options import Repeats, Size
-from diloco_lab.bench.process_pool import STATE_BYTES, ProcessPool, RoleProcess, ask_all
+from diloco_lab.bench.process_pool import STATE_BYTES, ProcessPool
 from diloco_lab.bench.report.arithmetic import against, in_turn, percentile
 from diloco_lab.bench.report.figures import Figure, figure
+from diloco_lab.driver.roles import RoleProcess, ask_all
 
 HEARTBEAT, IDLE, LARGEST = "heartbeat", "idle workers", "largest model"
 INTERVAL_S = 0.004  # between heartbeats, and between pings

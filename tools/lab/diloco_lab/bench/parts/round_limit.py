@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from diloco_lab.bench.options import Repeats, Size
-from diloco_lab.bench.parts.rounds import BROKER_HOLDS, FP32, WORKER_HOLDS, one_round, row_of
+from diloco_lab.bench.parts.rounds import FP32, has_room, one_round, row_of
 from diloco_lab.bench.process_pool import Ends, ProcessPool
 from diloco_lab.bench.report.arithmetic import against, in_turn, least_cpu
 from diloco_lab.bench.report.figures import Figure, figure
@@ -53,8 +53,8 @@ def round_limit(
     bf16 up and fp32 down, in turn.
     """
     parameters, row = parameters_of(size), row_of(size, workers)
-    copies = workers * WORKER_HOLDS + BROKER_HOLDS + 2  # the ends of raw TCP hold a model each
-    if not pool.has_memory(copies * FP32 * parameters / 1e9, f"{ROUND_LIMIT}, {row}"):
+    # The ends of raw TCP hold a model each.
+    if not has_room(pool, f"{ROUND_LIMIT}, {row}", size, workers, more=2):
         return []
     kernels, trainers = pool.role("kernels"), pool.roles("trainer", workers)
     ends = Ends(pool.role("raw", "memory-sender"), pool.role("raw", "memory-receiver"))

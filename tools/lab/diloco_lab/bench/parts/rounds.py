@@ -16,17 +16,19 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from diloco_lab.bench import options
-from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool, RoleProcess, ask_all
+from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool
 from diloco_lab.bench.report.arithmetic import PHASES, against, around, in_turn, slope
 from diloco_lab.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, Parts, figure
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver import machine
 from diloco_lab.driver.options import whole_numbers, words
+from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_protocol.feed import Snapshot
 
 COST_PART = "what a round costs"
 OVER_WORKERS, OVER_PARAMETERS = "memory, over workers", "time, over parameters"
 CHECKPOINT = "checkpoint"
+SAME_HOST = "rounds on the broker's machine"
 WITH_KEYS = "round with keys"
 # Rounds with the counters sampled, for their phases; the sampling costs a little, so they are apart.
 SAMPLED = 2
@@ -79,6 +81,33 @@ def one_round(
     )
 
 
+def has_room(
+    pool: ProcessPool, row: str, size: str, workers: int, *, runs: int = 1, more: int = 0
+) -> bool:
+    """Whether so many runs of these workers fit into memory; else the row is told to be left out.
+
+    `more` are copies of the parameters that each run has besides.
+    """
+    copies = runs * (workers * WORKER_HOLDS + BROKER_HOLDS + more)
+    return pool.has_memory(copies * FP32 * parameters_of(size) / 1e9, row)
+
+
+def compared(
+    pool: ProcessPool, size: str, workers: int, repeats: int, reply: str = "fp32", **options: Any
+) -> tuple[list[Round], list[Round]]:
+    """Rounds of a usual run and of one with these options, in turn: both live side by side."""
+    both = pool.roles("trainer", 2 * workers)
+    usual, other = both[:workers], both[workers:]
+    with (
+        pool.training(usual, size, reply_dtype=reply) as plain,
+        pool.training(other, size, reply_dtype=reply, **options) as changed,
+    ):
+        a_usual, another = partial(one_round, usual, plain), partial(one_round, other, changed)
+        a_usual()  # memory is taken for the first time
+        another()
+        return in_turn(a_usual, another, repeats)
+
+
 def configurations(
     *,
     sizes: options.Sizes = "125M",
@@ -113,8 +142,7 @@ def whole_round(
 ) -> list[Figure]:
     """One configuration."""
     parameters, row = parameters_of(size), row_of(size, workers, reply)
-    copies = workers * WORKER_HOLDS + BROKER_HOLDS
-    if not pool.has_memory(copies * FP32 * parameters / 1e9, f"{WHOLE_ROUND}, {row}"):
+    if not has_room(pool, f"{WHOLE_ROUND}, {row}", size, workers):
         return []
     trainers = pool.roles("trainer", workers)
     with pool.training(trainers, size, reply_dtype=reply) as broker:
@@ -159,22 +187,11 @@ def round_with_keys(
     Two runs live side by side, and make rounds in turn.
     """
     row = row_of(size, workers, reply)
-    copies = 2 * (workers * WORKER_HOLDS + BROKER_HOLDS)
-    if not pool.has_memory(copies * FP32 * parameters_of(size) / 1e9, f"{WITH_KEYS}, {row}"):
+    if not has_room(pool, f"{WITH_KEYS}, {row}", size, workers, runs=2):
         return []
-    both = pool.roles("trainer", 2 * workers)
-    without, locked = both[:workers], both[workers:]
-    folder = pool.make_keys(locked)
+    folder = pool.make_keys(pool.roles("trainer", 2 * workers)[workers:])
     try:
-        with (
-            pool.training(without, size, reply_dtype=reply) as plain,
-            pool.training(locked, size, reply_dtype=reply, keys=folder) as keyed,
-        ):
-            one_round(without, plain)
-            one_round(locked, keyed)
-            limits, rounds = in_turn(
-                lambda: one_round(without, plain), lambda: one_round(locked, keyed), repeats
-            )
+        limits, rounds = compared(pool, size, workers, repeats, reply, keys=folder)
     finally:
         shutil.rmtree(folder)
     of_it = partial(figure, WITH_KEYS, row)
@@ -189,6 +206,29 @@ def round_with_keys(
         of_it("CPU without", cpu, "s/GB"),
         of_it("CPU with", cpu_with_keys, "s/GB"),
         of_it("CPU ratio", against(cpu_with_keys, cpu), "x"),
+    ]
+
+
+def same_host(
+    pool: ProcessPool,
+    *,
+    size: options.Size = "50M",
+    workers: Annotated[int, typer.Option(min=1)] = 2,
+    repeats: options.Repeats = 7,
+) -> list[Figure]:
+    """Rounds through the broker's socket file, against TCP over loopback, in turn."""
+    if not has_room(pool, SAME_HOST, size, workers, runs=2):
+        return []
+    limits, rounds = compared(pool, size, workers, repeats, ipc=True)
+    of_it = partial(figure, SAME_HOST, row_of(size, workers))
+    seconds, nearer = ([each.seconds for each in of] for of in (limits, rounds))
+    cpu, less = ([each.all_cpu for each in of] for of in (limits, rounds))
+    return [
+        of_it("TCP", seconds, "s"),
+        of_it("socket file", nearer, "s"),
+        of_it("times as fast", [1 / each for each in against(nearer, seconds)], "x"),
+        of_it("CPU over TCP", cpu, "s"),
+        of_it("CPU ratio", against(less, cpu), "x"),
     ]
 
 

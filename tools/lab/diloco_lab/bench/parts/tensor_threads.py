@@ -13,9 +13,10 @@ from typing import Annotated
 import typer
 
 from diloco_lab.bench.options import Repeats
-from diloco_lab.bench.process_pool import ProcessPool, RoleProcess, ask_all
+from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import Figure, figure
+from diloco_lab.driver.roles import RoleProcess, ask_all
 
 TENSOR_THREADS = "tensor work, by threads"
 PAIRS = (("bf16", "fp32"), ("int8", "int8"), ("int4z", "int4z"))

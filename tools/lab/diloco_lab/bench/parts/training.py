@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from diloco_lab.bench.options import Repeats, Size, Workers
-from diloco_lab.bench.process_pool import ProcessPool, RoleProcess, ask_all
+from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.driver.options import whole_numbers
+from diloco_lab.driver.roles import RoleProcess, ask_all
 
 ASYNCHRONOUS, STREAMING, ATTACHED = "asynchronous", "streaming", "hook attached, idle"
 SIZE = "10M"  # of what is trained for real

@@ -14,6 +14,7 @@ from diloco_protocol.frames import MAX_BUFFER_BYTES, MAX_FRAME_BYTES
 from diloco_tools.tcp_proxy import HOST
 
 CALL_BYTES = 1 << 20  # 1 MiB: what a chunk has in bf16
+PATIENCE_S = 10.0  # for a connection over a line
 CONTROL, BULK = b"control", b"bulk"
 SESSION = bytes(16)
 VERSION = VersionId("0" * 16, 1, 1)
@@ -88,6 +89,23 @@ class RawEnd:
             next_at += interval_s
         self._socket.sendall(b"\0")
         return {"sent": len(found), "answered": len(found), "seconds": found}
+
+
+class LineProbe:
+    """The role "line-probe": how long it is there and back over a line, by plain connections."""
+
+    def __init__(self, _: object) -> None:
+        pass
+
+    def round_trips(self, address: str, count: int) -> dict[str, list[float]]:
+        """Seconds that each of `count` connections to tcp://HOST:PORT took: one round trip each."""
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        found = []
+        for _ in range(count):
+            began = time.monotonic()
+            socket.create_connection((host, int(port)), PATIENCE_S).close()
+            found.append(time.monotonic() - began)
+        return {"seconds": found}
 
 
 class TransportEnd:

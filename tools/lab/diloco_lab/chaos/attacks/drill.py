@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diloco_lab.chaos.attacks import keyed, watch
-from diloco_lab.chaos.attacks.attacker import Job, Result
 from diloco_lab.chaos.attacks.floods import READS_AFTER_S
 from diloco_lab.chaos.attacks.peers import Tally
 from diloco_lab.chaos.attacks.report import MIB, Row
 from diloco_lab.chaos.attacks.table import ATTACKS, Attack
 from diloco_lab.chaos.attacks.words import MARK
 from diloco_lab.chaos.attacks.worker import SYNC_EVERY, description
+from diloco_lab.driver import machine
 from diloco_lab.driver.broker import ANYWHERE, broker_command
+from diloco_lab.driver.roles import RoleProcess
 from diloco_protocol.clients import find_keys
 from diloco_protocol.errors import DilocoError
 from diloco_protocol.roles import Peer as Owner
@@ -133,6 +133,10 @@ class Stage(Children):
             self.start(name, [sys.executable, "-m", module, str(job)])
         self.await_rounds(time.monotonic() + 1.0, TRAINS_WITHIN_S)
 
+    def written(self) -> int:
+        """Bytes of the broker's log and history."""
+        return watch.size_of((self.broker.log, *self.history))
+
     def key_file(self, owner: Owner | None) -> str:
         """Empty where no keys are asked for."""
         if self.keys_folder is None or owner is None:
@@ -140,11 +144,13 @@ class Stage(Children):
         return str(self.keys_folder / "clients" / f"{owner.role.value}-{owner.name}.key")
 
     def watched(self) -> watch.Watch:
-        echo = self.start("echo", [sys.executable, "-m", "diloco_lab.chaos.attacks.echo"])
-        port = int(wait_for_line(echo, "port", STARTS_WITHIN_S))
+        echo = self.add(RoleProcess("raw", "echo", self.folder))
+        port = echo.ask("port")["port"]
+        echo.tell("accept")
+        echo.tell("echo")
         return watch.Watch(self.broker.pid, self._asker(), port)
 
-    def _asker(self) -> watch.Asker:
+    def _asker(self) -> watch.Status | watch.Heartbeats:
         """A member where there is a run; it could not be one without giving it a model."""
         owner = keyed.PULSE if self._trains else keyed.OPERATOR
         keys = find_keys(self.key_file(owner)) if self.keys_folder is not None else None
@@ -180,38 +186,32 @@ class Stage(Children):
         run = self.folder / "run"
         return (run / "history.1.jsonl", run / "history.jsonl", run / "control.jsonl")
 
-    def send(self, attack: Attack, owner: Owner | None, options: Options) -> Result:
+    def send(self, attack: Attack, options: Options) -> Tally:
         """Have a process attack, and wait for it."""
-        number = len(self.all)
-        result = self.folder / f"attack-{number}.result.json"
-        seconds = options.attack_s
-        if attack.waits and options.waits:
-            seconds = READS_AFTER_S + 1.0
-        job = Job(
-            attack.name,
-            self.address,
-            self.feed,
-            seconds,
-            options.seed,
-            keys=self.key_file(owner),
-            folder=str(self.keys_folder or ""),
+        seconds = READS_AFTER_S + 1.0 if attack.waits and options.waits else options.attack_s
+        has_keys = self.keys_folder is not None
+        began, name = time.monotonic(), f"attack-{len(self.all)}"
+        attacker = self.add(RoleProcess("attacker", name, self.folder))
+        attacker.tell(
+            "attack",
+            name=attack.name,
+            address=self.address,
+            feed=self.feed,
+            seconds=seconds,
+            seed=options.seed,
+            keys=self.key_file(attack.with_key),
+            folder=str(self.keys_folder) if has_keys else None,
             description=str(self._described),
-            result=str(result),
         )
-        file = self.folder / f"attack-{number}.job.json"
-        file.write_text(json.dumps(asdict(job)))
-        module = "diloco_lab.chaos.attacks.attacker"
-        child = self.start(f"attack-{number}", [sys.executable, "-m", module, str(file)])
-        began = time.monotonic()
-        code = child.wait(seconds + ENDS_LATE_S)
-        self.check()
-        if code == 0:
-            return Result(**json.loads(result.read_text()))
-        failed = child.failure()
-        child.kill()
-        # It tells nothing of the broker, but nobody may take it for an attack that was withstood.
-        tally = Tally(through=[f"it was not tried to its end: {failed}"])
-        return Result(began, time.monotonic(), 0.0, asdict(tally))
+        try:
+            return Tally(**attacker.hear(STARTS_WITHIN_S + seconds + ENDS_LATE_S))
+        except ChildFailed as error:
+            # It tells nothing of the broker, but nobody may take it for an attack that was withstood.
+            through = [f"it was not tried to its end: {error}"]
+            return Tally(through=through, began_at=began, ended_at=time.monotonic())
+        finally:
+            attacker.kill()
+            self.check()
 
 
 def drill(options: Options, say: Callable[[str], None]) -> tuple[list[Row], list[str]]:
@@ -235,24 +235,19 @@ def drill(options: Options, say: Callable[[str], None]) -> tuple[list[Row], list
 
 def poisons(options: Options) -> list[dict[str, Any]]:
     """What pseudo-gradients that do harm come to, with each defence; see `poison`."""
-    result = options.folder / "poison.json"
     with Children(options.folder) as children:
-        command = [sys.executable, "-m", "diloco_lab.chaos.attacks.poison", str(result)]
-        child = children.start("poison", command)
-        if child.wait(POISONS_WITHIN_S) != 0:
-            raise child.failure()
-    found: list[dict[str, Any]] = json.loads(result.read_text())
+        role = children.add(RoleProcess("poison", "poison", options.folder))
+        role.tell("results")
+        found: list[dict[str, Any]] = role.hear(POISONS_WITHIN_S)["rows"]
     return found
 
 
 def _beside_training(options: Options, attacks: list[Attack], *, has_keys: bool) -> Iterator[Row]:
     """One after the other, on one broker with two training workers."""
-    with contextlib.ExitStack() as stack:
-        folder = _empty(options.folder / ("keys" if has_keys else "open"))
-        stage = stack.enter_context(Stage(folder, has_keys=has_keys))
-        seen = stack.enter_context(stage.watched())
+    folder = _empty(options.folder / ("keys" if has_keys else "open"))
+    with Stage(folder, has_keys=has_keys) as stage, stage.watched() as seen:
         stage.await_rounds(time.monotonic() + STALLS_S, TRAINS_WITHIN_S)
-        first_base = seen.resident()
+        first_base = machine.resident(stage.broker.pid)
         for attack in attacks:
             row = _measured(stage, seen, attack, options, first_base)
             if row.broken() and not row.through:
@@ -276,51 +271,59 @@ def _measured(
     stage: Stage, seen: watch.Watch, attack: Attack, options: Options, first_base: float
 ) -> Row:
     seen.await_calm(CALM_WITHIN_S)
-    calm_began, written_before = time.monotonic(), _written(stage)
+    calm_began, written_before = time.monotonic(), stage.written()
     time.sleep(options.calm_s)
     calm_ended = time.monotonic()
     stage.await_rounds(calm_ended, ROUND_WITHIN_S)
-    written = _written(stage)
-    before = watch.within(seen.memory, calm_ended - 0.5, calm_ended)
-    owner = attack.with_key if stage.keys_folder is not None else None
-    did = stage.send(attack, owner, options)
-    time.sleep(options.settles_s)
+    written = stage.written()
+    base = max(watch.within(seen.memory, calm_ended - 0.5, calm_ended), default=0.0)
+    did, row = _attacked(stage, seen, attack, options, base)
     ended = time.monotonic()
     stage.await_rounds(ended, ROUND_WITHIN_S)
     stage.check()
-    tally = did.of_it
-    through = [*tally.through, *watch.forged(stage.broker.log, stage.history, MARK)]
+    through = [*row.through, *watch.forged(stage.broker.log, stage.history, MARK)]
     if "Traceback" in stage.broker.log.read_text(errors="replace"):
         through.append(f"a traceback in {stage.broker.log}")
-    through += seen.unanswered(did.began, time.monotonic())
-    base = max(before, default=0.0)
-    beside = watch.within(seen.memory, did.began, ended)
     rounds = stage.rounds()
     calm, whole = watch.pace(rounds, calm_began, calm_ended), watch.pace(rounds, calm_ended, ended)
     usual = (written - written_before) / (calm_ended - calm_began) / max(calm, 0.1)
-    beyond = _written(stage) - written - usual * whole * (ended - calm_ended)
-    answer, echo = seen.longest_ms(did.began, ended)
-    attempts = {name: getattr(tally, name) for name in _COUNTED}
-    return Row(
-        attack.name,
-        name_of(attack, has_keys=stage.keys_folder is not None),
-        attempts,
-        through,
+    beyond = stage.written() - written - usual * whole * (ended - calm_ended)
+    return replace(
+        row,
+        through=through,
         calm=calm,
-        beside=watch.pace_beside(rounds, did.began, did.ended, ended),
-        rise_mib=(max(beside, default=base) - base) / MIB,
-        after_mib=(beside[-1] - base) / MIB if beside else 0.0,
-        kept_mib=(beside[-1] - first_base) / MIB if beside else 0.0,
-        answer_ms=answer,
-        echo_ms=echo,
+        beside=watch.pace_beside(rounds, did.began_at, did.ended_at, ended),
+        kept_mib=row.after_mib + (base - first_base) / MIB,
         written_kib=max(0.0, beyond) / 1024,
-        seconds=did.ended - did.began,
-        attacker_cpu=did.cpu,
     )
 
 
-def _written(stage: Stage) -> int:
-    return watch.size_of((stage.broker.log, *stage.history))
+def _attacked(
+    stage: Stage,
+    seen: watch.Watch,
+    attack: Attack,
+    options: Options,
+    base: float,
+) -> tuple[Tally, Row]:
+    """An attack, and what it cost the broker, whose memory had `base` bytes before."""
+    did = stage.send(attack, options)
+    time.sleep(options.settles_s)
+    ended = time.monotonic()
+    beside = watch.within(seen.memory, did.began_at, ended) or [base]
+    answer, echo = seen.longest_ms(did.began_at, ended)
+    return did, Row(
+        attack.name,
+        name_of(attack, has_keys=stage.keys_folder is not None),
+        {name: getattr(did, name) for name in _COUNTED},
+        [*did.through, *seen.unanswered(did.began_at, ended)],
+        rise_mib=(max(beside) - base) / MIB,
+        after_mib=(beside[-1] - base) / MIB,
+        kept_mib=(beside[-1] - base) / MIB,
+        answer_ms=answer,
+        echo_ms=echo,
+        seconds=did.ended_at - did.began_at,
+        attacker_cpu=did.cpu,
+    )
 
 
 _COUNTED = ("messages", "connections", "bytes", "ended", "refused")
@@ -330,40 +333,20 @@ def _on_empty(options: Options, attacks: list[Attack], *, has_keys: bool) -> Ite
     """Each on a broker that has no model yet; workers must be able to bring one afterwards."""
     for attack in attacks:
         folder = _empty(options.folder / ("empty-keys" if has_keys else "empty-open"))
-        with contextlib.ExitStack() as stack:
-            stage = stack.enter_context(Stage(folder, has_keys=has_keys, trains=False))
-            seen = stack.enter_context(stage.watched())
-            yield _measured_on_empty(stage, seen, attack, options)
-
-
-def _measured_on_empty(stage: Stage, seen: watch.Watch, attack: Attack, options: Options) -> Row:
-    time.sleep(SETTLES_S)
-    base, began = seen.resident(), time.monotonic()
-    owner = attack.with_key if stage.keys_folder is not None else None
-    did = stage.send(attack, owner, options)
-    time.sleep(2 * SETTLES_S)  # longer than a worker whose connection has ended is waited for
-    after, ended = seen.resident(), time.monotonic()
-    answer, echo = seen.longest_ms(began, ended)
-    through = [*did.of_it.through, *seen.unanswered(began, ended)]
-    try:
-        stage.train()
-    except ChildFailed as error:
-        through.append(f"nobody could train afterwards: {error}")
-    if not stage.rounds():
-        through.append(f"no round closed within {TRAINS_WITHIN_S:g} s afterwards")
-    return Row(
-        attack.name,
-        name_of(attack, has_keys=stage.keys_folder is not None),
-        {name: getattr(did.of_it, name) for name in _COUNTED},
-        through,
-        rise_mib=(max(watch.within(seen.memory, began, ended), default=base) - base) / MIB,
-        after_mib=(after - base) / MIB,
-        kept_mib=(after - base) / MIB,
-        answer_ms=answer,
-        echo_ms=echo,
-        seconds=did.ended - did.began,
-        attacker_cpu=did.cpu,
-    )
+        with Stage(folder, has_keys=has_keys, trains=False) as stage, stage.watched() as seen:
+            time.sleep(SETTLES_S)
+            base = machine.resident(stage.broker.pid)
+            # Longer than a worker whose connection has ended is waited for.
+            longer = replace(options, settles_s=2 * SETTLES_S)
+            _, row = _attacked(stage, seen, attack, longer, base)
+            through = list(row.through)
+            try:
+                stage.train()
+            except ChildFailed as error:
+                through.append(f"nobody could train afterwards: {error}")
+            if not stage.rounds():
+                through.append(f"no round closed within {TRAINS_WITHIN_S:g} s afterwards")
+            yield replace(row, through=through)
 
 
 def _empty(folder: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from diloco_protocol.errors import DilocoError
 from diloco_protocol.feed import TOPIC
 from diloco_protocol.roles import Peer as Owner
 from diloco_protocol.roles import Role
-from diloco_tools.tcp_proxy import HOST
+from diloco_tools.tcp_proxy import Gate, TcpProxy
 
 # Keys of the drill besides those of the workers that train.
 OPERATOR, MONITOR = Owner(Role.OPERATOR, "drill"), Owner(Role.MONITOR, "screen")
@@ -205,39 +204,19 @@ def _recorded(scene: Scene, keys: Keys) -> bytes:
     return bytes(recorder.taken)
 
 
-class _Recorder:
-    """Passes one connection on, and keeps what goes to the broker."""
+class _Recorder(TcpProxy):
+    """Keeps what goes to the broker."""
 
     def __init__(self, target: str) -> None:
-        host, port = target.removeprefix("tcp://").rsplit(":", 1)
-        self._target = (host, int(port))
-        self._listener = socket.create_server((HOST, 0))
-        self.address = f"tcp://{HOST}:{self._listener.getsockname()[1]}"
         self.taken = bytearray()
-        self._ends: list[socket.socket] = []
+        super().__init__(target)
 
-    def __enter__(self) -> _Recorder:
-        threading.Thread(target=self._serve, daemon=True).start()
-        return self
+    def gate(self, connection: int, up: bool) -> Gate:
+        def keep(data: bytes) -> tuple[bytes, bool]:
+            self.taken.extend(data if up else b"")
+            return data, False
 
-    def __exit__(self, *_: object) -> None:
-        for each in (self._listener, *self._ends):
-            each.close()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            near, _ = self._listener.accept()
-            far = socket.create_connection(self._target)
-            self._ends += [near, far]
-            threading.Thread(target=self._pass, args=(far, near, None), daemon=True).start()
-            self._pass(near, far, self.taken)
-
-    def _pass(self, source: socket.socket, sink: socket.socket, kept: bytearray | None) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if kept is not None:
-                    kept += data
-                sink.sendall(data)
+        return keep
 
 
 def revoked(scene: Scene) -> None:

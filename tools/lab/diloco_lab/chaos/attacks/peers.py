@@ -65,6 +65,8 @@ class Tally:
         ended: connections that the broker has ended.
         refused: requests that it has refused.
         through: a sentence for each thing that should not have worked.
+        began_at, ended_at: of the monotonic clock.
+        cpu: its seconds.
     """
 
     messages: int = 0
@@ -73,6 +75,9 @@ class Tally:
     ended: int = 0
     refused: int = 0
     through: list[str] = field(default_factory=list)
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    cpu: float = 0.0
 
     def got_through(self, sentence: str) -> None:
         if sentence not in self.through:

@@ -1,7 +1,5 @@
 """One of five workers with a key sends pseudo-gradients that do harm; what becomes of the parameters.
 
-    python -m diloco_lab.chaos.attacks.poison RESULT.json
-
 Five workers pull parameters towards a target, each with noise of its own, so that what a round comes to
 is known: the mean square of what is left is the loss. The broker is a real one, in this process, and so
 are the connections.
@@ -10,12 +8,9 @@ are the connections.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,7 +139,6 @@ def is_nan_refused(address: str) -> bool:
 
 def results() -> list[dict[str, Any]]:
     """The loss of each poison under each defence, and of honest workers."""
-    torch.set_num_threads(1)
     rows = []
     for defence, options in DEFENCES.items():
         honest, _ = final_loss(honestly, options)
@@ -180,5 +174,11 @@ def broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(results()))
+class Poisons:
+    """The role "poison"."""
+
+    def __init__(self, _: object) -> None:
+        torch.set_num_threads(1)
+
+    def results(self) -> dict[str, Any]:
+        return {"rows": results()}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from diloco_lab.chaos.attacks.worker import TIME
+from diloco_lab.driver import machine
 from diloco_protocol import messages
 from diloco_protocol.clients import Keys, Operator
 from diloco_protocol.clients.dealer import Dealer
@@ -25,19 +25,8 @@ PROBE_EVERY_S = 0.02
 ANSWERS_WITHIN_S = 30.0
 CALM_S, CALM_MS = 0.5, 50.0
 LONG_S = 2.0  # an attack that lasts so long has a pace of its own
-OWN_MEMORY = Path("/proc/self/statm")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 Sample = tuple[float, float]  # time of the monotonic clock, value
-
-
-class Asker(Protocol):
-    """Somebody whose questions the broker answers."""
-
-    def ask(self) -> None:
-        """Returns when it is answered; raises DilocoError where it is not in time."""
-
-    def close(self) -> None: ...
 
 
 class Status:
@@ -95,8 +84,8 @@ class Watch:
         echo: the port of a process that does nothing but answer, asked at the same time.
     """
 
-    def __init__(self, pid: int, asker: Asker, echo: int) -> None:
-        self._memory_file = Path(f"/proc/{pid}/statm")
+    def __init__(self, pid: int, asker: Status | Heartbeats, echo: int) -> None:
+        self._pid = pid
         self._asker = asker
         self.memory: list[Sample] = []  # bytes
         self.answers: list[Sample] = []  # seconds, by when they were asked for
@@ -122,14 +111,11 @@ class Watch:
         self._asker.close()
         self._echo.close()
 
-    def resident(self) -> float:
-        return float(self._memory_file.read_text().split()[1]) * _PAGE
-
     def _look(self) -> None:
         while not self._is_over.wait(MEMORY_EVERY_S):
             try:
-                self.memory.append((time.monotonic(), self.resident()))
-            except (OSError, IndexError):  # the process has ended; the drill says so
+                self.memory.append((time.monotonic(), machine.resident(self._pid)))
+            except (OSError, ValueError):  # the process has ended; the drill says so
                 return
 
     def _ask(self) -> None:

@@ -12,10 +12,11 @@ from contextlib import AbstractContextManager
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from diloco_lab.bench.parts.rounds import BROKER_HOLDS, FP32, WORKER_HOLDS, Round, one_round
-from diloco_lab.bench.process_pool import BrokerProcess, RoleProcess, ask_all
+from diloco_lab.bench.parts.rounds import Round, has_room, one_round
+from diloco_lab.bench.process_pool import BrokerProcess
 from diloco_lab.bench.report.arithmetic import percentile
 from diloco_lab.bench.sizes import parameters_of
+from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_lab.network.lan import grid
 from diloco_lab.network.lan.grid import Part
 from diloco_lab.network.lan.records import Measurement
@@ -73,10 +74,8 @@ def round_trip(place: Place, address: str) -> float:
 def measure(place: Place, part: Part) -> Iterator[Measurement]:
     """All of a part; may raise ChildFailed."""
     how = {"round": rounds, "streaming": streaming, "mixed": mixed}
-    parameters = parameters_of(part.size)
     set_lines(place, SET_UP)
-    copies = part.workers * WORKER_HOLDS + BROKER_HOLDS
-    if place.pool.has_memory(copies * FP32 * parameters / 1e9, part.name):
+    if has_room(place.pool, part.name, part.size, part.workers):
         yield from how[part.kind](place, part)
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_lab.bench.parts.rounds import one_round
-from diloco_lab.bench.process_pool import BrokerProcess, RoleProcess, ask_all
+from diloco_lab.bench.process_pool import BrokerProcess
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.broker import broker_command
+from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_lab.network.namespaces import FAST
 from diloco_lab.network.place import Place, at_the_hub, dtypes, now
 from diloco_lab.network.sites.records import Measurement

@@ -1,0 +1,106 @@
+"""Processes that play a role: asked for an action by a JSON object, they answer with another.
+
+    python -m diloco_lab.driver.roles ROLE
+
+A request names an action, which is a method of the role, and its arguments; the answer is what the
+method returned. "rest" is none: it ends an action that goes on until it is asked for, which then
+answers. The process ends as soon as nobody can ask any more, so none outlives the experiment. Its
+standard input is the socket for both; what it prints goes to its log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from diloco_tools.processes import Child
+
+ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all
+END_WITHIN_S = 3.0
+# Each is loaded only where it is played: most need no torch, which takes seconds and 200 MB.
+ROLES = {
+    "raw": "bench.roles.wire:RawEnd",
+    "transport": "bench.roles.wire:TransportEnd",
+    "line-probe": "bench.roles.wire:LineProbe",
+    "kernels": "bench.roles.kernels:Kernels",
+    "tensor-work": "bench.roles.tensor_work:TensorWork",
+    "fake-worker": "bench.roles.fake_worker:FakeWorkers",
+    "trainer": "bench.roles.trainer:Trainer",
+    "attacker": "chaos.attacks.table:Attacker",
+    "poison": "chaos.attacks.poison:Poisons",
+}
+
+
+class RoleProcess(Child):
+    """A child that plays one of `ROLES`."""
+
+    def __init__(self, role: str, name: str, folder: Path, inside: Sequence[str] = ()) -> None:
+        """`inside`: a command that runs another one somewhere, in its own place (exec)."""
+        command = [*inside, sys.executable, "-m", "diloco_lab.driver.roles", role]
+        self._channel, theirs = Pipe()
+        with theirs:
+            super().__init__(name, command, folder, stdin=theirs.fileno())
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Ask for an action; `hear` has to follow."""
+        try:
+            self._channel.send_bytes(json.dumps({"do": do, **arguments}).encode())
+        except BrokenPipeError:
+            raise self.failure() from None
+
+    def hear(self, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
+        """The next answer; raises ChildFailed where there is none in time, or the process has died."""
+        if not self._channel.poll(within_s):
+            raise self.failure(f"did not answer within {within_s:g} s")
+        try:
+            answer: dict[str, Any] = json.loads(self._channel.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.wait(END_WITHIN_S)
+            raise self.failure() from None
+        return answer
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.tell(do, **arguments)
+        return self.hear()
+
+    def end(self) -> None:
+        super().end()
+        self._channel.close()
+
+
+def ask_all(processes: Sequence[RoleProcess], do: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Ask several for the same at once; answers in the order of the processes."""
+    for process in processes:
+        process.tell(do, **arguments)
+    return [process.hear() for process in processes]
+
+
+def play(name: str) -> None:
+    """Do what is asked until nobody asks any more. An action that fails ends the process."""
+    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", level=logging.INFO)
+    if name not in ROLES:
+        raise SystemExit(f"there is no role {name!r}")
+    channel = Connection(os.dup(0))
+    # `poll` is for actions that go on until the next request is there.
+    role = resolve_name(f"diloco_lab.{ROLES[name]}")(channel.poll)
+    while True:
+        try:
+            request = json.loads(channel.recv_bytes())
+        except EOFError:
+            return
+        action = request.pop("do")
+        if action != "rest":
+            answer = getattr(role, action)(**request)
+            channel.send_bytes(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    play(sys.argv[1])

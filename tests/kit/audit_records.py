@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_lab.chaos.audit import Version
+from diloco_lab.chaos.crew import Job
 from diloco_lab.chaos.faults import Fault, Kind
-from diloco_lab.chaos.job import Job
 
 RUN = "00000000000000aa"
 WITHIN_S = 10.0

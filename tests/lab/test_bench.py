@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.pure import upload_window
 from diloco_lab.bench import link
-from diloco_lab.bench.cli import ALL, COMMANDS, QUICK, app, parts_of, write
+from diloco_lab.bench.__main__ import ALL, COMMANDS, QUICK, app, parts_of, write
 from diloco_lab.bench.parts import codecs, groups, rounds, wire
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report import arithmetic
@@ -27,10 +27,11 @@ from diloco_lab.bench.report.figures import (
     WHOLE_ROUND,
     figure,
     number,
+    sentences,
     show,
+    tables,
 )
 from diloco_lab.bench.report.plot import draw
-from diloco_lab.bench.report.table import sentences, tables
 from diloco_lab.bench.roles import fake_worker
 from diloco_lab.bench.roles.trainer import still_model
 from diloco_lab.bench.sizes import CONTEXT, SIZES, parameters_of

@@ -26,7 +26,7 @@ from diloco_lab.chaos.audit import (
     read_lines,
     version_of,
 )
-from diloco_lab.chaos.crew import MODES
+from diloco_lab.chaos.crew import MODES, Life
 from diloco_lab.chaos.faults import (
     FRAGILE,
     RELAYS,
@@ -38,7 +38,6 @@ from diloco_lab.chaos.faults import (
     Scale,
     plan,
 )
-from diloco_lab.chaos.job import Life
 from diloco_lab.chaos.report import averaged, rows, verdict, work_of
 from kit.audit_records import (
     LEFT,

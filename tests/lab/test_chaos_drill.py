@@ -30,15 +30,25 @@ from diloco_lab.chaos import inject as inject_module
 from diloco_lab.chaos import run_watch as watch_module
 from diloco_lab.chaos.__main__ import REMARKS
 from diloco_lab.chaos.audit import BROKER_LOG, Findings
-from diloco_lab.chaos.crew import MODES, Crew, DrillProxy
+from diloco_lab.chaos.crew import AUDIT, MODES, STEPS, Crew, DrillProxy, Job, Life
 from diloco_lab.chaos.disk import size_limit, tmpfs
 from diloco_lab.chaos.faults import SHORT, Kind
-from diloco_lab.chaos.job import AUDIT, STEPS, Job, Life
 from diloco_lab.chaos.leftovers import PROCESSES, claim, empty, note
-from diloco_lab.chaos.pace import MODE_S, USUAL_S, Pace
-from diloco_lab.chaos.report import CUT_SHORT, NO_TIME, audited, new_report, problems, rows, work
+from diloco_lab.chaos.report import (
+    CUT_SHORT,
+    MODE_S,
+    NO_TIME,
+    USUAL_S,
+    Pace,
+    audited,
+    faults_table,
+    figures_table,
+    new_report,
+    problems,
+    rows,
+    work,
+)
 from diloco_lab.chaos.run_watch import STANDSTILL_S, Broken, OutOfTime, RunWatch
-from diloco_lab.chaos.table import faults_table, figures_table
 from diloco_lab.chaos.worker import StepCount, bring_in, checksum
 from diloco_lab.driver import experiment
 from diloco_protocol import Ledger, VersionId

@@ -14,9 +14,9 @@ import typer
 from rich.text import Text
 
 import diloco_broker.cli.app
-import diloco_lab.bench.cli
+import diloco_lab.bench.__main__
 import diloco_lab.chaos.__main__
-import diloco_lab.evidence.cli
+import diloco_lab.evidence.__main__
 import diloco_tools.demo.cli
 import diloco_tools.monitor.metrics.cli
 import diloco_tools.monitor.report.cli
@@ -24,8 +24,7 @@ import diloco_tools.monitor.terminal.cli
 import diloco_tools.monitor.web.cli
 import diloco_tools.plan.cli
 from diloco_broker.cli.status_text import as_text
-from diloco_lab.bench.report.figures import figure
-from diloco_lab.bench.report.table import tables
+from diloco_lab.bench.report.figures import figure, tables
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.demo.display import Display
@@ -43,10 +42,10 @@ NAMES = ["[red]x", "[RED]x[/]", "[$primary]x", "[/]", "w[0]", "x\\", ":boom:", "
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
 COMMANDS = {
     "diloco-broker": diloco_broker.cli.app.app,
-    "python -m diloco_lab.bench": diloco_lab.bench.cli.app,
+    "python -m diloco_lab.bench": diloco_lab.bench.__main__.app,
     "diloco-dashboard": diloco_tools.monitor.web.cli.app,
     "diloco-demo": diloco_tools.demo.cli.app,
-    "python -m diloco_lab.evidence": diloco_lab.evidence.cli.app,
+    "python -m diloco_lab.evidence": diloco_lab.evidence.__main__.app,
     "diloco-exporter": diloco_tools.monitor.metrics.cli.app,
     "diloco-report": diloco_tools.monitor.report.cli.app,
     "diloco-plan": diloco_tools.plan.cli.app,
@@ -90,8 +89,8 @@ def test_extra_to_install_is_named_whole(
         monkeypatch.setattr(diloco_tools.demo.cli, "draw", without_matplotlib)
         diloco_tools.demo.cli.write(RESULTS, folder, shown)
     else:
-        monkeypatch.setattr(diloco_lab.bench.cli, "draw", without_matplotlib)
-        diloco_lab.bench.cli.write(report(skipped=("[red]x",)), folder / "all", shown)
+        monkeypatch.setattr(diloco_lab.bench.__main__, "draw", without_matplotlib)
+        diloco_lab.bench.__main__.write(report(skipped=("[red]x",)), folder / "all", shown)
         assert "[red]x\n" in out.getvalue()
         assert "[red]x\n" in (folder / "all.txt").read_text()
     assert "pip install 'diloco-broker[plot]'" in out.getvalue()

@@ -15,6 +15,7 @@ import pytest
 
 from diloco_broker import BrokerConfig
 from diloco_lab.driver.records import Results
+from diloco_lab.evidence import conduct
 from diloco_lab.evidence.claim import (
     REPORTED,
     Arm,
@@ -26,11 +27,9 @@ from diloco_lab.evidence.claim import (
     perplexity,
     sooner,
 )
-from diloco_lab.evidence.conduct import TUNING_SEED, Study
-from diloco_lab.evidence.driver import running
-from diloco_lab.evidence.driver.running import key_of, missing_of, train_all
-from diloco_lab.evidence.driver.trial import Trial
+from diloco_lab.evidence.conduct import TUNING_SEED, Study, key_of, missing_of, train_all
 from diloco_lab.evidence.parts import PARTS
+from diloco_lab.evidence.trial import Trial
 from kit.evidence_trials import a_result
 from kit.process_kit import wait_for
 
@@ -240,7 +239,7 @@ def test_trials_are_trained_in_processes_and_failures_are_raised(results: Result
     small = Trial(arm="alone", workers=1, steps=2, windows=8, batch=1)
     train_all([small, small.with_changes(seed=1)], results, 2, told.append)
     assert results[small.key]["loss"] > 3 and len(told) == 2
-    assert running.told(results[small.key]).startswith("arm=alone")
+    assert conduct.told(results[small.key]).startswith("arm=alone")
     train_all([small], results, 2, told.append)
     assert len(told) == 2  # nothing was missing
     with pytest.raises(Exception, match="does not exist"):

@@ -13,10 +13,10 @@ import torch
 import diloco_tools.demo.train as demo_train
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.state.dylu import sync_every
-from diloco_lab.evidence.driver import baselines, training
-from diloco_lab.evidence.driver.running import measure
-from diloco_lab.evidence.driver.training import KEPT, LOST, DiLoCoRun, lost_in
-from diloco_lab.evidence.driver.trial import MODELS, Trial, parameters
+from diloco_lab.evidence import training
+from diloco_lab.evidence.conduct import measure
+from diloco_lab.evidence.training import KEPT, LOST, DiLoCoRun, lost_in
+from diloco_lab.evidence.trial import MODELS, Trial, parameters
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import batch_seed, load_text, training_batches
 from diloco_worker import DiLoCoClient
@@ -227,7 +227,7 @@ def test_data_parallel_takes_the_step_of_the_whole_batch() -> None:
     """Two replicas with one gradient are one model with the batches of both."""
     trial = TINY.with_changes(arm="data-parallel", workers=2, steps=3)
     text = a_text(trial)
-    found = baselines.train(trial, text)
+    found = training.train_without_broker(trial, text)
     model = gpt.build_model(0, MODELS[trial.model])
     optimizer = gpt.build_optimizer(model, trial.recipe)
     schedule = gpt.build_schedule(optimizer, trial.recipe)
@@ -248,7 +248,7 @@ def test_one_worker_alone_is_one_replica() -> None:
     alone = TINY.with_changes(arm="alone", workers=1, steps=3)
     text = a_text(alone)
     replica = alone.with_changes(arm="data-parallel")
-    one, other = (baselines.train(each, text) for each in (alone, replica))
+    one, other = (training.train_without_broker(each, text) for each in (alone, replica))
     assert one.curve == other.curve
     assert one.bytes_up == one.bytes_down == 0
 

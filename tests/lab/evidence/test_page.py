@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 
 from diloco_lab.driver.records import Results
 from diloco_lab.evidence import page, picture
-from diloco_lab.evidence.cli import app
-from diloco_lab.evidence.conduct import Study
-from diloco_lab.evidence.driver.running import key_of, measure
-from diloco_lab.evidence.driver.trial import Trial
+from diloco_lab.evidence.__main__ import app
+from diloco_lab.evidence.conduct import Study, key_of, measure
 from diloco_lab.evidence.parts import PARTS
+from diloco_lab.evidence.trial import Trial
 from kit.evidence_trials import a_result
 from kit.paths import LAB
 

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from diloco_lab.evidence.driver import turns
-from diloco_lab.evidence.driver.turns import AnyOrder, Baton, Broken, Stuck, virtual_order
+from diloco_lab.evidence import turns
+from diloco_lab.evidence.turns import AnyOrder, Baton, Broken, Stuck, virtual_order
 from kit.evidence_trials import SPEEDS
 
 

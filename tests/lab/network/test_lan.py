@@ -15,17 +15,15 @@ from typer.testing import CliRunner
 
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.driver import page
-from diloco_lab.driver.records import BadFile, text_of
+from diloco_lab.driver.records import BadFile, read_document, text_of
+from diloco_lab.driver.tables import BLOCK, WHERE, filled
 from diloco_lab.network import namespaces
-from diloco_lab.network.cli import SKIPPED, app
-from diloco_lab.network.lan import founding, grid, utilisation
-from diloco_lab.network.lan.grid import Choice, Part
+from diloco_lab.network.__main__ import SKIPPED, app
+from diloco_lab.network.lan import founding, grid
+from diloco_lab.network.lan.grid import INT4Z, USUAL, Choice, LanFile, Measurement, Part
 from diloco_lab.network.lan.measuring import measure
-from diloco_lab.network.lan.records import INT4Z, USUAL, LanFile, Measurement, read
 from diloco_lab.network.lan.tables import KEYS, blocks, tables
-from diloco_lab.network.namespaces import NoNetwork, network, one_switch, why_not
-from diloco_lab.network.place import Place
+from diloco_lab.network.namespaces import NoNetwork, Place, network, one_switch, why_not
 from kit.paths import LAB
 
 COMMITTED = LAB / "lan.json"
@@ -61,21 +59,17 @@ def a_file(*measurements: Measurement) -> LanFile:
     )
 
 
-def filled(text: str, found: LanFile) -> str:
-    return page.filled(text, blocks(found))
-
-
 # What is computed
 
 
 @pytest.mark.parametrize(("model", "planned"), founding.PLANNED.items())
 def test_first_plan_counted_one_upload_in_bf16_and_nothing_else(model: str, planned: float) -> None:
     upload = founding.UPLOAD_BITS * founding.MODELS[model] / 1e9
-    assert utilisation.utilisation(upload) == pytest.approx(planned, abs=0.005)
+    assert founding.utilisation(upload) == pytest.approx(planned, abs=0.005)
 
 
 def test_efficiency_is_the_longest_of_line_and_work_over_what_was_measured() -> None:
-    costs = utilisation.costs_of([a_round()], USUAL)
+    costs = founding.costs_of([a_round()], USUAL)
     assert costs is not None
     assert (costs.bits_up, costs.bits_down) == (16, 32)
     assert costs.efficiency == pytest.approx(0.32 / 0.4)
@@ -89,7 +83,7 @@ def test_efficiency_is_the_longest_of_line_and_work_over_what_was_measured() -> 
 
 def test_work_of_the_broker_is_a_straight_line_over_workers() -> None:
     more = [a_round(workers=n, broker_cpu_s=0.1 + 0.05 * n) for n in (1, 2, 4)]
-    costs = utilisation.costs_of(more, USUAL)
+    costs = founding.costs_of(more, USUAL)
     assert costs is not None
     assert costs.broker_cpu * 1e7 == pytest.approx(0.1)
     assert costs.broker_cpu_of_each * 1e7 == pytest.approx(0.05)
@@ -102,15 +96,15 @@ def test_only_rounds_of_these_codecs_on_the_fast_line_count() -> None:
         a_round(wire_dtype="int8", reply_dtype="int8"),
         a_round(broker_bits_per_s=1e8),
     ]
-    assert utilisation.costs_of(others, USUAL) is None
+    assert founding.costs_of(others, USUAL) is None
 
 
 def test_streaming_leaves_copies_and_what_does_not_fit_between_two_syncs() -> None:
     streamed = a_round(kind="streaming", seconds=(0.05,), fragments=4)
-    standstill = utilisation.streaming_standstill([streamed], USUAL)
+    standstill = founding.streaming_standstill([streamed], USUAL)
     assert standstill is not None and standstill * 1e8 == pytest.approx(0.5)
-    assert utilisation.standstill_beside(0.5, 300.0) == pytest.approx(0.5)
-    assert utilisation.standstill_beside(0.5, 620.0) == pytest.approx(120.5)
+    assert founding.standstill_beside(0.5, 300.0) == pytest.approx(0.5)
+    assert founding.standstill_beside(0.5, 620.0) == pytest.approx(120.5)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +116,8 @@ def test_steps_that_reach_a_share_are_the_least_that_do(sync: float, copies: flo
     def share(sync_every: int) -> float:
         left = sync
         if copies is not None:
-            left = utilisation.standstill_beside(copies, sync, sync_every)
-        return utilisation.utilisation(left, sync_every)
+            left = founding.standstill_beside(copies, sync, sync_every)
+        return founding.utilisation(left, sync_every)
 
     assert share(steps) >= 0.97 > share(steps - 1)
 
@@ -203,7 +197,7 @@ def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = a_file(a_round(), a_round(kind="mixed", mode="quorum", quorum=2, slow_seconds=(3.0,)))
     path = tmp_path / "lan.json"
     path.write_text(text_of(found))
-    assert read(path) == found
+    assert read_document(path, LanFile) == found
 
 
 def test_newer_measurements_take_the_place_of_older_ones_of_the_same() -> None:
@@ -221,36 +215,38 @@ def test_what_is_no_file_of_measurements_gets_a_sentence(tmp_path: Path, text: s
     path = tmp_path / "lan.json"
     path.write_text(text)
     with pytest.raises(BadFile, match="no measurements"):
-        read(path)
+        read_document(path, LanFile)
 
 
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
-    assert filled(text, read(COMMITTED)) == text
-    keys = {match["key"] for match in page.BLOCK.finditer(text)}
-    assert keys == {page.WHERE, *KEYS}
+    assert filled(text, blocks(read_document(COMMITTED, LanFile))) == text
+    keys = {match["key"] for match in BLOCK.finditer(text)}
+    assert keys == {WHERE, *KEYS}
 
 
 def test_other_measurements_change_the_page_between_its_marks_only() -> None:
     before = "Words.\n<!-- table: sync -->\n| 1M | 7 s |\n<!-- end -->\nMore.\n"
-    after = filled(before, a_file(a_round(workers=2, seconds=(0.5,))))
+    after = filled(before, blocks(a_file(a_round(workers=2, seconds=(0.5,)))))
     assert "| 10M | bf16/fp32 | 0.50 s, 64% |" in after
     assert after.startswith("Words.\n<!-- table: sync -->\n") and after.endswith("-->\nMore.\n")
     assert "1M | 7 s" not in after
 
 
 def test_every_table_of_the_page_was_measured() -> None:
-    assert {each.key for each in tables(read(COMMITTED).measurements)} == set(KEYS)
+    assert {each.key for each in tables(read_document(COMMITTED, LanFile).measurements)} == set(
+        KEYS
+    )
 
 
 def test_table_of_nothing_says_so() -> None:
     before = "<!-- table: mixed -->\n<!-- end -->"
-    assert "Nothing was measured for this." in filled(before, a_file(a_round()))
+    assert "Nothing was measured for this." in filled(before, blocks(a_file(a_round())))
 
 
 def test_table_that_there_is_not_is_named() -> None:
     with pytest.raises(BadFile, match="'nonsense'"):
-        filled("<!-- table: nonsense -->\n<!-- end -->", a_file(a_round(workers=2)))
+        filled("<!-- table: nonsense -->\n<!-- end -->", blocks(a_file(a_round(workers=2))))
 
 
 # The command
@@ -259,7 +255,7 @@ def test_table_that_there_is_not_is_named() -> None:
 def test_command_without_root_says_why_it_measures_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("diloco_lab.network.cli.why_not", lambda: "it takes root")
+    monkeypatch.setattr("diloco_lab.network.__main__.why_not", lambda: "it takes root")
     done = CliRunner().invoke(app, ["lan", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == SKIPPED
     assert done.stderr == "python -m diloco_lab.network lan: skipped: it takes root\n"
@@ -386,5 +382,5 @@ def test_json_of_the_command_is_its_file(tmp_path: Path) -> None:
     command += ["--kinds", "round", "--codecs", "int4z/int4z", "--lines", "1G"]
     said = subprocess.check_output([*command, "--out", str(tmp_path)], timeout=200)
     assert json.loads(said) == json.loads((tmp_path / "lan.json").read_text())
-    (found,) = read(tmp_path / "lan.json").measurements
+    (found,) = read_document(tmp_path / "lan.json", LanFile).measurements
     assert (found.pair, found.broker_bits_per_s, found.workers) == (INT4Z, 1e9, 2)

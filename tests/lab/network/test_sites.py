@@ -9,18 +9,24 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco_lab.bench.process_pool import ProcessPool
-from diloco_lab.driver import page
-from diloco_lab.driver.records import text_of
-from diloco_lab.network import cli
+from diloco_lab.driver.records import read_document, text_of
+from diloco_lab.driver.tables import filled
+from diloco_lab.network.__main__ import app
 from diloco_lab.network.namespaces import (
     NoNetwork,
+    Place,
     network,
     several_sites,
 )
-from diloco_lab.network.place import Place
-from diloco_lab.network.sites.records import Loss, Measurement, SitesFile, Trained, read
 from diloco_lab.network.sites.rounds import rounds
-from diloco_lab.network.sites.tables import blocks, tables
+from diloco_lab.network.sites.tables import (
+    Loss,
+    Measurement,
+    SitesFile,
+    Trained,
+    blocks,
+    tables,
+)
 from kit.paths import LAB
 
 COMMITTED, PAGE = LAB / "sites.json", LAB / "SITES.md"
@@ -82,7 +88,7 @@ def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = replace(a_file(a_round(), RELAYS, losses=(A_LOSS,)), trained=(trained,))
     path = tmp_path / "sites.json"
     path.write_text(text_of(found))
-    assert read(path) == found
+    assert read_document(path, SitesFile) == found
 
 
 def test_relays_are_held_against_the_star_of_the_same_codecs() -> None:
@@ -95,7 +101,7 @@ def test_relays_are_held_against_the_star_of_the_same_codecs() -> None:
 
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
-    assert page.filled(text, blocks(read(COMMITTED))) == text
+    assert filled(text, blocks(read_document(COMMITTED, SitesFile))) == text
 
 
 # The command
@@ -110,6 +116,6 @@ def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     ],
 )
 def test_option_that_cannot_work_gets_a_sentence(options: list[str], sentence: str) -> None:
-    result = CliRunner().invoke(cli.app, ["sites", *options])
+    result = CliRunner().invoke(app, ["sites", *options])
     assert result.exit_code == 2
     assert sentence in result.output

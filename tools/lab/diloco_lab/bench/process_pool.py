@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from diloco_lab.bench.roles.wire import CALL_BYTES
 from diloco_lab.driver import machine
-from diloco_lab.driver.broker import ANYWHERE, broker_command
+from diloco_lab.driver.options import ANYWHERE, broker_command
 from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.feed import Snapshot

@@ -19,8 +19,7 @@ from diloco_lab.chaos.crew import MODES
 from diloco_lab.chaos.drill import Options, drill, prepare_text
 from diloco_lab.chaos.faults import SHORT, WHOLE
 from diloco_lab.chaos.leftovers import claim
-from diloco_lab.chaos.report import NO_TIME, Report, new_report
-from diloco_lab.chaos.table import NOTES, faults_table, figures_table
+from diloco_lab.chaos.report import NO_TIME, NOTES, Report, faults_table, figures_table, new_report
 from diloco_lab.driver import machine
 from diloco_lab.driver.experiment import Experiment
 from diloco_lab.driver.options import words

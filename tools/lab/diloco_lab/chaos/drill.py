@@ -15,14 +15,12 @@ from torch import Tensor
 from diloco_lab.chaos import audit as audits
 from diloco_lab.chaos import report as reports
 from diloco_lab.chaos.audit import Record
-from diloco_lab.chaos.crew import MODES, Crew
+from diloco_lab.chaos.crew import MODES, RESULT, Crew
 from diloco_lab.chaos.disk import small_disk
 from diloco_lab.chaos.faults import NEWCOMERS, WORKERS, Injected, Scale, plan
 from diloco_lab.chaos.inject import inject_all
-from diloco_lab.chaos.job import RESULT
 from diloco_lab.chaos.leftovers import empty
-from diloco_lab.chaos.pace import CALM_ROUNDS, Pace
-from diloco_lab.chaos.report import Report
+from diloco_lab.chaos.report import CALM_ROUNDS, Pace, Report
 from diloco_lab.chaos.run_watch import Broken, OutOfTime, RunWatch
 from diloco_lab.chaos.worker import CONTEXT, checksum, named
 from diloco_protocol.errors import DilocoError

@@ -6,8 +6,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from diloco_lab.chaos.crew import Life
 from diloco_lab.chaos.faults import WORKERS, Fault, Injected, Kind
-from diloco_lab.chaos.job import Life
 from diloco_lab.chaos.report import workers_in
 from diloco_lab.chaos.run_watch import RunWatch
 from diloco_protocol.errors import DilocoError

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 
 from diloco_lab.chaos.audit import BROKER_LOG, Record
-from diloco_lab.chaos.crew import Crew
-from diloco_lab.chaos.job import AUDIT, Life
-from diloco_lab.chaos.pace import Pace
+from diloco_lab.chaos.crew import AUDIT, Crew, Life
+from diloco_lab.chaos.report import Pace
 from diloco_tools.processes import JsonLines
 
 TURN_S = 0.03  # between two looks

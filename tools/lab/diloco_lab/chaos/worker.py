@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from diloco_lab.chaos.audit import log_of, read_lines
-from diloco_lab.chaos.job import AUDIT, RESULT, STEPS, Job
+from diloco_lab.chaos.crew import AUDIT, RESULT, STEPS, Job
 from diloco_tools.demo.data import training_batches
 from diloco_tools.demo.model import GPTConfig, Recipe, build_model, build_optimizer, inner_step
 from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters

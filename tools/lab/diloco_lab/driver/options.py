@@ -1,8 +1,9 @@
-"""Options of experiments that take several values, with commas between them."""
+"""Command lines: options of experiments with several values, and those of brokers and relays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
@@ -44,3 +45,19 @@ def choice(name: str, known: Iterable[str], help_text: str, *, several: bool = T
         return text
 
     return typer.Option(name, help=f"{help_text}: {', '.join(known)}.", callback=check)
+
+
+ANYWHERE = "tcp://127.0.0.1:*"  # an address on this machine that the system chooses
+
+
+def broker_command(*words: str, inside: Sequence[str] = (), **options: object) -> list[str]:
+    """`diloco-broker` with these words and options: `sync_every=6`; True is a flag, False leaves it out.
+
+    `inside` is a command that runs another one somewhere else, by exec.
+    """
+    command = [*inside, sys.executable, "-m", "diloco_broker", *words]
+    for name, value in options.items():
+        if value is not False:
+            command.append("--" + name.replace("_", "-"))
+            command += [] if value is True else [str(value)]
+    return command

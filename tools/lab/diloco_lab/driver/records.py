@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
@@ -28,8 +28,8 @@ def text_of(document: Any) -> str:
     return ",\n".join([json.dumps(head, indent=2)[:-2], *lists]) + "\n}\n"
 
 
-def read_document(path: Path, kind: type[T], records: Mapping[str, type[Any]]) -> T:
-    """What `text_of` has written; `records` are the types of its lists, by name.
+def read_document(path: Path, kind: type[T]) -> T:
+    """What `text_of` has written of such a document.
 
     Raises:
         BadFile: it cannot be read, or is something else.
@@ -37,8 +37,10 @@ def read_document(path: Path, kind: type[T], records: Mapping[str, type[Any]]) -
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
         values = {each.name: plain[each.name] for each in fields(kind) if each.name in plain}  # type: ignore[arg-type]
-        for name, of in records.items():
-            values[name] = tuple(_record(of, each) for each in values.get(name, ()))
+        for name, hint in get_type_hints(kind).items():
+            (of, *_) = get_args(hint) or [None]
+            if isinstance(of, type) and is_dataclass(of):  # a tuple of records
+                values[name] = tuple(_record(of, each) for each in values.get(name, ()))
         return kind(**values)
     except OSError as error:
         raise BadFile(f"{path} cannot be read ({error.strerror})") from None
@@ -84,7 +86,7 @@ class Results:
         for line in text.splitlines()[: -1 if self._is_cut_off else None]:
             if line:
                 result = json.loads(line)
-                self._found[self.key_of(result)] = result
+                self._found[self.key_of(result)] = dict(result)
 
     def __contains__(self, key: str) -> bool:
         return key in self._found
@@ -92,9 +94,9 @@ class Results:
     def __getitem__(self, key: str) -> dict[str, Any]:
         return self._found[key]
 
-    def add(self, result: dict[str, Any]) -> None:
+    def add(self, result: Mapping[str, Any]) -> None:
         """Append a record, at once, in place of a line that was cut off."""
-        self._found[self.key_of(result)] = result
+        self._found[self.key_of(result)] = dict(result)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self._is_cut_off:
             whole = self.file.read_text().rpartition("\n")[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diloco_lab.evidence.driver.trial import Trial
+from diloco_lab.evidence.trial import Trial
 
 Result = Mapping[str, Any]
 Measured = Mapping[str, Sequence[Result]]  # by arm, in the order of the seeds
@@ -203,3 +203,18 @@ def sooner(arm: str, base: str, speed: float) -> Callable[[Measured], list[float
         return values
 
     return measure
+
+
+Choices = tuple[Mapping[str, Any], ...]
+
+
+def outer(*pairs: tuple[float, float]) -> Choices:
+    """Outer learning rates eta and momenta mu."""
+    return tuple({"outer_lr": eta, "outer_momentum": mu} for eta, mu in pairs)
+
+
+# As published for DiLoCo (.7, .9; arXiv 2311.08105), with less momentum, with none.
+OUTER = outer((0.7, 0.9), (0.8, 0.5), (1.0, 0.0))
+# For a step at each push of one of four workers, of which there are four times as many.
+OUTER_PER_PUSH = outer((0.2, 0.5), (0.1, 0.9), (0.25, 0.0))
+INNER: Choices = tuple({"lr": lr} for lr in (0.75e-3, 1.5e-3, 3e-3))

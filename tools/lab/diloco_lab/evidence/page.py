@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_lab.evidence.claim import DIVERGED, Finding, Result, perplexity
 from diloco_lab.evidence.conduct import TUNING_SEED, Conducted, Tuned
-from diloco_lab.evidence.driver.trial import MODELS, Trial, parameters
+from diloco_lab.evidence.trial import MODELS, Trial, parameters
 
 HEAD = """# Evidence
 

@@ -21,9 +21,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from diloco_lab.bench.process_pool import ProcessPool
+from diloco_lab.driver.roles import RoleProcess
 from diloco_tools.processes import Children, wait_for_line
 
 WITHIN_S = 10.0  # for each command: they take milliseconds
@@ -280,3 +283,33 @@ def _remove(namespace: str) -> None:
     """Leave what cannot be removed now to the next run: the measurements are good all the same."""
     with contextlib.suppress(NoNetwork):
         run("ip", "netns", "delete", namespace)
+
+
+class Place(NamedTuple):
+    """A network and the processes in it."""
+
+    network: Network
+    pool: ProcessPool
+
+    def role(self, role: str, member: str) -> RoleProcess:
+        """The process that plays this role at this member."""
+        return self.pool.role(role, f"{role}-{member}", self.network.inside(member))
+
+    def trainers(self, count: int | None = None) -> list[RoleProcess]:
+        """Those of the first workers, or of all."""
+        return [self.role("trainer", name) for name in self.network.workers[:count]]
+
+
+def at_the_hub(network: Network) -> dict[str, Any]:
+    """Options of `ProcessPool.broker` for one at the hub that accepts every connection."""
+    return {"inside": network.inside(HUB), "bind": network.at(HUB), "insecure": True}
+
+
+def dtypes(pair: tuple[str, str]) -> dict[str, Any]:
+    """The options of a broker for codecs up and down."""
+    return {"wire_dtype": pair[0], "reply_dtype": pair[1]}
+
+
+def now() -> str:
+    """The time for a record."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")

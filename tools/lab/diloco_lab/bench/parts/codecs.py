@@ -26,8 +26,7 @@ from diloco_lab.bench.report.arithmetic import against, computed_round, in_turn
 from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.roles import RoleProcess
-from diloco_lab.network.namespaces import NoNetwork, network, one_switch
-from diloco_lab.network.place import at_the_hub
+from diloco_lab.network.namespaces import NoNetwork, at_the_hub, network, one_switch
 from diloco_protocol.dtypes import REPLY_DTYPES
 
 CODECS, CODECS_CPU = "codecs on loopback", "codecs, CPU of a round"

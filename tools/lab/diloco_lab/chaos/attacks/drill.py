@@ -19,7 +19,7 @@ from diloco_lab.chaos.attacks.table import ATTACKS, Attack
 from diloco_lab.chaos.attacks.words import MARK
 from diloco_lab.chaos.attacks.worker import SYNC_EVERY, description
 from diloco_lab.driver import machine
-from diloco_lab.driver.broker import ANYWHERE, broker_command
+from diloco_lab.driver.options import ANYWHERE, broker_command
 from diloco_lab.driver.roles import RoleProcess
 from diloco_protocol.clients import find_keys
 from diloco_protocol.errors import DilocoError

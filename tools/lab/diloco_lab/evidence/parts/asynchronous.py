@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from diloco_lab.evidence.claim import REPORTED, Arm, Claim, Part, Relation, apart, sooner
-from diloco_lab.evidence.driver.trial import Trial
-from diloco_lab.evidence.parts.choices import OUTER, OUTER_PER_PUSH, Choices
+from diloco_lab.evidence.claim import (
+    OUTER,
+    OUTER_PER_PUSH,
+    REPORTED,
+    Arm,
+    Choices,
+    Claim,
+    Part,
+    Relation,
+    apart,
+    sooner,
+)
+from diloco_lab.evidence.trial import Trial
 
 # Inner steps per second of four devices (arXiv 2401.09135).
 SPEEDS = (0.58, 0.75, 1.51, 3.33)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from diloco_lab.evidence.claim import REPORTED, Arm, Claim, Measured, Part, Relation, apart
-from diloco_lab.evidence.driver.trial import Trial, parameters
-from diloco_lab.evidence.parts.choices import outer
+from diloco_lab.evidence.claim import REPORTED, Arm, Claim, Measured, Part, Relation, apart, outer
+from diloco_lab.evidence.trial import Trial, parameters
 from diloco_protocol.dtypes import SIZES
 
 _DEEPER = Trial(model="0.8M", sync_every=20, every=4)

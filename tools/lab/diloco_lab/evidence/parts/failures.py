@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from diloco_lab.evidence.claim import REPORTED, Arm, Claim, Part, Relation, apart
-from diloco_lab.evidence.driver.trial import Trial
-from diloco_lab.evidence.parts.choices import OUTER
+from diloco_lab.evidence.claim import OUTER, REPORTED, Arm, Claim, Part, Relation, apart
+from diloco_lab.evidence.trial import Trial
 
 SHARES = (10, 30, 50)  # percent
 

@@ -4,9 +4,8 @@ replicas with one gradient.
 
 from __future__ import annotations
 
-from diloco_lab.evidence.claim import REPORTED, Arm, Claim, Part, Relation, apart
-from diloco_lab.evidence.driver.trial import Trial
-from diloco_lab.evidence.parts.choices import INNER, OUTER
+from diloco_lab.evidence.claim import INNER, OUTER, REPORTED, Arm, Claim, Part, Relation, apart
+from diloco_lab.evidence.trial import Trial
 
 ALONE = Arm("one worker", Trial(arm="alone", workers=1, every=5), INNER)
 

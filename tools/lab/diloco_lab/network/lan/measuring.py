@@ -18,10 +18,8 @@ from diloco_lab.bench.report.arithmetic import percentile
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_lab.network.lan import grid
-from diloco_lab.network.lan.grid import Part
-from diloco_lab.network.lan.records import Measurement
-from diloco_lab.network.namespaces import HUB, Network
-from diloco_lab.network.place import Place, at_the_hub, dtypes, now
+from diloco_lab.network.lan.grid import Measurement, Part
+from diloco_lab.network.namespaces import HUB, Network, Place, at_the_hub, dtypes, now
 
 SET_UP = 2e10  # bits a second while workers join: the first copy of the model is not measured
 INTERVAL_S = 0.01  # between heartbeats

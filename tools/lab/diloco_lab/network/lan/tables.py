@@ -6,12 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from diloco_lab.bench.sizes import parameters_of, size_of
-from diloco_lab.driver import page
-from diloco_lab.driver.tables import NOTHING, Table, percent, rate_of, seconds
+from diloco_lab.driver.tables import (
+    NOTHING,
+    Table,
+    blocks_of,
+    percent,
+    rate_of,
+    seconds,
+    where_measured,
+)
 from diloco_lab.network.lan import grid
-from diloco_lab.network.lan.founding import founding_tables
-from diloco_lab.network.lan.records import LanFile, Measurement
-from diloco_lab.network.lan.utilisation import Number, on_a_slower_line, utilisation
+from diloco_lab.network.lan.founding import Number, founding_tables, on_a_slower_line, utilisation
+from diloco_lab.network.lan.grid import LanFile, Measurement
 
 # Tables that a page may ask for.
 KEYS = (
@@ -38,8 +44,8 @@ def blocks(found: LanFile) -> dict[str, str]:
     """For the page."""
     all_of_it = found.measurements
     times, loads = [each.at for each in all_of_it], [each.load for each in all_of_it]
-    where = page.where(found.machine, times, loads, "measurement")
-    return page.blocks_of(KEYS, tables(all_of_it), where)
+    where = where_measured(found.machine, times, loads, "measurement")
+    return blocks_of(KEYS, tables(all_of_it), where)
 
 
 def _rounds(measurements: Sequence[Measurement]) -> dict[Row, dict[float, Measurement]]:

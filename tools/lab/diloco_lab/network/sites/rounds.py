@@ -14,11 +14,10 @@ from typing import Any
 from diloco_lab.bench.parts.rounds import one_round
 from diloco_lab.bench.process_pool import BrokerProcess
 from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.driver.broker import broker_command
+from diloco_lab.driver.options import broker_command
 from diloco_lab.driver.roles import RoleProcess, ask_all
-from diloco_lab.network.namespaces import FAST
-from diloco_lab.network.place import Place, at_the_hub, dtypes, now
-from diloco_lab.network.sites.records import Measurement
+from diloco_lab.network.namespaces import FAST, Place, at_the_hub, dtypes, now
+from diloco_lab.network.sites.tables import Measurement
 from diloco_tools.processes import Child, wait_for_line
 
 SITES, WORKERS = 2, 3  # workers at each site

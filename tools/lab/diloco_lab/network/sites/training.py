@@ -16,9 +16,9 @@ from statistics import fmean
 from typing import Any
 
 from diloco_lab.bench.process_pool import BrokerProcess
-from diloco_lab.driver.broker import ANYWHERE, broker_command
-from diloco_lab.network.place import now
-from diloco_lab.network.sites.records import Trained
+from diloco_lab.driver.options import ANYWHERE, broker_command
+from diloco_lab.network.namespaces import now
+from diloco_lab.network.sites.tables import Trained
 from diloco_tools.processes import Child, Children, wait_for_line
 
 SITES, WORKERS = 2, 2

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from diloco_lab.bench.parts import codecs, round_limit, rounds, tensor_threads
+from diloco_lab.bench.parts.rounds import Round
 from diloco_lab.bench.process_pool import Ends, ProcessPool
-from diloco_lab.bench.report import arithmetic
 from diloco_lab.bench.report.figures import Figure
 from diloco_lab.bench.roles.trainer import NOISE_SCALE, Trainer
-from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 
 MIB = 1 << 20
 
@@ -32,8 +31,8 @@ def by_row(figures: list[Figure], part: str) -> dict[tuple[str, str], Figure]:
 
 def test_least_cpu_of_a_round_counts_one_step_and_the_rest_for_each_worker() -> None:
     work = {"delta": 1.0, "fold": 2.0, "apply": 4.0, "outer_step": 100.0}
-    assert arithmetic.least_cpu(1, 1.0, 0.5, work) == 0.5 + 7 + 100
-    assert arithmetic.least_cpu(3, 0.5, 0.0, work) == 0.5 * (21 + 100)
+    assert round_limit.least_cpu(1, 1.0, work) == 7 + 100
+    assert round_limit.least_cpu(3, 0.5, work) == 0.5 * (21 + 100)
 
 
 @pytest.mark.parametrize(
@@ -48,22 +47,7 @@ def test_least_cpu_of_a_round_counts_one_step_and_the_rest_for_each_worker() -> 
 def test_computed_round_takes_as_long_as_what_takes_longest(
     up: float, down: float, broker: float, worker: float, seconds: float
 ) -> None:
-    assert arithmetic.computed_round(up, down, broker, worker, link=1.25) == seconds
-
-
-def test_replies_in_few_bits_are_measured_as_soon_as_there_are_any() -> None:
-    few = ("int8", "int4", "int4z")
-    assert codecs.pairs(("fp32", "bf16")) == [
-        ("bf16", "bf16"),
-        *((each, "bf16") for each in few),
-    ]
-    assert codecs.pairs(("fp32", "bf16", *few)) == [
-        ("bf16", "bf16"),
-        *((each, each) for each in few),
-    ]
-    for wire, reply in codecs.pairs():
-        assert wire in WIRE_DTYPES
-        assert reply in REPLY_DTYPES
+    assert codecs.computed(Round(9.0, up, down, broker, (worker, 0.1))) == seconds
 
 
 def test_pseudo_gradients_for_codecs_are_normal_and_differ_everywhere() -> None:
@@ -128,7 +112,7 @@ def test_each_pair_of_dtypes_sends_the_bits_that_it_says(pool: ProcessPool) -> N
     found = codecs.codecs(pool, size="0.4M", repeats=1)
     rows = by_row(found, codecs.CODECS)
     bits = {"fp32": 32, "bf16": 16, "int8": 8.06, "int4": 4.06, "int4z": 2.2}
-    for wire, reply in [codecs.USUAL, *codecs.pairs()]:
+    for wire, reply in [codecs.USUAL, *codecs.PAIRS]:
         # Headers weigh more here than with a model of a usual size.
         name = f"{wire}/{reply}"
         assert rows[name, "up"].median == pytest.approx(bits[wire], rel=0.1)

@@ -14,7 +14,7 @@ from operator import attrgetter
 from statistics import fmean, median
 
 from diloco_lab.bench.link import SlowProxy
-from diloco_lab.bench.options import Repeats, Size
+from diloco_lab.bench.parts import Repeats, Size
 from diloco_lab.bench.parts.rounds import (
     Round,
     has_room,
@@ -22,12 +22,11 @@ from diloco_lab.bench.parts.rounds import (
     row_of,
 )
 from diloco_lab.bench.process_pool import Link, ProcessPool
-from diloco_lab.bench.report.arithmetic import against, computed_round, in_turn
+from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.roles import RoleProcess
 from diloco_lab.network.namespaces import NoNetwork, at_the_hub, network, one_switch
-from diloco_protocol.dtypes import REPLY_DTYPES
 
 CODECS, CODECS_CPU = "codecs on loopback", "codecs, CPU of a round"
 CODECS_COMPUTED = "codecs at 10 Gb/s, computed"
@@ -35,16 +34,11 @@ CODECS_WAN, CODECS_LIMITED = "codecs through a link", "codecs over a limited net
 WORKERS = 2
 USUAL = ("bf16", "fp32")  # what all others are compared with
 RATIO = f"/ {'/'.join(USUAL)}"
-FEW_BITS = ("int8", "int4", "int4z")
+PAIRS = [(each, each) for each in ("bf16", "int8", "int4", "int4z")]  # up and down
 BITS_PER_S, ROUND_TRIP_S = 1e9, 0.1  # of the link
 COMPUTED_GB_PER_S = 1.25  # 10 Gb/s
 Pair = tuple[str, str]
 Measured = tuple[Pair, list[Round], list[Round]]  # the usual rounds, and its own between them
-
-
-def pairs(replies: Sequence[str] = REPLY_DTYPES) -> list[Pair]:
-    """What is compared with the usual: up and down in few bits, or bf16 down where that is all."""
-    return [("bf16", "bf16"), *((each, each if each in replies else "bf16") for each in FEW_BITS)]
 
 
 def row_of_pair(size: str, pair: Pair) -> str:
@@ -158,7 +152,7 @@ def _in_turn(
     all_usual: list[Round] = []
     measured: list[Measured] = []
     with run(trainers[:half], USUAL) as usual_round:
-        for pair in pairs():
+        for pair in PAIRS:
             with run(trainers[half:], pair) as its_round:
                 usual, found = in_turn(usual_round, its_round, repeats)
             all_usual += usual
@@ -188,9 +182,15 @@ def _target(pair: Pair, target: str) -> str | None:
     return target if pair[0] == "int4z" else None
 
 
-def _computed(of: Round) -> float:
-    return computed_round(of.up, of.down, of.cpu, max(of.workers_cpu), COMPUTED_GB_PER_S)
+def computed(of: Round) -> float:
+    """Seconds of a round with a machine for each process and a link of 10 Gb/s at the broker.
+
+    Bytes in, bytes out, the broker's work and a worker's go on at the same time, each process's on one
+    core at worst, so the longest of them counts.
+    """
+    on_the_link = max(of.up, of.down) / COMPUTED_GB_PER_S
+    return max(on_the_link, of.cpu, *of.workers_cpu)
 
 
 # Seconds of a round, its CPU seconds, and the seconds that it would take at 10 Gb/s.
-MEASURES = (attrgetter("seconds"), attrgetter("all_cpu"), _computed)
+MEASURES = (attrgetter("seconds"), attrgetter("all_cpu"), computed)

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from diloco_lab.bench.options import Repeats, Size
+from diloco_lab.bench.parts import Repeats, Size
 from diloco_lab.bench.parts.rounds import (
     FP32,
     has_room,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_lab.bench.options import Repeats, Size
+from diloco_lab.bench.parts import Repeats, Size
 from diloco_lab.bench.process_pool import STATE_BYTES, ProcessPool
 from diloco_lab.bench.report.arithmetic import against, in_turn, percentile
 from diloco_lab.bench.report.figures import Figure, figure

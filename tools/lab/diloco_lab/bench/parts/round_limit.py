@@ -9,15 +9,16 @@ divided by the cores is how soon a round could be over where they are all busy u
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, NamedTuple
 
 import typer
 
-from diloco_lab.bench.options import Repeats, Size
+from diloco_lab.bench.parts import Repeats, Size
 from diloco_lab.bench.parts.rounds import FP32, has_room, one_round, row_of
 from diloco_lab.bench.process_pool import Ends, ProcessPool
-from diloco_lab.bench.report.arithmetic import against, in_turn, least_cpu
+from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.bench.roles.wire import CALL_BYTES
 from diloco_lab.bench.sizes import parameters_of
@@ -39,6 +40,18 @@ class Limit(NamedTuple):
     @property
     def cpu(self) -> float:
         return self.wire + self.work
+
+
+def least_cpu(workers: int, billions: float, work: Mapping[str, float]) -> float:
+    """CPU seconds that the tensors of a round take at least, of all processes.
+
+    Args:
+        workers: each has a delta, which is folded, and an apply; the outer step is taken once.
+        billions: of parameters.
+        work: seconds for a billion parameters of `delta`, `fold`, `outer_step` and `apply`.
+    """
+    of_each = work["delta"] + work["fold"] + work["apply"]
+    return billions * (workers * of_each + work["outer_step"])
 
 
 def round_limit(
@@ -70,7 +83,7 @@ def round_limit(
             name: kernels.ask(kernel, chunks=KERNEL_CHUNKS)["cpu"]
             for name, kernel in KERNELS.items()
         }
-        return Limit(wire, least_cpu(workers, parameters / 1e9, 0.0, work))
+        return Limit(wire, least_cpu(workers, parameters / 1e9, work))
 
     ends.move(bytes_moved)  # the first one lets the kernel's buffers grow
     with pool.training(trainers, size) as broker:

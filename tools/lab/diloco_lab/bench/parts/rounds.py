@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from diloco_lab.bench import options
+from diloco_lab.bench.parts import Repeats, ReplyDtypes, Size, Sizes, Workers
 from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool
 from diloco_lab.bench.report.arithmetic import PHASES, against, around, in_turn, slope
 from diloco_lab.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, Parts, figure
@@ -110,10 +110,10 @@ def compared(
 
 def configurations(
     *,
-    sizes: options.Sizes = "125M",
-    workers: options.Workers = "2",
-    replies: options.ReplyDtypes = "fp32",
-    repeats: options.Repeats = 5,
+    sizes: Sizes = "125M",
+    workers: Workers = "2",
+    replies: ReplyDtypes = "fp32",
+    repeats: Repeats = 5,
 ) -> Parts:
     """Whole synchronous rounds with real workers: time, bytes, phases, CPU, memory.
 
@@ -212,9 +212,9 @@ def round_with_keys(
 def same_host(
     pool: ProcessPool,
     *,
-    size: options.Size = "50M",
+    size: Size = "50M",
     workers: Annotated[int, typer.Option(min=1)] = 2,
-    repeats: options.Repeats = 7,
+    repeats: Repeats = 7,
 ) -> list[Figure]:
     """Rounds through the broker's socket file, against TCP over loopback, in turn."""
     if not has_room(pool, SAME_HOST, size, workers, runs=2):
@@ -270,9 +270,9 @@ def growth(figures: Sequence[Figure]) -> list[Figure]:
 def checkpoint(
     pool: ProcessPool,
     *,
-    size: options.Size = "50M",
+    size: Size = "50M",
     workers: Annotated[int, typer.Option(min=1, help="Of each of the two runs.")] = 2,
-    repeats: options.Repeats = 3,
+    repeats: Repeats = 3,
 ) -> list[Figure]:
     """A round while a checkpoint is written, against one without.
 

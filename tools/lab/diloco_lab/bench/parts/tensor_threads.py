@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_lab.bench.options import Repeats
+from diloco_lab.bench.parts import Repeats
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import Figure, figure

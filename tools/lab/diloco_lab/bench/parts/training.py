@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_lab.bench.options import Repeats, Size, Workers
+from diloco_lab.bench.parts import Repeats, Size, Workers
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import Figure, figure

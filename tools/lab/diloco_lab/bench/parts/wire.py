@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated
 
 from diloco_lab.bench.link import SlowProxy
-from diloco_lab.bench.options import Repeats, Size
+from diloco_lab.bench.parts import Repeats, Size
 from diloco_lab.bench.process_pool import BrokerProcess, Ends, ProcessPool, RawSample
 from diloco_lab.bench.report.arithmetic import against, in_turn
 from diloco_lab.bench.report.figures import TRANSPORT, TRANSPORT_WITH_FOLD, Figure, figure

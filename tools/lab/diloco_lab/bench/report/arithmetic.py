@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 L = TypeVar("L")
@@ -59,30 +59,6 @@ def slope(points: Sequence[tuple[float, float]]) -> float | None:
     if len({x for x, _ in points}) < 2:
         return None
     return statistics.linear_regression(*zip(*points, strict=True)).slope
-
-
-def least_cpu(workers: int, billions: float, wire_cpu: float, work: Mapping[str, float]) -> float:
-    """CPU seconds that a round takes at least, of all processes.
-
-    Args:
-        workers: each has a delta, which is folded, and an apply; the outer step is taken once.
-        billions: of parameters.
-        wire_cpu: seconds that its bytes take.
-        work: seconds for a billion parameters of `delta`, `fold`, `outer_step` and `apply`.
-    """
-    of_each = work["delta"] + work["fold"] + work["apply"]
-    return wire_cpu + billions * (workers * of_each + work["outer_step"])
-
-
-def computed_round(
-    up: float, down: float, broker_cpu: float, worker_cpu: float, link: float
-) -> float:
-    """Seconds of a round with a machine for each process and a link of `link` GB/s at the broker.
-
-    Bytes in, bytes out, the broker's work and a worker's go on at the same time, each process's on one
-    core at worst, so the longest of them counts. `up` and `down` are GB of all workers.
-    """
-    return max(up / link, down / link, broker_cpu, worker_cpu)
 
 
 def phases(

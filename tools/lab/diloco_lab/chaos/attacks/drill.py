@@ -47,16 +47,13 @@ class Options:
     calm_s: float = 2.0
     attack_s: float = 3.0
     settles_s: float = 1.0  # until the memory behind an attack is looked at
-    waits: bool = (
-        True  # whether attacks by not reading last until the broker should have ended them
-    )
     is_quick: bool = False  # one broker for each attack, and not all of them
     seed: int = 0
     names: tuple[str, ...] = ()  # all
 
     @classmethod
     def quick(cls, folder: Path) -> Options:
-        return cls(folder, calm_s=0.8, attack_s=0.8, settles_s=0.3, waits=False, is_quick=True)
+        return cls(folder, calm_s=0.8, attack_s=0.8, settles_s=0.3, is_quick=True)
 
     def wanted(self, *, has_keys: bool) -> list[Attack]:
         """The attacks on a broker that asks for keys, or for none."""
@@ -188,7 +185,7 @@ class Stage(Children):
 
     def send(self, attack: Attack, options: Options) -> Tally:
         """Have a process attack, and wait for it."""
-        seconds = READS_AFTER_S + 1.0 if attack.waits and options.waits else options.attack_s
+        seconds = READS_AFTER_S + 1.0 if attack.waits and not options.is_quick else options.attack_s
         has_keys = self.keys_folder is not None
         began, name = time.monotonic(), f"attack-{len(self.all)}"
         attacker = self.add(RoleProcess("attacker", name, self.folder))

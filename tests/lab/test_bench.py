@@ -19,19 +19,10 @@ from diloco_broker.pure import upload_window
 from diloco_lab.bench import link
 from diloco_lab.bench.__main__ import ALL, COMMANDS, QUICK, app, parts_of, write
 from diloco_lab.bench.parts import codecs, groups, rounds, wire
+from diloco_lab.bench.parts.rounds import PHASES_OF_ROUNDS, WHOLE_ROUND
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report import arithmetic
-from diloco_lab.bench.report.figures import (
-    PHASES_OF_ROUNDS,
-    TARGETS,
-    WHOLE_ROUND,
-    figure,
-    number,
-    sentences,
-    show,
-    tables,
-)
-from diloco_lab.bench.report.plot import draw
+from diloco_lab.bench.report.figures import TARGETS, figure, number, sentences, show, tables
 from diloco_lab.bench.roles import fake_worker
 from diloco_lab.bench.roles.trainer import still_model
 from diloco_lab.bench.sizes import CONTEXT, SIZES, parameters_of
@@ -144,7 +135,7 @@ def test_values_are_shown_with_the_digits_of_their_unit() -> None:
     assert [show(1.0042, "times"), number(0.614, "x")] == ["1.004", "0.61"]
 
 
-def test_tables_figures_and_picture_are_written_beside_each_other(tmp_path: Path) -> None:
+def test_tables_and_figures_are_written_beside_each_other(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=130)
     results = report(
         figure(WHOLE_ROUND, "10M", "seconds", [0.1, 0.2, 0.3], "s", note="one thread"),
@@ -155,7 +146,7 @@ def test_tables_figures_and_picture_are_written_beside_each_other(tmp_path: Path
         skipped=("the largest: left out",),
     )
     write(results, tmp_path / "all", console)
-    assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.txt", "all.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.txt"}
     text = (tmp_path / "all.txt").read_text()
     lines = [line.split() for line in text.splitlines()]
     assert [line for line in lines if line[:1] in (["10M"], ["50M"])] == [
@@ -190,23 +181,6 @@ def test_tables_fit_a_hundred_and_thirty_columns() -> None:
     console.print(*tables(whole))
     text = console.export_text()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 130, text
-
-
-def test_picture_shows_rounds_phases_and_growth(tmp_path: Path) -> None:
-    figures = []
-    for size in ("10M", "50M"):
-        row = rounds.row_of(size, 2, "fp32")
-        figures.append(figure(WHOLE_ROUND, row, "seconds", [1.0, 2.0], "s"))
-        figures.append(figure(WHOLE_ROUND, row, "/ raw", 0.5, "x", target="round"))
-        figures += [figure(PHASES_OF_ROUNDS, row, name, 1.0, "ms") for name in arithmetic.PHASES]
-    heights = []
-    for shown in (figures, figures[:2]):
-        assert draw(report(*shown), tmp_path / "it.png")
-        head = (tmp_path / "it.png").read_bytes()[:24]
-        assert head[:8] == b"\x89PNG\r\n\x1a\n"
-        heights.append(int.from_bytes(head[20:24], "big"))
-    assert heights[0] > 2 * heights[1]
-    assert not draw(report(figure("limits", "memcpy", "speed", 1.0, "GB/s")), tmp_path / "no.png")
 
 
 @pytest.mark.parametrize(

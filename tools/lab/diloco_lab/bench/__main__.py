@@ -24,14 +24,11 @@ from diloco_lab.bench.parts import (
 )
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.figures import (
-    TRANSPORT,
-    TRANSPORT_WITH_FOLD,
     Parts,
     Report,
     sentences,
     tables,
 )
-from diloco_lab.bench.report.plot import draw
 from diloco_lab.driver import machine
 from diloco_lab.driver.experiment import Experiment
 from diloco_protocol.clients.command_line import with_version
@@ -42,7 +39,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 RAW_BYTES, QUICK_RAW_BYTES = 512 << 20, 128 << 20  # that a measurement of raw TCP moves
 QUIET_LOAD = 0.7  # of the last minute; above it the figures are those of a busy machine
 WIDTH = 130  # of the tables where there is no terminal
-Out = Annotated[Path, typer.Option(help="Folder for JSON, table, picture and logs.")]
+Out = Annotated[Path, typer.Option(help="Folder for JSON, table and logs.")]
 Quick = Annotated[
     bool, typer.Option("--quick", help="A minute and a half: small models, few repeats.")
 ]
@@ -52,8 +49,8 @@ DEFAULT_OUT = Path("runs/bench")
 # By command: the part that it measures, which names its files, and what measures.
 COMMANDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "limits": (wire.LIMITS, wire.limits),
-    "transport": (TRANSPORT, wire.transport),
-    "fold": (TRANSPORT_WITH_FOLD, wire.fold),
+    "transport": (wire.TRANSPORT, wire.transport),
+    "fold": (wire.TRANSPORT_WITH_FOLD, wire.fold),
     "round": ("round", rounds.configurations),
     "round-limit": (round_limit.ROUND_LIMIT, round_limit.round_limit),
     "tensor-threads": (tensor_threads.TENSOR_THREADS, tensor_threads.tensor_threads),
@@ -203,7 +200,7 @@ def run(name: str, parts: Parts, out: Path, raw_bytes: int = RAW_BYTES) -> None:
 
 
 def write(report: Report, stem: Path, shown: Console) -> None:
-    """Print the tables; write them, the figures and the picture beside each other."""
+    """Print the tables; write them and the figures beside each other."""
     with Path(f"{stem}.txt").open("w", encoding="utf-8") as file:
         for target in (shown, console(file=file, width=WIDTH)):
             target.print()
@@ -212,13 +209,8 @@ def write(report: Report, stem: Path, shown: Console) -> None:
             for sentence in sentences(report):
                 target.print(sentence, soft_wrap=True)
     Path(f"{stem}.json").write_text(json.dumps(report.plain(), indent=2) + "\n")
-    written = f"{stem.name}.json, .txt"
-    try:
-        written += ", .png" if draw(report, Path(f"{stem}.png")) else ""
-    except ImportError:
-        missing = "no picture: matplotlib is missing (pip install 'diloco-broker[plot]')"
-        shown.print(missing, soft_wrap=True)
-    shown.print(f"{report.seconds:.0f} s; {written} are in {stem.parent}", soft_wrap=True)
+    written = f"{stem.name}.json and .txt are in {stem.parent}"
+    shown.print(f"{report.seconds:.0f} s; {written}", soft_wrap=True)
 
 
 if __name__ == "__main__":

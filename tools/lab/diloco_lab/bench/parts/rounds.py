@@ -18,13 +18,14 @@ import typer
 from diloco_lab.bench.parts import Repeats, ReplyDtypes, Size, Sizes, Workers
 from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool
 from diloco_lab.bench.report.arithmetic import PHASES, against, around, in_turn, slope
-from diloco_lab.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, Parts, figure
+from diloco_lab.bench.report.figures import Figure, Parts, figure
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver import machine
 from diloco_lab.driver.options import whole_numbers, words
 from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_protocol.feed import Snapshot
 
+WHOLE_ROUND, PHASES_OF_ROUNDS = "whole round", "phases of a round"
 COST_PART = "what a round costs"
 OVER_WORKERS, OVER_PARAMETERS = "memory, over workers", "time, over parameters"
 CHECKPOINT = "checkpoint"

@@ -10,13 +10,14 @@ from diloco_lab.bench.link import SlowProxy
 from diloco_lab.bench.parts import Repeats, Size
 from diloco_lab.bench.process_pool import BrokerProcess, Ends, ProcessPool, RawSample
 from diloco_lab.bench.report.arithmetic import against, in_turn
-from diloco_lab.bench.report.figures import TRANSPORT, TRANSPORT_WITH_FOLD, Figure, figure
+from diloco_lab.bench.report.figures import Figure, figure
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.options import numbers, whole_numbers
 from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_protocol import CHUNK_ELEMENTS
 from diloco_tools.tcp_proxy import HOST
 
+TRANSPORT, TRANSPORT_WITH_FOLD = "transport", "transport with fold"
 LIMITS, WAN = "limits", "wide-area link"
 KERNEL_CHUNKS = 512  # of each measurement: 1 GiB in fp32
 DEFAULT_CHUNK_KIB = 2 * CHUNK_ELEMENTS // 1024  # in bf16

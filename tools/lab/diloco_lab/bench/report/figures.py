@@ -11,9 +11,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-# Parts that the picture shows.
-TRANSPORT, TRANSPORT_WITH_FOLD = "transport", "transport with fold"
-WHOLE_ROUND, PHASES_OF_ROUNDS = "whole round", "phases of a round"
 FORMAT = 1  # of the JSON file; keys may be added without a new one
 
 

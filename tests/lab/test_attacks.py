@@ -250,7 +250,7 @@ def attacked(name: str, place: tuple[Broker, KeyFolder | None, Path]) -> tuple[T
         address=broker.address,
         feed=broker.feed_address,
         seconds=SECONDS,
-        folder=None if folder is None else str(folder.path),
+        folder="" if folder is None else str(folder.path),
     )
     keys = None if folder is None else find_keys(str(_key_file(folder, keyed.OPERATOR)))
     return tally, Operator(broker.address, timeout=PATIENCE_S, keys=keys)

@@ -75,6 +75,8 @@ def main(
     if not chosen or not MODES.keys() >= set(chosen):
         choose = f"choose from {', '.join(MODES)}"
         experiment.refuse(f"--modes {modes!r} has none or unknown ones; {choose}")
+    if complaint := machine.complaint():
+        experiment.refuse(complaint)
     torch.set_num_threads(1)
     scale = SHORT if short else WHOLE
     asked = Options(experiment.out, scale, seed, ends_at, durable=durable, with_calm=not short)

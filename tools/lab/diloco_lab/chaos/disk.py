@@ -4,7 +4,6 @@
    process, whatever happens to the drill. As another user than root in a user namespace as well.
 2. A limit on the size of files (RLIMIT_FSIZE) that is put on the running broker: its checkpoints no
    longer fit, its logs do.
-3. A folder that may not be written, where the user is not root.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Disk:
 def small_disk(folder: Path) -> Disk:
     """The disk for this folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    return tmpfs(folder) or (size_limit() if hasattr(resource, "prlimit") else read_only(folder))
+    return tmpfs(folder) or size_limit()
 
 
 def tmpfs(folder: Path) -> Disk | None:
@@ -94,14 +93,4 @@ def size_limit() -> Disk:
         lambda broker: limit(broker, LIMIT_BYTES),
         lambda broker: limit(broker, None),
         lambda: None,
-    )
-
-
-def read_only(folder: Path) -> Disk:
-    """A folder that cannot be written for a while. Without effect on root."""
-    return Disk(
-        "a folder without the right to write",
-        lambda _: folder.chmod(0o500),
-        lambda _: folder.chmod(0o700),
-        lambda: folder.chmod(0o700),
     )

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,15 +19,11 @@ from diloco_tools.processes import JsonLines
 
 PROCESSES = "processes.jsonl"  # in each folder of a drill
 ENDS_WITHIN_S = 10.0  # after SIGKILL
-PROC, BOOT = Path("/proc/self/stat"), Path("/proc/sys/kernel/random/boot_id")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def started(pid: int) -> str | None:
-    """When the process with this id started, in whatever words; None where there is none."""
-    if not PROC.exists():
-        asked = ["ps", "-p", str(pid), "-o", "lstart="]
-        found = subprocess.run(asked, capture_output=True, text=True, check=False)
-        return found.stdout.strip() or None
+    """When the process with this id started, in some words; None where there is none."""
     try:
         # PID (NAME) STATE ...; the name may have any character. A zombie has ended.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -71,8 +66,6 @@ def empty(folder: Path) -> None:
             raise FileExistsError(f"{folder} holds something that is not of a drill")
         for each in sorted(folder.rglob(PROCESSES)):
             end(each.parent)
-        for each in folder.rglob("disk"):
-            each.chmod(0o700)  # it may have been made a full one
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PROCESSES).touch()

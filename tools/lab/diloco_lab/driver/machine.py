@@ -68,7 +68,7 @@ def complaint() -> str:
     """Why nothing can be measured here; empty where it can."""
     if Path("/proc/self/clear_refs").exists():
         return ""
-    return f"memory and CPU of processes are read from Linux's /proc, and this is {sys.platform}"
+    return f"processes are watched through Linux's /proc, and this is {sys.platform}"
 
 
 def describe() -> dict[str, Any]:

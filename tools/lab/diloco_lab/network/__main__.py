@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -67,8 +66,7 @@ OnlyPage = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """Where the results of one of the two commands are kept, and how they are shown.
 
     Attributes:
@@ -82,47 +80,73 @@ class Kept:
     tables: Callable[[Any], list[Table]]
     blocks: Callable[[Any], dict[str, str]]
 
-    @property
-    def page(self) -> str:
-        """Beside the file of results."""
-        return f"{self.name.upper()}.md"
-
-    def older(self, experiment: Experiment, into: Path | None) -> Any:
-        """What the file has; one that cannot be written is refused before anything is measured."""
-        if into is not None and not os.access(into if into.exists() else into.parent, os.W_OK):
-            experiment.refuse(
-                f"--into {into} cannot be written; name a file in a folder that exists"
-            )
-        try:
-            return read_document(into, self.kind) if into is not None and into.exists() else None
-        except BadFile as error:
-            experiment.refuse(str(error))
-
-    def write_page(self, experiment: Experiment, into: Path) -> None:
-        try:
-            write_page(into.with_name(self.page), self.blocks(read_document(into, self.kind)))
-        except BadFile as error:
-            experiment.refuse(str(error))
-
-    def publish(
-        self, experiment: Experiment, found: Any, older: Any, into: Path | None, *, as_json: bool
-    ) -> None:
-        """Write the results and the page, and print them."""
-        text = text_of(found)
-        (experiment.out / f"{self.name}.json").write_text(text, encoding="utf-8")
-        if into is not None:
-            whole = found if older is None else found.with_older(older)
-            into.write_text(text_of(whole), encoding="utf-8")
-            if into.with_name(self.page).exists():
-                self.write_page(experiment, into)
-        if as_json:
-            typer.echo(text, nl=False)
-        else:
-            show(self.tables(found), experiment.shown)
-
 
 LAN = Kept("lan", LanFile, lambda of: lan_tables.tables(of.measurements), lan_tables.blocks)
 SITES_FILE = Kept("sites", SitesFile, site_tables.tables, site_tables.blocks)
+
+
+class OverLines(Experiment):
+    """One start of either command; a file that cannot be written is refused before it measures."""
+
+    def __init__(self, kept: Kept, out: Path, into: Path | None, *, only_page: bool) -> None:
+        interrupted = "its processes and networks are gone"
+        super().__init__(f"{COMMAND} {kept.name}", out, interrupted=interrupted, is_quiet=True)
+        self._kept, self._into = kept, into
+        if into is None:
+            if only_page:
+                file = f"--into tools/lab/{kept.name}.json"
+                self.refuse(f"--page takes the file of measurements: {file}")
+        elif not os.access(into if into.exists() else into.parent, os.W_OK):
+            self.refuse(f"--into {into} cannot be written; name a file in a folder that exists")
+        self._older = self._read() if into is not None and into.exists() else None
+        if only_page:
+            self._write_page()
+            raise typer.Exit
+
+    @contextlib.contextmanager
+    def measuring(self, *, skip_is_success: bool) -> Iterator[Path]:
+        """The folder for logs; the command ends with a sentence where no network can be made."""
+        try:
+            if reason := machine.complaint() or why_not():  # before anything is written
+                raise NoNetwork(reason)
+            with self.folder():
+                yield self.logs()
+        except NoNetwork as error:
+            code = 0 if skip_is_success else SKIPPED
+            terminal.fail(self.command, f"skipped: {error}", code)
+
+    def publish(self, found: Any, *, as_json: bool) -> None:
+        """Write the results and the page, and print them."""
+        text = text_of(found)
+        (self.out / f"{self._kept.name}.json").write_text(text, encoding="utf-8")
+        if self._into is not None:
+            whole = found if self._older is None else found.with_older(self._older)
+            self._into.write_text(text_of(whole), encoding="utf-8")
+            if self._page.exists():
+                self._write_page()
+        if as_json:
+            typer.echo(text, nl=False)
+        else:
+            show(self._kept.tables(found), self.shown)
+
+    @property
+    def _page(self) -> Path:
+        """Beside the file of results."""
+        assert self._into is not None
+        return self._into.with_name(f"{self._kept.name.upper()}.md")
+
+    def _read(self) -> Any:
+        assert self._into is not None
+        try:
+            return read_document(self._into, self._kept.kind)
+        except BadFile as error:
+            self.refuse(str(error))
+
+    def _write_page(self) -> None:
+        try:
+            write_page(self._page, self._kept.blocks(self._read()))
+        except BadFile as error:
+            self.refuse(str(error))
 
 
 @app.callback()
@@ -151,11 +175,7 @@ def lan(  # noqa: PLR0913, PLR0917  each is an option of the command
     only_page: OnlyPage = False,
 ) -> None:
     """Measure syncs over lines of a limited rate: under 20 minutes on two cores."""
-    experiment = _experiment("lan", out)
-    older = LAN.older(experiment, into)
-    if only_page:
-        _only_page(experiment, LAN, into)
-        return
+    experiment = OverLines(LAN, out, into, only_page=only_page)
     asked = Choice(
         words(kinds),
         words(parameters),
@@ -167,14 +187,14 @@ def lan(  # noqa: PLR0913, PLR0917  each is an option of the command
     if not parts:
         experiment.refuse("nothing is measured with all of these options; leave some of them out")
     members = one_switch(max(part.workers for part in parts))
-    with _measuring(experiment, skip_is_success=skip_is_success) as logs:
+    with experiment.measuring(skip_is_success=skip_is_success) as logs:
         about = machine.describe() | {"nice": os.nice(0)}
         with network(members, measuring.SET_UP) as made, ProcessPool(logs, 0) as pool:
             found = _parts(experiment, Place(made, pool), parts)
     experiment.tick("")
     if found:
         file = LanFile(experiment.started_as, experiment.at, about, tuple(found))
-        LAN.publish(experiment, file, older, into, as_json=as_json)
+        experiment.publish(file, as_json=as_json)
     if experiment.has_failed or not found:
         raise typer.Exit(1)
 
@@ -195,15 +215,11 @@ def sites(  # noqa: PLR0917  each is an option of the command
     Then lose a relay, a line and the hub, and see how long each is missed: some
     minutes on two cores. With --quick only rounds, and of a tiny model.
     """
-    experiment = _experiment("sites", out)
-    older = SITES_FILE.older(experiment, into)
-    if only_page:
-        _only_page(experiment, SITES_FILE, into)
-        return
+    experiment = OverLines(SITES_FILE, out, into, only_page=only_page)
     size, repeats = (TINY, 1) if quick else (parameters, repeats)
     members = several_sites(SITES, WORKERS)
     with (
-        _measuring(experiment, skip_is_success=skip_is_success) as logs,
+        experiment.measuring(skip_is_success=skip_is_success) as logs,
         network(members, folder=logs, delay_s=DELAY_S) as made,
         ProcessPool(logs, 0) as pool,
     ):
@@ -216,33 +232,7 @@ def sites(  # noqa: PLR0917  each is an option of the command
             () if quick else tuple(losses(place, TINY, experiment.say)),
             () if quick else tuple(_trained(experiment, logs)),
         )
-    SITES_FILE.publish(experiment, found, older, into, as_json=as_json)
-
-
-def _experiment(name: str, out: Path) -> Experiment:
-    interrupted = "its processes and networks are gone"
-    return Experiment(f"{COMMAND} {name}", out, interrupted=interrupted, is_quiet=True)
-
-
-def _only_page(experiment: Experiment, kept: Kept, into: Path | None) -> None:
-    if into is None:
-        experiment.refuse(
-            f"--page takes the file of measurements: --into tools/lab/{kept.name}.json"
-        )
-    kept.write_page(experiment, into)
-
-
-@contextlib.contextmanager
-def _measuring(experiment: Experiment, *, skip_is_success: bool) -> Iterator[Path]:
-    """The folder for logs; the command ends with a sentence where no network can be made."""
-    try:
-        if reason := machine.complaint() or why_not():  # before anything is written
-            raise NoNetwork(reason)
-        with experiment.folder():
-            yield experiment.logs()
-    except NoNetwork as error:
-        code = 0 if skip_is_success else SKIPPED
-        terminal.fail(experiment.command, f"skipped: {error}", code)
+    experiment.publish(found, as_json=as_json)
 
 
 def _parts(experiment: Experiment, place: Place, parts: Iterable[Part]) -> list[grid.Measurement]:

@@ -186,7 +186,6 @@ class Stage(Children):
     def send(self, attack: Attack, options: Options) -> Tally:
         """Have a process attack, and wait for it."""
         seconds = READS_AFTER_S + 1.0 if attack.waits and not options.is_quick else options.attack_s
-        has_keys = self.keys_folder is not None
         began, name = time.monotonic(), f"attack-{len(self.all)}"
         attacker = self.add(RoleProcess("attacker", name, self.folder))
         attacker.tell(
@@ -197,7 +196,7 @@ class Stage(Children):
             seconds=seconds,
             seed=options.seed,
             keys=self.key_file(attack.with_key),
-            folder=str(self.keys_folder) if has_keys else None,
+            folder=str(self.keys_folder or ""),
             description=str(self._described),
         )
         try:

@@ -13,7 +13,7 @@ import zmq
 
 from diloco_lab.chaos.attacks.peers import READY, Peer, RawPeer, Scene, frame
 from diloco_protocol import messages
-from diloco_protocol.clients import Keys, Operator, find_keys
+from diloco_protocol.clients import Keys, Operator
 from diloco_protocol.errors import DilocoError
 from diloco_protocol.feed import TOPIC
 from diloco_protocol.roles import Peer as Owner
@@ -31,13 +31,6 @@ REVOKED_WITHIN_S = 10.0
 SAVE_EVERY = 1_000_000  # of the broker: the drill is no test of disks
 SHORT_S = 0.3  # for an answer that should not come
 FEED_WITHIN_S = 2.0  # the feed speaks every second
-
-
-def key_of(folder: str, owner: Owner) -> Keys:
-    """A key of the drill, out of the broker's folder."""
-    found = find_keys(Path(folder) / "clients" / f"{owner.role.value}-{owner.name}.key")
-    assert found is not None
-    return found
 
 
 def no_key(scene: Scene) -> None:
@@ -129,8 +122,7 @@ def _must_be_silent(scene: Scene, peer: Peer, who: str) -> None:
 
 def anothers_name(scene: Scene) -> None:
     """A worker's key that wants to train under other names, and to use the session of another."""
-    assert scene.folder is not None
-    thief = key_of(scene.folder, THIEF)
+    thief = scene.key_of(THIEF)
 
     def attempt() -> None:
         with scene.peer_with(thief) as peer:
@@ -158,13 +150,11 @@ def anothers_name(scene: Scene) -> None:
 
 def replay(scene: Scene) -> None:
     """What was said in another session: its messages under a key, and its bytes on a new connection."""
-    assert scene.folder is not None
     with _joined(scene, VICTIM) as (session, _):
         pass  # it has left: its token is an old one
 
     def messages_again() -> None:
-        assert scene.folder is not None
-        with scene.peer_with(key_of(scene.folder, VICTIM)) as peer:
+        with scene.peer_with(scene.key_of(VICTIM)) as peer:
             for message in (
                 messages.Heartbeat(session, 1),
                 messages.Push(session, 1, 0, 2, "bf16"),
@@ -173,7 +163,7 @@ def replay(scene: Scene) -> None:
                 _must_be_refused(scene, peer, f"{message.kind} of a session that is over")
 
     messages_again()
-    keys = key_of(scene.folder, OPERATOR)
+    keys = scene.key_of(OPERATOR)
     recorded = _recorded(scene, keys)
 
     def bytes_again() -> None:
@@ -221,9 +211,8 @@ class _Recorder(TcpProxy):
 
 def revoked(scene: Scene) -> None:
     """A key that is taken back while it is in use: the connection ends, and no other is let in."""
-    assert scene.folder is not None
-    keys = key_of(scene.folder, REVOKED)
-    public = Path(scene.folder) / "allowed" / "worker" / f"{REVOKED.name}.pub"
+    keys = scene.key_of(REVOKED)
+    public = scene.folder / "allowed" / "worker" / f"{REVOKED.name}.pub"
     kept = public.read_text()
     try:
         _revoke(scene, keys, public)
@@ -260,8 +249,7 @@ def _is_let_in(scene: Scene, keys: Keys) -> bool:
 
 def steering_monitor(scene: Scene) -> None:
     """A monitor's key that steers, trains, and reads the model."""
-    assert scene.folder is not None
-    keys = key_of(scene.folder, MONITOR)
+    keys = scene.key_of(MONITOR)
 
     def attempt() -> None:
         with scene.peer_with(keys) as peer:
@@ -293,8 +281,7 @@ def _must_be_refused(scene: Scene, peer: Peer, what: str) -> None:
 @contextlib.contextmanager
 def _joined(scene: Scene, owner: Owner) -> Iterator[tuple[bytes, Peer]]:
     """The session of a worker that has joined, for a moment: rounds wait for it."""
-    assert scene.folder is not None
-    with scene.peer_with(key_of(scene.folder, owner)) as peer:
+    with scene.peer_with(scene.key_of(owner)) as peer:
         peer.say(messages.Join(owner.name, digest=scene.digest, size=len(scene.description)))
         welcome = peer.hear("welcome", "error")
         if welcome is None or welcome["kind"] == "error":

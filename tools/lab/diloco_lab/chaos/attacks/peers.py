@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -23,9 +24,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diloco_protocol import messages
-from diloco_protocol.clients import Keys
+from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.clients.handshake import FAILURES
 from diloco_protocol.frames import MAX_FRAME_BYTES
+from diloco_protocol.roles import Peer as Owner
 
 ANSWERS_WITHIN_S = 2.0  # an attacker that hears nothing for so long goes on
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
@@ -232,7 +234,7 @@ class Scene:
 
     Attributes:
         keys: the key that it has; None: it has none.
-        folder: the broker's folder of keys, where it asks for them: some attacks take others from it.
+        folder: the broker's keys, where it asks for them: some attacks take others from it.
         description: the packed manifest of the run's model.
     """
 
@@ -243,11 +245,11 @@ class Scene:
         seconds: float,
         seed: int = 0,
         keys: Keys | None = None,
-        folder: str | None = None,
+        folder: str = "",
         description: bytes = b"",
         feed: str = "",
     ) -> None:
-        self.address, self.keys, self.folder = address, keys, folder
+        self.address, self.keys, self.folder = address, keys, Path(folder)
         self.description, self.seed, self.feed = description, seed, feed
         self.seconds = seconds
         self.tally = Tally()
@@ -267,6 +269,12 @@ class Scene:
     def worker_id(self) -> str:
         """The name under which it may join."""
         return "stranger" if self.keys is None else self.keys.peer.name
+
+    def key_of(self, owner: Owner) -> Keys:
+        """A key of the drill, out of the broker's folder."""
+        found = find_keys(self.folder / "clients" / f"{owner.role.value}-{owner.name}.key")
+        assert found is not None
+        return found
 
     def peer(self, *, reads: bool = True) -> contextlib.AbstractContextManager[Peer]:
         """A connection through ZeroMQ with our key."""

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from diloco_lab.evidence import turns
-from diloco_lab.evidence.turns import AnyOrder, Baton, Broken, Stuck, virtual_order
+from diloco_lab.evidence.turns import Baton, Broken, Stuck, virtual_order
 from kit.evidence_trials import SPEEDS
 
 
@@ -65,9 +65,3 @@ def test_waiting_in_vain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
     with pytest.raises(Stuck, match="worker 1 had no turn"):
         Baton([2.0, 1.0], [1, 1], 10).wait_for(1)
-    order = AnyOrder()
-    order.take()
-    with pytest.raises(Stuck):
-        order.take()
-    order.give()
-    order.take()

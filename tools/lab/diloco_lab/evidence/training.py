@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_lab.evidence.trial import MODELS, Trial
-from diloco_lab.evidence.turns import PATIENCE_S, AnyOrder, Baton, Broken
+from diloco_lab.evidence.turns import PATIENCE_S, Baton, Broken
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import Text, batch_seed, training_batches
 from diloco_worker import DiLoCoClient, DiLoCoWorker
@@ -57,7 +57,7 @@ class DiLoCoRun:
 
     def __init__(self, trial: Trial, text: Text) -> None:
         self.trial, self.text = trial, text
-        self.turns = AnyOrder()
+        self.computing = threading.Lock()  # held by the worker that does: there is one core for all
         self.baton: Baton | None = None
         if trial.is_async:
             speeds = trial.speeds or (1.0,) * trial.workers
@@ -249,7 +249,7 @@ class Worker:
         # What its next push weighs; see `lost_in`.
         is_lost = trial.drop and self.number in lost_in(self.step // trial.sync_every, trial)
         self.diloco.report(tokens=LOST if is_lost else KEPT)
-        self.run.turns.take()
+        self.run.computing.acquire()
         self.computes = True
         try:
             if self.harms and self.step % trial.sync_every == 0:
@@ -268,7 +268,7 @@ class Worker:
 
     def _gives(self) -> None:
         self.computes = False
-        self.run.turns.give()
+        self.run.computing.release()
 
     @torch.no_grad()
     def _harm(self) -> None:
@@ -285,12 +285,8 @@ class Worker:
             self._evaluates(self.step, seconds)
 
     def _evaluates(self, steps: int, seconds: float) -> None:
-        self.run.turns.take()
-        try:
-            with self.diloco.global_parameters():
-                loss = gpt.validation_loss(self.model, *self.run.text.validation)
-        finally:
-            self.run.turns.give()
+        with self.run.computing, self.diloco.global_parameters():
+            loss = gpt.validation_loss(self.model, *self.run.text.validation)
         self.run.sees(steps, seconds, loss)
 
 

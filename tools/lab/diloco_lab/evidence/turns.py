@@ -36,21 +36,6 @@ def virtual_order(speeds: Sequence[float], steps: Sequence[int]) -> Iterator[tup
     return merge(*(ends(worker) for worker in range(len(speeds))))
 
 
-class AnyOrder:
-    """Anybody computes, one at a time: for runs whose result no order changes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def take(self) -> None:
-        if not self._lock.acquire(timeout=PATIENCE_S):
-            raise Stuck(f"no turn within {PATIENCE_S:.0f} s")
-
-    def give(self) -> None:
-        """Let another one compute."""
-        self._lock.release()
-
-
 class Baton:
     """Goes from worker to worker in the order of virtual time, for H steps and their exchange.
 

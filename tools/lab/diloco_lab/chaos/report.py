@@ -18,12 +18,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from diloco_lab.chaos.audit import Contribution, Findings, Push, Record, WorkerLog
 from diloco_lab.chaos.crew import Life
 from diloco_lab.chaos.faults import RELAYS, WORKERS, Injected, Kind
+from diloco_lab.driver.tables import Table
 
 CALM_ROUNDS = 3  # at the beginning of a run, before its first fault
 # Seconds until these have closed on two idle cores: mostly five processes that start.
@@ -269,15 +267,17 @@ NOTES = (
 
 def faults_table(reports: Sequence[Report]) -> Table:
     """Faults injected and survived, and how soon the next round closed, by mode."""
-    shown = Table(title="faults: survived of injected, seconds to the next round (median, worst)")
-    shown.add_column("")
-    for report in reports:
-        shown.add_column(report["mode"], justify="right")
     by_mode = [{row["kind"]: row for row in report["table"]} for report in reports]
-    for kind in Kind:
-        if any(kind.words in rows for rows in by_mode):
-            shown.add_row(kind.words, *(_survived(rows.get(kind.words)) for rows in by_mode))
-    return shown
+    return Table(
+        "faults",
+        "faults: survived of injected, seconds to the next round (median, worst)",
+        ("", *(report["mode"] for report in reports)),
+        tuple(
+            (kind.words, *(_survived(rows.get(kind.words)) for rows in by_mode))
+            for kind in Kind
+            if any(kind.words in rows for rows in by_mode)
+        ),
+    )
 
 
 def _survived(row: Record | None) -> str:
@@ -289,19 +289,13 @@ def _survived(row: Record | None) -> str:
 
 def figures_table(reports: Sequence[Report]) -> Table:
     """The headline and what stands behind it, by mode."""
-    shown = Table(title="useful work: inner steps in applied contributions / inner steps trained")
-    shown.add_column("", no_wrap=True)
-    for report in reports:
-        shown.add_column(report["mode"], justify="right")
-    headline = (
-        Text("not run" if each["not_run"] else _work(each["useful_work"]["not_killed"]), "bold")
-        for each in reports
-    )
-    shown.add_row(Text("lives not killed (goal 1.0)", "bold"), *headline)
     by_mode = [_cells(report) for report in reports]
-    for name in by_mode[0]:
-        shown.add_row(name, *(cells[name] for cells in by_mode))
-    return shown
+    return Table(
+        "figures",
+        "useful work: inner steps in applied contributions / inner steps trained",
+        ("", *(report["mode"] for report in reports)),
+        tuple((name, *(cells[name] for cells in by_mode)) for name in by_mode[0]),
+    )
 
 
 def _work(work: Record) -> str:
@@ -326,7 +320,9 @@ def _cells(report: Report) -> dict[str, str]:
             loss += f", {calm['loss']:.4f} ({ending['loss'] / calm['loss'] - 1:+.1%})"
     average = report["averaged"]
     share = f"{average['averaged']} of {average['alive']} = {average['share']:.1%}"
+    headline = "not run" if report["not_run"] else _work(report["useful_work"]["not_killed"])
     return {
+        "lives not killed (goal 1.0)": headline,
         "all lives": _work(report["useful_work"]["all"]),
         "steps lost, kill by kill": " ".join(f"{c['lost']:g}" for c in report["kills"]) or "-",
         "  of these allowed": f"{report['allowed_steps_a_kill']} each",

@@ -39,6 +39,8 @@ class Table:
             shown.add_row(*row)
         return shown
 
+    __rich__ = for_terminal
+
     def lines(self) -> Iterator[str]:
         """Of a Markdown page, without an empty one at either end."""
         yield f"| {' | '.join(self.head)} |"
@@ -54,7 +56,7 @@ def show(tables: Iterable[Table], console: Console) -> None:
     """Print tables with their notes."""
     for each in tables:
         console.print()
-        console.print(each.for_terminal())
+        console.print(each)
         for note in each.notes:
             console.print(note, soft_wrap=True)
 

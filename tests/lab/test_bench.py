@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,6 @@ from diloco_lab.bench.report.figures import TARGETS, figure, number, sentences, 
 from diloco_lab.bench.roles import fake_worker
 from diloco_lab.bench.roles.trainer import still_model
 from diloco_lab.bench.sizes import CONTEXT, SIZES, parameters_of
-from diloco_lab.driver import machine
 from diloco_tools.demo.model import GPT, GPTConfig
 from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient
@@ -52,29 +49,6 @@ def test_ratio_of_what_is_measured_in_turn_holds_when_both_drift() -> None:
 
 
 NO_FIGURE = "no values, an unknown unit, or a target in another: .*"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "words"),
-    [
-        (lambda: arithmetic.percentile([], 0.5), IndexError, "out of range"),
-        (lambda: arithmetic.percentile([1.0], 1.5), IndexError, "out of range"),
-        (lambda: arithmetic.against([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), ValueError, "is shorter"),
-        (lambda: arithmetic.against([1.0], [0.0, 0.0]), ZeroDivisionError, "division by zero"),
-        (lambda: figure("p", "row", "name", [], "s"), ValueError, rf"{NO_FIGURE}values=\(\)"),
-        (lambda: figure("p", "row", "name", 1.0, "furlongs"), ValueError, f"{NO_FIGURE}furlongs"),
-        (
-            lambda: figure("p", "row", "name", 1.0, "s", target="turn"),
-            ValueError,
-            f"{NO_FIGURE}'s', target='turn'",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    wrong: Callable[[], object], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        wrong()
 
 
 def test_phases_are_what_each_adds_and_small_messages_begin_none() -> None:
@@ -275,13 +249,6 @@ def test_as_many_chunks_are_in_flight_as_in_a_run() -> None:
     credit = (downloads.DOWNLOAD_WINDOW, downloads.CREDIT_BATCH)
     assert credit == (fake_worker.WINDOW, fake_worker.CREDIT_BATCH)
     assert upload_window(1) == wire.DEFAULT_WINDOW
-
-
-def test_cpu_and_memory_of_a_process_are_read() -> None:
-    before = machine.cpu_seconds(os.getpid())
-    math.factorial(20_000)
-    assert machine.cpu_seconds(os.getpid()) > before
-    assert 0 < machine.resident(os.getpid()) <= machine.peak(os.getpid())
 
 
 def test_transport_alone_goes_both_ways(pool: ProcessPool) -> None:

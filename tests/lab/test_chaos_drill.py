@@ -30,7 +30,7 @@ from diloco_lab.chaos import inject as inject_module
 from diloco_lab.chaos import run_watch as watch_module
 from diloco_lab.chaos.__main__ import REMARKS
 from diloco_lab.chaos.audit import BROKER_LOG, Findings
-from diloco_lab.chaos.crew import AUDIT, MODES, STEPS, Crew, DrillProxy, Job, Life
+from diloco_lab.chaos.crew import AUDIT, MODES, STEPS, Crew, DrillProxy, Life
 from diloco_lab.chaos.disk import size_limit, tmpfs
 from diloco_lab.chaos.faults import SHORT, Kind
 from diloco_lab.chaos.leftovers import PROCESSES, claim, empty, note
@@ -482,12 +482,6 @@ def test_checksum_tells_values_names_and_versions_apart() -> None:
     assert len(same | {checksum(other) for other in others}) == 4
 
 
-def test_job_survives_its_file(tmp_path: Path) -> None:
-    job = a_job("guest", str(tmp_path), pulls=False)
-    assert Job.read(job.write()) == job
-    assert job.finish != a_job("w0", str(tmp_path)).finish, "newcomers leave by themselves"
-
-
 # The crew, and the drill.
 
 
@@ -499,11 +493,6 @@ def test_crew_leaves_no_process_behind(tmp_path: Path) -> None:
         assert process.poll() == -9
     finally:
         process.kill()
-
-
-def test_kill_may_cost_tau_steps_more_where_fragments_are_delayed() -> None:
-    sync, free, streaming = (MODES[name].allowed_loss for name in ("sync", "async", "streaming"))
-    assert sync == free < streaming
 
 
 # What an earlier drill has left.

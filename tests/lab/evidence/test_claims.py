@@ -70,25 +70,7 @@ def test_claim_is_shown_when_the_mean_keeps_to_it_also_one_error_on(
     assert finding(values, relation).verdict == verdict
 
 
-def test_finding_tells_its_mean_its_error_and_each_seed() -> None:
-    assert finding([1.0, 2.0, 3.0], REPORTED).told == "+2.0% ± 0.6 (+1.0, +2.0, +3.0)"
-    assert finding([1.0, math.inf], REPORTED).told == "diverged in 1 of 2 (others: +1.0)"
-    assert finding([math.inf], REPORTED).told == "diverged in 1 of 1"
-    assert finding([1.0], REPORTED).told == "+1.0% (+1.0)"
-    assert finding([1.0, math.nan], REPORTED).told.startswith("no figure")
-    assert str(Relation(most=-3)) == "at most -3%"
-    assert str(Relation(least=5)) == "at least +5%"
-    assert str(Relation(-1, 1)) == "-1% to +1%"
-    assert str(REPORTED) == ""
-
-
 # Figures.
-
-
-def test_perplexities_are_compared_seed_by_seed() -> None:
-    one = [a_result(Trial(seed=s), loss) for s, loss in enumerate((2.0, 3.0))]
-    other = [a_result(Trial(seed=s), loss) for s, loss in enumerate((2.0, 3.0 - math.log(1.1)))]
-    assert apart("a", "b")({"a": one, "b": other}) == pytest.approx([0.0, 10.0])
 
 
 def test_nothing_is_held_against_a_run_that_has_diverged() -> None:

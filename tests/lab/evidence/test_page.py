@@ -79,22 +79,6 @@ def test_claim_computed_from_scratch_is_the_committed_one() -> None:
 # Writing.
 
 
-def test_page_has_every_claim_with_its_verdict_and_the_tuning(tmp_path: Path) -> None:
-    study = Study(filled(tmp_path / "results.jsonl"))
-    found = [study.conducted(part) for part in PARTS.values()]
-    text = page.markdown(found, "pictures/")
-    for part in PARTS.values():
-        assert f"\n## {part.title}\n" in text and f"(pictures/{part.name}.png)" in text
-        assert all(f"| {claim.text} |" in text for claim in part.claims)
-        assert all(f"\n| {arm.name} | " in text for arm in part.arms)
-    verdicts = [finding.verdict for each in found for finding in each.findings]
-    assert f"**{verdicts.count('PASS')} PASS, {verdicts.count('NOT SHOWN')} NOT SHOWN**" in text
-    assert 0 < verdicts.count("NOT SHOWN") < len(verdicts)
-    assert "**0.7 / 0.9: 2.500**, 0.8 / 0.5: 2.500" in text
-    assert "3 paired seeds" in text and "0.43M and 0.82M parameters" in text
-    assert "With torch 2.0, Python 3.12." in text
-
-
 def test_findings_are_json_also_of_runs_that_diverged(tmp_path: Path) -> None:
     study = Study(filled(tmp_path / "results.jsonl", None))
     found = [study.conducted(part) for part in PARTS.values()]

@@ -22,7 +22,7 @@ from diloco_lab.network.__main__ import SKIPPED, app
 from diloco_lab.network.lan import founding, grid
 from diloco_lab.network.lan.grid import INT4Z, USUAL, Choice, LanFile, Measurement, Part
 from diloco_lab.network.lan.measuring import measure
-from diloco_lab.network.lan.tables import KEYS, blocks, tables
+from diloco_lab.network.lan.tables import KEYS, blocks
 from diloco_lab.network.namespaces import NoNetwork, Place, network, one_switch, why_not
 from kit.paths import LAB
 
@@ -60,12 +60,6 @@ def a_file(*measurements: Measurement) -> LanFile:
 
 
 # What is computed
-
-
-@pytest.mark.parametrize(("model", "planned"), founding.PLANNED.items())
-def test_first_plan_counted_one_upload_in_bf16_and_nothing_else(model: str, planned: float) -> None:
-    upload = founding.UPLOAD_BITS * founding.MODELS[model] / 1e9
-    assert founding.utilisation(upload) == pytest.approx(planned, abs=0.005)
 
 
 def test_efficiency_is_the_longest_of_line_and_work_over_what_was_measured() -> None:
@@ -120,35 +114,6 @@ def test_steps_that_reach_a_share_are_the_least_that_do(sync: float, copies: flo
         return founding.utilisation(left, sync_every)
 
     assert share(steps) >= 0.97 > share(steps - 1)
-
-
-def test_table_of_the_plan_says_what_is_measured_and_what_is_computed() -> None:
-    of_150m = a_round(parameters=parameters_of("150M"), seconds=(6.0,))
-    streamed = a_round(kind="streaming", seconds=(0.05,), fragments=4)
-    found = {
-        (cell.model, cell.setting, cell.workers): cell
-        for cell in founding.cells([of_150m, streamed])
-    }
-    measured = found["150M", "bf16/fp32", 1]
-    assert measured.is_measured and measured.share == pytest.approx(500 / 506)
-    computed = found["150M", "bf16/fp32", 8]
-    assert not computed.is_measured and computed.standstill == pytest.approx(48)
-    assert found["1B", "bf16/fp32, streaming", 1].standstill == pytest.approx(5.0)
-    shown = {each.key: each for each in founding.founding_tables([of_150m, streamed])}
-    assert shown["plan"].rows[0][:4] == ("150M", "bf16/fp32", "99.5%", "98.8% m")
-    assert shown["plan"].rows[0][-1] == "91.2% c"
-    goals = " ".join(shown["plan"].notes)
-    assert "99.5%" in goals and "2.51 s" in goals  # of standstill, at most
-
-
-def test_each_setting_is_said_to_reach_the_goal_or_not() -> None:
-    # A second for up to two workers, of whose work the broker has half as much for each: 4 s for 8.
-    measurements = [a_round(parameters=10**9, seconds=(1.0,), bytes_down=1e6, bytes_up=1e6)]
-    shown = {each.key: each for each in founding.founding_tables(measurements)}
-    (one_billion, seven) = shown["plan"].notes
-    for goal in (one_billion, seven):
-        assert "(1, 2 and 4 workers)" in goal
-    assert "(8 workers: from H = 796 on)" in one_billion
 
 
 # What is measured
@@ -231,12 +196,6 @@ def test_other_measurements_change_the_page_between_its_marks_only() -> None:
     assert "| 10M | bf16/fp32 | 0.50 s, 64% |" in after
     assert after.startswith("Words.\n<!-- table: sync -->\n") and after.endswith("-->\nMore.\n")
     assert "1M | 7 s" not in after
-
-
-def test_every_table_of_the_page_was_measured() -> None:
-    assert {each.key for each in tables(read_document(COMMITTED, LanFile).measurements)} == set(
-        KEYS
-    )
 
 
 def test_table_of_nothing_says_so() -> None:

@@ -25,7 +25,6 @@ from diloco_lab.network.sites.tables import (
     SitesFile,
     Trained,
     blocks,
-    tables,
 )
 from kit.paths import LAB
 
@@ -89,14 +88,6 @@ def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "sites.json"
     path.write_text(text_of(found))
     assert read_document(path, SitesFile) == found
-
-
-def test_relays_are_held_against_the_star_of_the_same_codecs() -> None:
-    other = a_round(wire_dtype="int4z", reply_dtype="int4z", seconds=(3.0,))
-    whole = a_round(way="whole", seconds=(36.0,))
-    (table,) = tables(a_file(a_round(), whole, RELAYS, other))
-    assert table.rows[2][3:] == ("12.0 s", "0.40", "0.33", "120.0 MB, 1/3.0")
-    assert table.rows[0][4:] == ("-", "-", "360.0 MB")
 
 
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:

@@ -141,7 +141,6 @@ PLANNED = {grid.FOUNDING_SIZE: 0.995, "1B": 0.97, "7B": 0.82}
 GOALS = {"1B": 0.995, "7B": 0.97}
 WORKERS = (1, 2, 4, 8)
 PAIRS = grid.FOUNDING_PAIRS
-UPLOAD_BITS = 16  # of a parameter, in the plan
 
 
 class Cell(NamedTuple):

@@ -82,6 +82,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if costs:
+        dearest = max(costs, key=lambda name: costs[name])
+        terminalreporter.write_line(
+            f"Tests of make test: {sum(costs.values()):.0f} s of CPU; the dearest took "
+            f"{costs[dearest]:.1f} s: {dearest}"
+        )
     for fault in tiers.faults(costs):
         terminalreporter.write_line(fault, red=True)
 

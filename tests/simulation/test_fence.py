@@ -58,6 +58,7 @@ def _takes_over_with_a_minority(monkeypatch: pytest.MonkeyPatch) -> None:
 def _goes_on_without_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "may_release", lambda _: True)
     monkeypatch.setattr(rules, "holds_rounds", lambda _: False)
+    monkeypatch.setattr(rules, "sends_away", lambda _: [])
 
 
 @pytest.mark.nightly

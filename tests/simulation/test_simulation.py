@@ -325,7 +325,12 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
             (checkpoints, "run_record", without_the_version_that_waits),
             "is told of and is not on the disk|has other chunks than it had|and .* is adopted",
         ),
-        ("streaming", ADOPT, (RunModel, "sources", lambda *_: {}), STUCK),
+        (
+            "streaming",
+            ADOPT,
+            (RunModel, "sources", lambda *_: {}),
+            f"{STUCK}|somebody here has version",
+        ),
         ("async", 0, (RunModel, "sources", the_oldest), "somebody here has version|stands still"),
         (
             "carry",

@@ -189,26 +189,19 @@ class ProcessPool(Children):
         Workers come over TCP, which stands for a network here, unless `ipc` is said. `inside` is a
         command that runs another one somewhere, in its own place (exec).
         """
-        # Where it runs inside, its network may be another than ours; its files are the same.
-        folder = TemporaryDirectory(prefix="diloco-") if inside else nullcontext("")
-        with folder as short:  # the path of a socket has at most 107 characters
-            feed = f"ipc://{short}/feed" if inside else ANYWHERE
-            options = {"bind": ANYWHERE, "feed": feed} | options
-            with self._serve(inside, options) as broker:
-                yield broker
-
-    @contextlib.contextmanager
-    def _serve(self, inside: Sequence[str], options: dict[str, object]) -> Iterator[BrokerProcess]:
-        options["no_ipc"] = not options.pop("ipc", False)
-        options["no_save"] = "save_dir" not in options
-        command = broker_command("serve", inside=inside, **options)
-        keys = find_keys(str(options["keys"]), Role.MONITOR) if "keys" in options else None
-        child = self.start(f"broker-{len(self.all) + 1}", command)
-        try:
-            with contextlib.closing(BrokerProcess(child, keys)) as broker:
-                yield broker
-        finally:
-            child.end()
+        with contextlib.ExitStack() as stack:
+            options = {"bind": ANYWHERE, "feed": ANYWHERE} | options
+            if inside:  # its network may be another than ours, where its files are the same
+                # The path of a socket has at most 107 characters.
+                short = stack.enter_context(TemporaryDirectory(prefix="diloco-"))
+                options["feed"] = f"ipc://{short}/feed"
+            options["no_ipc"] = not options.pop("ipc", False)
+            options["no_save"] = "save_dir" not in options
+            keys = find_keys(str(options["keys"]), Role.MONITOR) if "keys" in options else None
+            command = broker_command("serve", inside=inside, **options)
+            child = self.start(f"broker-{len(self.all) + 1}", command)
+            stack.callback(child.end)
+            yield stack.enter_context(contextlib.closing(BrokerProcess(child, keys)))
 
     @contextlib.contextmanager
     def training(

@@ -28,34 +28,33 @@ def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected
         watch.wait_rounds(fault.gap, last)
         watch.pause(fault.delay)
         injected.append(Injected(fault))
-        carry_out = break_a_site if fault.kind.is_of_relays else inject
-        carry_out(watch, injected[-1])
+        inject(watch, injected[-1])
         last = f"{fault.target}: {fault.kind.words}"
     watch.wait_until(lambda: watch.is_quiet, REPORT_WITHIN_S * 2, f"{last} did not end.")
 
 
 def inject(watch: RunWatch, entry: Injected) -> None:
     """Carry out one fault; what belongs to it later is put off."""
-    fault, crew, worker = entry.fault, watch.crew, entry.fault.target
-    if worker in WORKERS:
-        life, proxy = watch.await_joined(worker), crew.proxies[worker]
+    fault, crew, target = entry.fault, watch.crew, entry.fault.target
+    if target in WORKERS:
+        life = watch.await_joined(target)
+    _break_lines(watch, entry)
     match fault.kind:
         case Kind.KILL_WORKER:
-            crew.kill_worker(worker)
-            watch.later(RESTART_AFTER_S, lambda: crew.start_worker(worker))
+            crew.kill_worker(target)
+            watch.later(RESTART_AFTER_S, lambda: crew.start_worker(target))
+        case Kind.KILL_RELAY:
+            crew.relays[target].kill()
+            watch.later(RESTART_AFTER_S, lambda: crew.start_relay(target))
         case Kind.STOP_WORKER:
             life.child.process.send_signal(signal.SIGSTOP)
             goes_on = _stands_still(life, time.monotonic())
             watch.later(fault.seconds, lambda: _go_on(life, goes_on))
         case Kind.CUT:
-            proxy.cut()
-        case Kind.CUT_WITHIN:
-            proxy.cut_within(fault.within)
-            sentence = f"{worker} sent nothing."
-            watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
-        case Kind.PARTITION:
-            proxy.shut()
-            watch.later(fault.seconds, proxy.open)
+            crew.proxies[target].cut()
+        case Kind.PARTITION | Kind.PARTITION_WAN:
+            crew.proxies[target].shut()
+            watch.later(fault.seconds, crew.proxies[target].open)
         case Kind.KILL_BROKER:
             crew.broker.kill()
             watch.later(RESTART_AFTER_S, crew.start_broker)
@@ -72,24 +71,17 @@ def inject(watch: RunWatch, entry: Injected) -> None:
         entry.at = time.monotonic()
 
 
-def break_a_site(watch: RunWatch, entry: Injected) -> None:
-    """What befalls a relay befalls all behind it, until a version has their work again."""
-    fault, crew, relay = entry.fault, watch.crew, entry.fault.target
-    proxy = crew.proxies[relay]
-    if fault.kind is Kind.CUT_WAN:
-        proxy.cut_within(fault.within)
-        sentence = f"{relay} sent nothing."
+def _break_lines(watch: RunWatch, entry: Injected) -> None:
+    """Cut a line within a message; workers behind a relay are away until a version has them again."""
+    fault, crew, target = entry.fault, watch.crew, entry.fault.target
+    if fault.kind.is_within:
+        crew.proxies[target].cut_within(fault.within)
+        proxy, sentence = crew.proxies[target], f"{target} sent nothing."
         watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
-    entry.at = at = time.monotonic()
-    for life in crew.behind(relay):
-        _is_away(watch, life, at)
-    match fault.kind:
-        case Kind.KILL_RELAY:
-            crew.relays[relay].kill()
-            watch.later(RESTART_AFTER_S, lambda: crew.start_relay(relay))
-        case Kind.PARTITION_WAN:
-            proxy.shut()
-            watch.later(fault.seconds, proxy.open)
+    if fault.kind.is_of_relays:
+        entry.at = at = time.monotonic()
+        for each in crew.behind(target):
+            _is_away(watch, each, at)
 
 
 def _is_away(watch: RunWatch, life: Life, at: float) -> None:

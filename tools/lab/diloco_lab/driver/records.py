@@ -40,7 +40,7 @@ def read_document(path: Path, kind: type[T]) -> T:
         for name, hint in get_type_hints(kind).items():
             (of, *_) = get_args(hint) or [None]
             if isinstance(of, type) and is_dataclass(of):  # a tuple of records
-                values[name] = tuple(_record(of, each) for each in values.get(name, ()))
+                values[name] = tuple(record_of(of, each) for each in values.get(name, ()))
         return kind(**values)
     except OSError as error:
         raise BadFile(f"{path} cannot be read ({error.strerror})") from None
@@ -48,9 +48,9 @@ def read_document(path: Path, kind: type[T]) -> T:
         raise BadFile(f"{path} holds no measurements of this program ({error!r})") from None
 
 
-def _record(kind: type[Any], plain: Record) -> Any:
+def record_of(kind: type[T], plain: Record) -> T:
     """Unknown keys are ignored: a newer version may have written them."""
-    known = {each.name for each in fields(kind)} & plain.keys()
+    known = {each.name for each in fields(kind)} & plain.keys()  # type: ignore[arg-type]
     values = {name: plain[name] for name in known}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 

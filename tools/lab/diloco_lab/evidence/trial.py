@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from diloco_lab.driver.records import record_of
 from diloco_tools.demo import model as gpt
 
 Arm = Literal["diloco", "alone", "data-parallel"]
@@ -131,10 +132,7 @@ class Trial:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Trial:
-        values = {each.name: plain[each.name] for each in fields(cls) if each.name in plain}
-        if "speeds" in values:
-            values["speeds"] = tuple(values["speeds"])
-        return cls(**values)
+        return record_of(cls, plain)
 
     def with_changes(self, **changes: Any) -> Trial:
         """Another one. What is no field of a trial is an option of the broker."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -218,7 +218,7 @@ def chosen(parts: Iterable[Part], choice: Choice) -> list[Part]:
     for part in parts:
         lines = tuple(each for each in part.lines if each in choice.rates)
         if lines and choice.takes(part):
-            found.append(Part(part.kind, part.size, part.pair, part.workers, lines, part.mode))
+            found.append(replace(part, lines=lines))
     return found
 
 

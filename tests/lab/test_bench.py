@@ -16,7 +16,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.pure import upload_window
 from diloco_lab.bench import link
 from diloco_lab.bench.__main__ import ALL, COMMANDS, QUICK, app, parts_of, write
-from diloco_lab.bench.parts import codecs, groups, rounds, wire
+from diloco_lab.bench.parts import codecs, rounds, wire
 from diloco_lab.bench.parts.rounds import PHASES_OF_ROUNDS, WHOLE_ROUND
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report import arithmetic
@@ -326,7 +326,7 @@ def test_tiny_run_moves_exactly_the_bytes_of_the_model(pool: ProcessPool) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_workers_of_two_processes_are_measured_against_workers_of_one(pool: ProcessPool) -> None:
-    found = groups.groups(pool, size="0.4M", repeats=1)
+    found = rounds.groups(pool, size="0.4M", repeats=1)
     by_name = {each.name: each.median for each in found}
     assert min(by_name.values()) > 0
     assert by_name["ratio"] == pytest.approx(by_name["2 processes"] / by_name["1 process"], rel=0.9)

@@ -12,16 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from diloco_lab.bench.parts import (
-    codecs,
-    groups,
-    load,
-    round_limit,
-    rounds,
-    tensor_threads,
-    training,
-    wire,
-)
+from diloco_lab.bench.parts import codecs, load, round_limit, rounds, tensor_threads, training, wire
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.report.figures import (
     Parts,
@@ -62,7 +53,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "streaming": (training.STREAMING, training.streaming),
     "heartbeat": (load.HEARTBEAT, load.heartbeat),
     "checkpoint": (rounds.CHECKPOINT, rounds.checkpoint),
-    "groups": (groups.GROUPS, groups.groups),
+    "groups": (rounds.GROUPS, rounds.groups),
     "wan": (wire.WAN, wire.wan),
     "attached": (training.ATTACHED, training.attached),
     "idle": (load.IDLE, load.idle),

@@ -21,6 +21,7 @@ from diloco_lab.chaos.faults import (
     RELAYS,
     WORKERS,
 )
+from diloco_lab.driver import machine
 from diloco_lab.driver.options import ANYWHERE, broker_command
 from diloco_tools.processes import C, Child, Children
 from diloco_tools.tcp_proxy import HOST, Gate, TcpProxy
@@ -212,11 +213,11 @@ class Crew(Children):
         self.disk = disk
         self.lives: list[Life] = []  # of all workers, in the order of their start
         self.broker: Child  # the process at hand
-        self.address = f"tcp://{HOST}:{free_port()}"  # the broker's own
+        self.address = f"tcp://{HOST}:{machine.free_port()}"  # the broker's own
         # Of each worker and relay by name: in front of whom it is connected to.
         self.proxies: dict[str, DrillProxy] = {}
         self.relays: dict[str, Child] = {}  # the processes at hand
-        self.addresses = {name: f"tcp://{HOST}:{free_port()}" for name in mode.relays}
+        self.addresses = {name: f"tcp://{HOST}:{machine.free_port()}" for name in mode.relays}
         self._texts = texts
         self._seed = seed
         self._pause = pause
@@ -319,9 +320,3 @@ class Crew(Children):
         life = self.life(worker)
         life.child.kill()
         life.ended_at, life.was_killed = time.monotonic(), True
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with contextlib.closing(socket.create_server((HOST, 0))) as probe:
-        return int(probe.getsockname()[1])

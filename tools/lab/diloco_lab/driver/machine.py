@@ -8,6 +8,7 @@ import gc
 import os
 import platform
 import resource
+import socket
 import sys
 import time
 from importlib.metadata import version
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+
+from diloco_tools.tcp_proxy import HOST
 
 
 def resident(pid: int) -> int:
@@ -62,6 +65,12 @@ def allow_many_files() -> None:
     """Let this process and its children open as many files and sockets as they may."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server((HOST, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def complaint() -> str:

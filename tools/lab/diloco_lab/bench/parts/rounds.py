@@ -2,14 +2,18 @@
 
 Workers are processes with a GPT-shaped model and the real hook. They start each round together, so
 the last push starts when all do. Counted are the bytes on both of a worker's connections, headers
-included. And what a checkpoint that is being written costs such a round.
+included. And what such a round costs with keys, through a socket file, while a checkpoint is being
+written, and by workers of two processes: these have the whole model each, as with DDP, and each sends
+and takes its half of the chunks. On one machine they share its cores and its memory, so a worker of two
+cannot be faster here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -319,3 +323,53 @@ def _is_saved(snapshot: Snapshot) -> bool:
     saved = snapshot.raw.get("checkpoint")
     number = None if snapshot.round is None else snapshot.round.number
     return isinstance(saved, dict) and saved.get("round") == number
+
+
+GROUPS = "workers of several processes"
+WORKERS_OF_GROUPS, PROCESSES = 2, 2
+
+
+def groups(pool: ProcessPool, *, size: Size = "125M", repeats: Repeats = 5) -> list[Figure]:
+    """Rounds of 2 workers of 2 processes each, against 2 workers of one: time and memory."""
+    parameters, row = parameters_of(size), f"{row_of(size, WORKERS_OF_GROUPS)} x {PROCESSES}"
+    if not has_room(pool, f"{GROUPS}, {row}", size, WORKERS_OF_GROUPS, runs=2, more=PROCESSES):
+        return []
+    trainers = pool.roles("trainer", WORKERS_OF_GROUPS + WORKERS_OF_GROUPS * PROCESSES)
+    plain, several = trainers[:WORKERS_OF_GROUPS], trainers[WORKERS_OF_GROUPS:]
+    with pool.training(plain, size) as one, in_groups(pool, several, size) as many:
+        a_plain, another = partial(one_round, plain, one), partial(one_round, several, many)
+        a_plain()  # memory is taken for the first time
+        another()
+        alone, together = in_turn(a_plain, another, repeats)
+        memory = [
+            [each["beyond"] / (FP32 * parameters) for each in ask_all(of, "memory")]
+            for of in (plain, several)
+        ]
+    of_it = partial(figure, GROUPS, row)
+    seconds, with_several = ([each.seconds for each in of] for of in (alone, together))
+    return [
+        of_it("1 process", seconds, "s"),
+        of_it("2 processes", with_several, "s"),
+        of_it("ratio", against(with_several, seconds), "x"),
+        of_it("copies in 1", memory[0], "x"),
+        of_it("in each of 2", memory[1], "x"),
+    ]
+
+
+@contextlib.contextmanager
+def in_groups(
+    pool: ProcessPool, trainers: Sequence[RoleProcess], size: str
+) -> Iterator[BrokerProcess]:
+    """A run in which each two of these roles are one worker, with a boundary behind each step."""
+    with pool.broker(workers=WORKERS_OF_GROUPS, sync_every=1) as broker:
+        for worker in range(WORKERS_OF_GROUPS):
+            ranks = trainers[worker * PROCESSES : (worker + 1) * PROCESSES]
+            port = machine.free_port()
+            for rank, each in enumerate(ranks):
+                each.tell("meet", port=port, rank=rank, count=len(ranks))
+        for each in trainers:
+            each.hear()
+        ask_all(trainers, "build", size=size)
+        ask_all(trainers, "join", address=broker.address, together=True)
+        yield broker
+        ask_all(trainers, "leave")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from diloco_lab.bench.roles.wire import CALL_BYTES
 from diloco_lab.driver import machine
-from diloco_lab.driver.options import ANYWHERE, broker_command
+from diloco_lab.driver.options import ANYWHERE, START_WITHIN_S, broker_command, make_keys
 from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.feed import Snapshot
@@ -21,7 +21,6 @@ from diloco_protocol.roles import Role
 from diloco_tools.monitor.feed.listener import FeedSubscriber, Listener
 from diloco_tools.processes import Child, Children, wait_for_line
 
-START_WITHIN_S = 60.0
 SAID_WITHIN_S = 60.0
 LOOK_EVERY_S = 0.02
 STATE_BYTES = 12  # per parameter at the broker: parameters, momentum, accumulator, each in fp32
@@ -146,9 +145,7 @@ class ProcessPool(Children):
         folder = self.folder / "keys"
         shutil.rmtree(folder, ignore_errors=True)
         names = (each.name for each in trainers)
-        keygen = self.start("keygen", broker_command("keygen", str(folder), *names))
-        if keygen.wait(START_WITHIN_S) != 0:
-            raise keygen.failure()
+        make_keys(self, folder, *names)
         return folder
 
     def dismiss(self, *starts: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from diloco_tools.processes import Children
 from diloco_tools.terminal import fail
 
 
@@ -47,6 +49,7 @@ def choice(name: str, known: Iterable[str], help_text: str, *, several: bool = T
     return typer.Option(name, help=f"{help_text}: {', '.join(known)}.", callback=check)
 
 
+START_WITHIN_S = 60.0  # for a process of ours to say where it listens, on a busy machine
 ANYWHERE = "tcp://127.0.0.1:*"  # an address on this machine that the system chooses
 
 
@@ -61,3 +64,10 @@ def broker_command(*words: str, inside: Sequence[str] = (), **options: object) -
             command.append("--" + name.replace("_", "-"))
             command += [] if value is True else [str(value)]
     return command
+
+
+def make_keys(children: Children, folder: Path, *workers: str, **others: str) -> None:
+    """Have the broker's command make keys for these workers, and others by role; raises ChildFailed."""
+    keygen = children.start("keygen", broker_command("keygen", str(folder), *workers, **others))
+    if keygen.wait(START_WITHIN_S) != 0:
+        raise keygen.failure()

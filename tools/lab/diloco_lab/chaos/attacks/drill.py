@@ -19,7 +19,7 @@ from diloco_lab.chaos.attacks.table import ATTACKS, Attack
 from diloco_lab.chaos.attacks.words import MARK
 from diloco_lab.chaos.attacks.worker import SYNC_EVERY, description
 from diloco_lab.driver import machine
-from diloco_lab.driver.options import ANYWHERE, broker_command
+from diloco_lab.driver.options import ANYWHERE, START_WITHIN_S, broker_command, make_keys
 from diloco_lab.driver.roles import RoleProcess
 from diloco_protocol.clients import find_keys
 from diloco_protocol.errors import DilocoError
@@ -27,7 +27,6 @@ from diloco_protocol.roles import Peer as Owner
 from diloco_tools.processes import Child, ChildFailed, Children, wait_for_line
 
 WORKERS = ("w0", "w1")
-STARTS_WITHIN_S = 60.0
 TRAINS_WITHIN_S = 60.0
 ENDS_LATE_S = 30.0  # an attacker, after its time
 STALLS_S = 3.0  # after which rounds wait no more for the member that only sends heartbeats
@@ -95,10 +94,7 @@ class Stage(Children):
         if self.keys_folder is not None:
             names = (*WORKERS, *(each.name for each in keyed.WORKERS))
             others = {"operator": keyed.OPERATOR.name, "monitor": keyed.MONITOR.name}
-            made = broker_command("keygen", str(self.keys_folder), *names, **others)
-            keygen = self.start("keygen", made)
-            if keygen.wait(STARTS_WITHIN_S) != 0:
-                raise keygen.failure()
+            make_keys(self, self.keys_folder, *names, **others)
             locked = {"keys": self.keys_folder}
         command = broker_command(
             "serve",
@@ -113,8 +109,8 @@ class Stage(Children):
             save_every=keyed.SAVE_EVERY,
         )
         self.broker = self.start("broker", command)
-        self.address = wait_for_line(self.broker, "control", STARTS_WITHIN_S)
-        self.feed = wait_for_line(self.broker, "feed", STARTS_WITHIN_S)
+        self.address = wait_for_line(self.broker, "control", START_WITHIN_S)
+        self.feed = wait_for_line(self.broker, "feed", START_WITHIN_S)
         self._described.write_bytes(description())
         if self._trains:
             self.train()
@@ -200,7 +196,7 @@ class Stage(Children):
             description=str(self._described),
         )
         try:
-            return Tally(**attacker.hear(STARTS_WITHIN_S + seconds + ENDS_LATE_S))
+            return Tally(**attacker.hear(START_WITHIN_S + seconds + ENDS_LATE_S))
         except ChildFailed as error:
             # It tells nothing of the broker, but nobody may take it for an attack that was withstood.
             through = [f"it was not tried to its end: {error}"]

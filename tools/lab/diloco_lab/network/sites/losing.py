@@ -14,9 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from diloco_lab.bench.process_pool import BrokerProcess
-from diloco_lab.driver.options import broker_command
+from diloco_lab.driver.options import START_WITHIN_S, broker_command
 from diloco_lab.network.namespaces import FAST, HUB, STANDBY, Place, dtypes, now
-from diloco_lab.network.sites.rounds import START_WITHIN_S, WAN, WORKERS, join, start_relay
+from diloco_lab.network.sites.rounds import WAN, WORKERS, join, start_relay
 from diloco_lab.network.sites.tables import Loss
 from diloco_protocol.feed import Snapshot
 from diloco_tools.processes import wait_for_line

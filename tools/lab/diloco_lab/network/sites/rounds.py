@@ -14,7 +14,7 @@ from typing import Any
 from diloco_lab.bench.parts.rounds import one_round
 from diloco_lab.bench.process_pool import BrokerProcess
 from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.driver.options import broker_command
+from diloco_lab.driver.options import START_WITHIN_S, broker_command
 from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_lab.network.namespaces import FAST, Place, at_the_hub, dtypes, now
 from diloco_lab.network.sites.tables import Measurement
@@ -22,7 +22,6 @@ from diloco_tools.processes import Child, wait_for_line
 
 SITES, WORKERS = 2, 3  # workers at each site
 WAN, DELAY_S = 5e7, 0.04  # bits a second, and seconds each way
-START_WITHIN_S = 60.0
 WAYS_OF_A_HUB = {"star": {}, "whole": {"deterministic": True}, "relays": {"relays": True}}
 LAN_DTYPE = "bf16"  # of what workers send to a relay
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from diloco_lab.bench.process_pool import BrokerProcess
-from diloco_lab.driver.options import ANYWHERE, broker_command
+from diloco_lab.driver.options import ANYWHERE, START_WITHIN_S, broker_command
 from diloco_lab.network.namespaces import now
 from diloco_lab.network.sites.tables import Trained
 from diloco_tools.processes import Child, Children, wait_for_line
@@ -25,7 +25,7 @@ SITES, WORKERS = 2, 2
 STEPS, SEEDS = 480, (0, 1, 2)
 HERE: dict[str, Any] = {"bind": ANYWHERE, "feed": ANYWHERE}
 OUTER: dict[str, Any] = {"outer_lr": 0.8, "outer_momentum": 0.5}
-START_WITHIN_S, TRAIN_WITHIN_S = 60.0, 600.0
+TRAIN_WITHIN_S = 600.0
 LOCAL: dict[str, Any] = {"local_rounds": 4}
 
 

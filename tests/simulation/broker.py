@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 SAVE_WITHIN_S = 60.0
 # Longest time between the thread that writes checkpoints and the loop.
 BETWEEN_THREADS_S = 0.01
-# Longest time that a piece of tensor work takes.
-WORK_S = 0.002
 # How often a turn of the loop is over after an event, so that acknowledgements go out.
 TURN_ENDS = 0.5
 
@@ -202,7 +200,7 @@ class BrokerHost:
     def _plan_work(self) -> None:
         if self.tensors.queue and not self._is_working:
             self._is_working = True
-            self.world.after(self.world.dice.uniform(0, WORK_S), self._do_work)
+            self.world.after(self.world.dice.uniform(0, self._scenario.work_s), self._do_work)
 
     def _do_work(self) -> None:
         self._is_working = False

@@ -12,6 +12,7 @@ clocks run at rates of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -34,8 +35,6 @@ TICK_S = 0.2
 # A worker that has no answer turns to the other address.
 PATIENCE_S = 1.0
 DRIFT = 0.01  # clocks are off by that much at most
-DELAYED = 0.03  # probability that a message, and all behind it, is held up
-LONGEST_DELAY_S = 120.0
 
 
 class Process:
@@ -273,6 +272,20 @@ class Worker(Process):
                 self.turns()
 
 
+@dataclass(frozen=True)
+class Troubles:
+    """Mean seconds between two of a kind."""
+
+    cuts: float = 8.0
+    stops: float = 15.0
+    kills: float = 20.0
+    turns: float = (
+        6.0  # part of the workers turn to the other broker, as if the one at hand were silent
+    )
+    delays: float = 0.03  # probability that a message, and all behind it, is held up
+    longest_delay_s: float = 120.0
+
+
 class FenceBroken(AssertionError):
     """The standby has taken over, and the hub releases a version, or may."""
 
@@ -280,8 +293,11 @@ class FenceBroken(AssertionError):
 class Fence:
     """See the head of this module."""
 
-    def __init__(self, seed: int, workers: int | None = None) -> None:
+    def __init__(
+        self, seed: int, workers: int | None = None, troubles: Troubles | None = None
+    ) -> None:
         self.seed, self.world = seed, World(seed)
+        self.troubles = troubles or Troubles()
         self.manifest = a_manifest(1)
         self.config: BrokerConfig = a_config(
             1, standby=True, lease=LEASE_S, disconnect_grace=1.0, heartbeat_timeout=6.0
@@ -312,7 +328,7 @@ class Fence:
             self._is_calm = True
             self.world.tell("", "from here on it is calm")
             self._cut.clear()
-            self.world.run(seconds + LONGEST_DELAY_S + calm)
+            self.world.run(seconds + self.troubles.longest_delay_s + calm)
             demand(bool(self.taken_over) or self.hub.may_release, "nobody has the run")
         except Exception as error:
             kind = FenceBroken if isinstance(error, FenceBroken) else AssertionError
@@ -352,8 +368,8 @@ class Fence:
         if frozenset((sender.name, to.name)) in self._cut and dice.random() < 0.8:
             return
         delay = dice.expovariate(1 / 0.02)
-        if not self._is_calm and dice.random() < DELAYED:
-            delay += dice.choice((0.5, 3.0, 8.0, LONGEST_DELAY_S)) * dice.random()
+        if not self._is_calm and dice.random() < self.troubles.delays:
+            delay += dice.choice((0.5, 3.0, 8.0, self.troubles.longest_delay_s)) * dice.random()
         at = max(self.world.now + delay, self._last.get(key, 0.0))
         self._last[key] = at
         self.world.at(at, lambda: to.gets(sender, message) if to.is_alive else None)
@@ -361,13 +377,13 @@ class Fence:
     # What happens to them.
 
     def _plan(self) -> None:
-        for action, mean_s in (
-            (self._cuts, 8.0),
-            (self._stops, 15.0),
-            (self._kills, 20.0),
-            (self._turns, 6.0),
+        for action, mean in (
+            (self._cuts, self.troubles.cuts),
+            (self._stops, self.troubles.stops),
+            (self._kills, self.troubles.kills),
+            (self._turns, self.troubles.turns),
         ):
-            self._repeat(action, mean_s)
+            self._repeat(action, mean)
 
     def _repeat(self, action: Callable[[], None], mean: float) -> None:
         def happens() -> None:
@@ -402,7 +418,6 @@ class Fence:
             process.stops_for(self.world.dice.choice((0.5, 2.0, 5.0, 20.0)))
 
     def _turns(self) -> None:
-        """Part of the workers turn to the other broker, as if the one at hand were silent."""
         for worker in self.workers.values():
             if self.world.dice.random() < 0.7 and worker.is_alive and not worker.is_stopped:
                 worker.turns()

@@ -41,6 +41,7 @@ class Lives:
         self.config = config
         self.tensors = Tensors(config, records)  # of the life at hand
         self.number = 0  # of the life at hand, from 1
+        self.adoptions = 0  # fragments that a life took from a worker although a run existed
         self.keys: dict[int, Key] = {}  # of all pushes, by push id
         self._records = records
         self._heard: dict[str, int] = {}  # the last life that had a run when it welcomed a process
@@ -98,6 +99,7 @@ class Lives:
             demand(known.ledger == versions.ledger, "{} has another ledger than it had", version)
         here = [m for m in core.state.members if fragment < len(m.versions)]
         self._check_choice(core, fragment, version, ours, here)
+        self.adoptions += version.counter > (ours.version.counter if ours else 0)
         self.first[fragment] = version
         self._check_losses(core, versions, here, processes)
 

@@ -48,10 +48,13 @@ class Scenario:
     troubles: Troubles = field(default_factory=Troubles)
     weather: Weather = field(default_factory=Weather)
     habits: dict[str, float] = field(default_factory=lambda: dict(BUSY))  # the same for all workers
+    work_s: float = 0.002  # longest time that a piece of tensor work takes at the broker
     save_s: float = 0.5  # longest time that a checkpoint takes
     tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
     watch_s: float = 1.0  # how often the referee looks whether everybody gets on
     thoroughness: int = 1  # see `Referee`
+    has_units: bool = False  # workers train on the units of a data set
+    processes: tuple[int, ...] = (1,)  # of a worker, drawn from for each
 
     @property
     def cycle_s(self) -> float:
@@ -170,6 +173,8 @@ class Simulation:
             "wants": dice.choice(scenario.wants),
             "timeout": dice.choice(scenario.timeouts),
         }
+        if len(scenario.processes) > 1:
+            drawn["processes"] = dice.choice(scenario.processes)
         process = Worker(
             self.world,
             self.referee,
@@ -178,6 +183,7 @@ class Simulation:
             manifest=self._manifest,
             habits=Habits(**drawn | scenario.habits | habits),
             connect=self._connect,
+            has_units=scenario.has_units,
         )
         self.world.tell(process.name, f"begins: {process.habits}")
         self.processes.append(process)

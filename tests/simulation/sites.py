@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
@@ -30,6 +31,7 @@ from diloco_worker.core.session import Session
 from diloco_worker.shell.effects import Executor as WorkerExecutor
 from simulation.contents import Contents, Key
 from simulation.network import Connection
+from simulation.site_residuals import SiteResiduals
 from simulation.tensors import demand
 
 if TYPE_CHECKING:
@@ -37,9 +39,24 @@ if TYPE_CHECKING:
 
 CHUNKS = 3
 TICK_S = 0.25
-WORK_S = 0.002  # longest time that a piece of tensor work takes
-SAVE_S = 0.3  # and the writing of a checkpoint
-WATCH_S = (0.1, 1.0)  # least and most until a broken connection is found out
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast things go; seconds. Pairs are the least and the most, drawn anew each time."""
+
+    tick: float = TICK_S
+    work: float = 0.002  # longest time that a piece of tensor work takes
+    save: float = 0.3  # and the writing of a checkpoint
+    watch: tuple[float, float] = (0.1, 1.0)  # until a broken connection is found out
+    heartbeat: float = 10.0
+    look: float = 0.25  # of a worker, at its session
+    cycle: tuple[float, float] = (0.5, 3.0)  # of training
+    slow: tuple[float, ...] = (0.3, 1.0, 2.0)  # times that, one of these for each process
+    back: float = 20.0  # most until a worker that was killed is started again
+    away: tuple[float, ...] = (0.2, 2.0, 30.0)  # one of these at most, until a relay is
+    cut: tuple[float, float] = (60.0, 300.0)  # that the line of a site is down
+    thoroughness: int = 1  # events from one look at the invariants to the next
 
 
 @dataclass(frozen=True)
@@ -91,18 +108,19 @@ class Host:
         if self.is_alive:
             lost, self._has_lost = self._has_lost, False
             self.feed(events.Tick(lost))
-            self.world.after(TICK_S, self._tick)
+            self.world.after(self.tree.pace.tick, self._tick)
 
     def feed(self, event: events.Event) -> None:
         self._executor.feed(event)
         self._executor.acknowledge()
-        self.core.check_invariants()
+        if self.world.events % self.tree.pace.thoroughness == 0:
+            self.core.check_invariants()
         self._work_on()
 
     def _work_on(self) -> None:
         if self.queue and not self._is_working:
             self._is_working = True
-            self.world.after(self.world.dice.uniform(0, WORK_S), self._work)
+            self.world.after(self.world.dice.uniform(0, self.tree.pace.work), self._work)
 
     def _work(self) -> None:
         self._is_working = False
@@ -171,8 +189,15 @@ class Host:
 class Hub(Host):
     """The broker at the top, with the parameters; `disk` outlives it."""
 
-    def __init__(self, tree: Tree, disk: dict[str, Resumption]) -> None:
-        super().__init__(tree, "hub")
+    def __init__(
+        self,
+        tree: Tree,
+        disk: dict[str, Resumption],
+        name: str = "hub",
+        config: BrokerConfig | None = None,
+        term: int = 0,
+    ) -> None:
+        super().__init__(tree, name)
         self._disk = disk
         self.chunks: dict[tuple[int, int], Down] = {}
         found = disk.get("newest")
@@ -181,7 +206,8 @@ class Hub(Host):
         shapes = {each.name: each.shape for each in tree.manifest.entries}
         initial = InitialModel(shapes) if tree.has_model else None
         draw = partial(tree.world.dice.getrandbits, 64)
-        self.follow(Core(tree.config, draw, tree.world.now, initial, resumption=found))
+        options = config or tree.config
+        self.follow(Core(options, draw, tree.world.now, initial, resumption=found, term=term))
         self._seen: dict[int, VersionId] = {}
         self._added: dict[tuple[int, int], list[Key]] = {}  # to each chunk, by its last version
 
@@ -228,7 +254,7 @@ class Hub(Host):
                 self._disk["newest"] = kept
                 self.feed(events.Saved(save.number, f"checkpoint {save.number}"))
 
-        self.world.after(self.world.dice.uniform(0, SAVE_S), written)
+        self.world.after(self.world.dice.uniform(0, self.tree.pace.save), written)
 
     def handled(self, event: events.Event) -> None:
         for each in self.core.state.versions.trained:
@@ -243,6 +269,10 @@ class Hub(Host):
         added = [self._added.pop((fragment, index), []) for index in range(len(wires))]
         same = all(each == added[0] for each in added)
         demand(same, "version {} has a push in part", current.version)
+        if added[0]:
+            self.tree.versions += 1
+            self.tree.longest = max(self.tree.longest, self.world.now - self.tree.made_at)
+            self.tree.made_at = self.world.now
         for worker_id, pushes in current.record.ledger.pushes.items():
             for each in pushes:
                 key = (worker_id, each.push_id)
@@ -326,7 +356,7 @@ class Caller:
                 return
             host = self.tree.hosts.get(server)
             if host is None or not host.is_alive or self.world.now < self.cut_until:
-                self.world.after(0.3 * WATCH_S[1], comes_up)
+                self.world.after(0.3 * self.tree.pace.watch[1], comes_up)
                 return
             for each in (control, bulk):
                 host.connects(each)
@@ -346,7 +376,9 @@ class Caller:
         if not host.is_alive or control.is_severed:
             self.tell(said.Disconnected("The connection broke."))
             return
-        self.world.after(self.world.dice.uniform(*WATCH_S), lambda: self._watch(host, control))
+        self.world.after(
+            self.world.dice.uniform(*self.tree.pace.watch), lambda: self._watch(host, control)
+        )
 
     def _hears(self, connection: Connection, message: Message, payload: Any) -> None:
         if self._connections is None or connection not in self._connections or self._link is None:
@@ -434,6 +466,8 @@ class RelayHost(Host):
         self.uplink = Uplink(tree, self)
         self._means: dict[int, Up] = {}
         self._layout: ModelLayout | None = None
+        self.lives = 0  # of the site
+        self.residuals = SiteResiduals(name, f"{tree.seed} {name} {tree.world.now}")
         # What a worker gives for a parent that has no parameters, by fragment and chunk.
         self.gifts: dict[tuple[int, int], Up] = {}
         self.follow(self.relay.site)
@@ -481,7 +515,7 @@ class RelayHost(Host):
         found = [self.gifts[fragment, at] for at in range(CHUNKS) if (fragment, at) in self.gifts]
         return tuple(found) if len(found) == CHUNKS else None
 
-    def do(self, commands: told.Commands) -> None:
+    def do(self, commands: told.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
         for command in commands:
             match command:
                 case told.Connect(session):
@@ -491,6 +525,7 @@ class RelayHost(Host):
                 case told.Offer(push):
                     means, self._means = self._means, {}
                     self.uplink.outgoing[push.push_id] = tuple(means[i] for i in sorted(means))
+                    self.residuals.sends(push)
                     self.uplink.tell(said.Offer(push))
                 case told.Feed(event):
                     self.feed(event)
@@ -498,6 +533,7 @@ class RelayHost(Host):
                     self._layout = layout
                     self._means.clear()
                     self.queue.clear()
+                    self.lives += 1
                     self.follow(site)
                 case told.Answer(route, message):
                     self.send(effects.Send(route, message))
@@ -507,6 +543,12 @@ class RelayHost(Host):
                     self.world.tell(self.name, text)
                 case told.End(reason):
                     raise AssertionError(f"{self.name} ends: {reason}")
+                case told.Settle(released, counted):
+                    self.residuals.settles(released, counted)
+                case told.Forget(push_id):
+                    self.residuals.forgets(push_id)
+                case told.Abandon():
+                    pass  # until a version has it, or it is forgotten
                 case told.HandUp(pushes, held):
                     self.uplink.hands_up(pushes, held)
 

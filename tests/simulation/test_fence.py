@@ -10,10 +10,12 @@ from diloco_broker.core.rules.standby import fence as rules
 from diloco_broker.core.state.standby import voters
 from diloco_broker.standby import core as standby
 from diloco_worker.core import votes
-from simulation.fence import Fence, FenceBroken
+from simulation.fence import Fence, FenceBroken, Troubles
 
 SEEDS = 25  # a tenth of a second each
 FIRST_SEEDS = range(1000, 1000 + SEEDS)
+# None of these is drawn where a test plans nothing.
+QUIET = Troubles(delays=0.0)
 SABOTAGE_SEEDS = range(100)
 
 
@@ -34,6 +36,26 @@ def test_two_hubs_never_both_have_the_run() -> None:
 def test_the_fence_holds_for_any_number_of_workers(workers: int) -> None:
     for seed in range(4):
         Fence(seed, workers).run()
+
+
+def test_a_hub_keeps_its_lease_by_its_workers_alone() -> None:
+    fence = Fence(3, 5, QUIET)
+    for process in fence.processes:
+        process.begins()
+    fence.world.run(10.0)
+    fence.standby.is_alive = False
+    fence.world.run(100.0)
+    assert fence.hub.may_release
+
+
+def test_a_standby_takes_over_soon_after_workers_miss_a_dead_hub() -> None:
+    fence = Fence(3, 5, QUIET)
+    for process in fence.processes:
+        process.begins()
+    fence.world.run(10.0)
+    fence.hub.is_alive = False
+    fence.world.run(20.0)  # 4 s until they miss it
+    assert fence.taken_over
 
 
 # Each takes one rule away. The simulation must find out what comes of it.

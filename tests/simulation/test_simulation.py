@@ -149,6 +149,23 @@ def calm(workers: int, pieces: int = 2, **fields: Any) -> Scenario:
     )
 
 
+@pytest.mark.slow
+def test_floor_above_the_number_alive_is_reached_when_a_joiner_comes() -> None:
+    for fields in ({}, {"quorum": 4, "grace": 1.0}, {"deterministic": True}):
+        run = Simulation(calm(4, min_workers=4, **fields), seed=1)
+        for _ in range(4):
+            run.newcomer()
+        run.passes(20.0)
+        run.processes[0].leaves()
+        run.passes(30.0)
+        made = run.referee.versions_made
+        run.passes(30.0)
+        assert run.referee.versions_made == made, "fewer than the floor have closed a round"
+        run.newcomer()
+        run.passes(20.0)
+        assert run.referee.versions_made > made + 5
+
+
 @pytest.mark.parametrize("mode", ["streaming", "deterministic", "carry", "drop"])
 def test_joiner_three_times_slower_is_waited_for_or_carried_and_stops_nobody(mode: str) -> None:
     quorum = {"quorum": 2} if mode in ("carry", "drop") else {}
@@ -177,6 +194,24 @@ def test_worker_that_is_always_late_moves_on_in_every_fragment() -> None:
         for fragment in range(2)
     ]
     assert max(behind) < 15, f"versions that it is behind, by fragment: {behind}"
+
+
+def test_slow_worker_loses_nothing_where_late_work_is_carried() -> None:
+    run = Simulation(calm(2, quorum=2, grace=0.5), seed=3)
+    run.newcomer()
+    run.newcomer()
+    slow = run.newcomer(speed=0.7)
+    run.passes(120.0)
+    its = [r for (worker, _), r in run.referee.records.items() if worker == slow.worker_id]
+    assert len([r for r in its if r.counted_in is not None]) >= len(its) - 2
+    assert not [r for r in its if r.ending not in (None, "counted")]
+
+
+def test_fast_workers_make_more_versions_without_a_barrier() -> None:
+    run = Simulation(calm(2, pieces=1, mode="async"), seed=4)
+    fast, slow = run.newcomer(speed=8.0), run.newcomer(speed=2.0)
+    run.passes(60.0)
+    assert fast.training.endings[0] > 3 * slow.training.endings[0] > 30
 
 
 def test_dynamic_local_updates_bring_unequal_workers_to_one_pace() -> None:

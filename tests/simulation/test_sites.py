@@ -10,6 +10,8 @@ import pytest
 from diloco_broker.core import events
 from diloco_broker.core.machine import RULES
 from diloco_broker.core.rules.sites import contents
+from diloco_broker.relay.unsettled import Unsettled
+from simulation.sites import Pace, RelayHost
 from simulation.tree import Faults, Tree
 
 HEAVY = Faults(workers=100, relays=120, connections=150, moves=100)
@@ -24,10 +26,20 @@ def test_tree_keeps_its_promises_through_kills_breaks_and_moves(seed: int) -> No
 
 
 @pytest.mark.slow
-def test_tree_without_a_model_begins_with_that_of_a_worker() -> None:
+def test_tree_without_a_model_begins_with_one_workers_and_knows_what_counted() -> None:
+    """Each relay keeps what few bits left out of just those of its pushes that are in a version."""
     tree = Tree(1, HEAVY, has_model=False).run(200.0)
     assert not tree.refused, tree.refused
     assert len(tree.told) > 200
+    hosts = [each for each in tree.hosts.values() if isinstance(each, RelayHost)]
+    assert sum(host.residuals.settled for host in hosts) > 50
+
+
+@pytest.mark.nightly
+def test_push_whose_verdict_is_not_heard_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unsettled, "found", lambda *_: [])
+    with pytest.raises(AssertionError, match=r"(north|south|middle|deep) meant"):
+        run_trees(range(2))
 
 
 @pytest.mark.slow
@@ -80,7 +92,7 @@ def test_rule_that_is_taken_out_is_missed(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(contents, "_check_others", nothing)
     with pytest.raises(AssertionError, match=r"counted again|twice (in one round|at a site)"):
-        all(Tree(seed, HEAVY).run(200.0) for seed in range(20))
+        run_trees(range(20))
 
 
 LONG_CUTS = Faults(workers=0, relays=0, connections=0, moves=150, cuts=100)
@@ -88,9 +100,9 @@ LONG_CUTS = Faults(workers=0, relays=0, connections=0, moves=150, cuts=100)
 
 def tree_with_long_cuts(seed: int) -> Tree:
     """Many rounds go by while a site is cut off, and its workers move."""
+    pace = Pace(cycle=(0.2, 0.6), cut=(15.0, 40.0))
     places = ("north", "north", "south", "hub")
-    cycle, cut = (0.2, 0.6), (15.0, 40.0)
-    return Tree(seed, LONG_CUTS, places=places, cycle=cycle, cut=cut).run(60.0)
+    return Tree(seed, LONG_CUTS, pace=pace, places=places).run(60.0)
 
 
 @pytest.mark.parametrize("seed", [2, 6, 28])
@@ -118,3 +130,8 @@ def test_site_that_waits_for_its_parent_in_an_earlier_round_is_missed(
     tree = Tree(1, HEAVY, num_fragments=3, quorum=2, grace=0.5)
     with pytest.raises(AssertionError, match="no progress in calm"):
         tree.run(30.0)
+
+
+def run_trees(seeds: range) -> None:
+    for seed in seeds:
+        Tree(seed, HEAVY).run(200.0)

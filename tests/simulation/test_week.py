@@ -1,6 +1,8 @@
 """A week of 32 workers and 125 faults an hour: how much of the work done counts, and does anybody wait?
 
-The figures of `simulation.week`, in all modes; `pytest -s` prints them.
+The figures of `simulation.week`, in all modes;
+`PYTHONPATH=tests python -m simulation.week` prints them as a table,
+and so does `pytest -s`.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ import math
 
 import pytest
 
-from simulation.week import FAULTS_AN_HOUR, MODES, H, a_week, simulate
+from simulation.week import FAULTS_AN_HOUR, MODES, H, a_week, simulate, table
 
 
 def check(mode: str, days: float) -> None:
     week, wanted = simulate(mode, days=days), FAULTS_AN_HOUR * 24 * days
-    print(week)
+    print(f"\n{table([week])}")
     # They come at random, one independent of the other: four standard deviations, or a tenth.
     spread = max(4 * math.sqrt(wanted), 0.1 * wanted)
     assert sum(week["faults"].values()) == pytest.approx(wanted, abs=spread)

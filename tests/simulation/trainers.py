@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from simulation.tree import Tree
 
 STEPS = 10  # to each push; a part of a second each
-HEARTBEAT_S = 10.0
-LOOK_S = 0.25  # between two looks at its session
 
 
 class Trainer(Caller):
@@ -30,6 +28,8 @@ class Trainer(Caller):
     Behind a push it waits for the version that has it, as far as the schedule allows, or trains on until
     the fragment has its turn again; which of the two is drawn for each process.
     """
+
+    places = 1  # addresses that it knows
 
     def __init__(self, tree: Tree, worker_id: str, process: int) -> None:
         super().__init__(tree, f"{worker_id}/{process}", lambda: tree.server_of[worker_id])
@@ -44,19 +44,21 @@ class Trainer(Caller):
         self._trains_on = config.num_fragments > 1 and tree.world.dice.random() < 0.5
         self._is_training = False
         self._waits_for: int | None = None  # a fragment in flight
-        self._pace = tree.world.dice.choice((0.3, 1.0, 2.0))
+        self._pace = tree.world.dice.choice(tree.pace.slow)
 
     def begins(self) -> None:
         self.world.tell(self.caller, "begins")
         draw = partial(self.world.dice.getrandbits, 64)
-        self.speak(Session(Join(self.worker_id, self.tree.manifest), draw, HEARTBEAT_S))
-        self.tell(said.Start())
+        self.speak(
+            Session(Join(self.worker_id, self.tree.manifest), draw, self.tree.pace.heartbeat)
+        )
+        self.tell(said.Start(self.places))
         self._tick()
 
     def _tick(self) -> None:
         if not self.is_gone:
             self.tell(said.Tick())
-            self.world.after(LOOK_S, self._tick)
+            self.world.after(self.tree.pace.look, self._tick)
 
     def dies(self) -> None:
         self.world.tell(self.caller, "is killed")
@@ -157,7 +159,9 @@ class Trainer(Caller):
                 self._go_on()
 
         pieces = self._schedule.num_fragments
-        self.world.after(self._pace * self.world.dice.uniform(*self.tree.cycle) / pieces, is_done)
+        self.world.after(
+            self._pace * self.world.dice.uniform(*self.tree.pace.cycle) / pieces, is_done
+        )
 
     def _push(self, fragment: int) -> None:
         push_id, base = self.world.dice.getrandbits(64), self._versions[fragment]

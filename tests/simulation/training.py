@@ -20,13 +20,13 @@ from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import LinkState, Sight, Work
 from diloco_worker.core.sync.patience import Options
 from diloco_worker.core.sync.state import SyncState
+from simulation.residuals import Residuals
 
 if TYPE_CHECKING:
     from simulation.worker import Worker
 
 # What a worker reports with each step.
 TOKENS_A_STEP, SAMPLES_A_STEP = 32, 2
-WEIGHTS = (1.0, 1.0, 2.5)  # of its pushes, drawn anew for each
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,15 @@ class Habits:
     speed: float = 4.0  # optimizer steps per second
     first_step: int = 0  # it shifts the schedule, as a restart from a checkpoint does
     wants: dict[str, Any] = field(default_factory=dict)  # what it insists on, as in `RunConfig`
+    weights: tuple[float, ...] = (1.0, 1.0, 2.5)  # of its pushes, drawn anew for each
     timeout: float = 600.0  # seconds of silence after which it trains on
+    max_sync_retries: int = 3  # broken connections at one boundary after which it trains on
     forces: float = 0.0  # at a step, that it forces a synchronisation
     blunders: float = 0.0  # that a chunk of a push is not finite
     repeats: float = 0.0  # that a chunk is sent twice
     look_s: float = 5.0  # after which it looks around by itself while it waits
     heartbeat_interval: float | None = None  # seconds; None: as the broker has it
+    processes: int = 1  # that are this worker together
 
 
 class Training:
@@ -54,6 +57,7 @@ class Training:
         self.leaving = False  # it was asked to finish
         self.waiting_since: float | None = None  # when it began to stand still
         self._frozen: dict[int, tuple[int, float]] = {}  # by fragment, step and second of the last
+        self.residuals = Residuals(worker.name, worker.worker_id)
         self._thread = self._train()
 
     def goes_on(self) -> float | None:
@@ -107,6 +111,8 @@ class Training:
         yield from self._carry_out(look(state))
         while not self.leaving:
             yield dice.uniform(0.8, 1.2) / worker.habits.speed
+            if worker.units is not None:
+                worker.units.step()
             yield from self._carry_out(boundary.after_step(state, self.step + 1))
             if dice.random() < worker.habits.forces:
                 yield from self._carry_out(boundary.force(state))
@@ -137,7 +143,7 @@ class Training:
                 sync_every=habits.wants.get("sync_every"),
                 wire_dtype=habits.wants.get("wire_dtype"),
                 heartbeat_interval=habits.heartbeat_interval,
-                max_sync_retries=3,
+                max_sync_retries=habits.max_sync_retries,
                 timeout=habits.timeout,
             ),
             chunks=[part.chunks for part in layout.fragments],
@@ -170,7 +176,12 @@ class Training:
         worker = self.worker
         self.state.schedule.check_invariants()
         match effect:
+            case effects.Land(number, landing):
+                self.residuals.lands(self.state.fragments[number], landing)
             case effects.Look() | effects.Wait():
+                for each in self.state.fragments:
+                    if not each.is_torn:
+                        self.residuals.landed(each)
                 return Sight(worker.inbox.take_news(), self._link_state(), self._totals())
             case effects.ReadReports():
                 return self._totals()
@@ -192,7 +203,7 @@ class Training:
         self._frozen[push.fragment] = (self.step, worker.world.now)
         push = replace(
             push,
-            weight=dice.choice(WEIGHTS),
+            weight=dice.choice(worker.habits.weights),
             tokens=TOKENS_A_STEP * max(1, push.steps),
             samples=SAMPLES_A_STEP * max(1, push.steps),
         )
@@ -201,6 +212,9 @@ class Training:
         what = f"step {self.step}: freezes {push.push_id:#x} of {push.fragment}"
         worker.world.tell(worker.name, what)
         worker.referee.offered(worker.name, worker.worker_id, push)
+        self.residuals.frozen(push)
+        if worker.units is not None:
+            worker.units.frozen(push)
         return push
 
     def _totals(self) -> Work:

@@ -18,7 +18,7 @@ from diloco_broker.core.state.model_source import Resumption
 from kit.core_harness import a_config, a_manifest, layered
 from simulation.contents import Key
 from simulation.network import Weather, World
-from simulation.sites import CHUNKS, Caller, Host, Hub, RelayHost
+from simulation.sites import CHUNKS, Caller, Host, Hub, Pace, RelayHost
 from simulation.tensors import demand
 from simulation.trainers import Trainer
 
@@ -43,8 +43,7 @@ class Tree:
     """See the head of this module: relays `north`, `south` and `middle`, and `deep` behind that.
 
     Without `has_model` the hub begins with the parameters of a worker. `places` are where the workers
-    are. `cycle` is the least and most seconds of a worker's cycle, `cut` of a site without its line.
-    `options` are those of the hub, and of the sites where they have them.
+    are, `options` those of the hub, and of the sites where they have them.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class Tree:
         *,
         has_model: bool = True,
         places: Sequence[str] = ("north", "north", "south", "middle", "deep", "deep", "hub"),
-        cycle: tuple[float, float] = (0.5, 3.0),
-        cut: tuple[float, float] = (60.0, 300.0),
+        pace: Pace | None = None,
+        weather: Weather | None = None,
         **options: Any,
     ) -> None:
         self.seed, self.faults, self.has_model = seed, faults or Faults(), has_model
         self.world = World(seed)
-        self.weather, self.cycle, self.cut = Weather(stall=0.002), cycle, cut
+        self.weather, self.pace = weather or Weather(stall=0.002), pace or Pace()
         pieces = options.get("num_fragments", 1)
         self.manifest = a_manifest(CHUNKS) if pieces == 1 else layered(pieces, CHUNKS)
         usual = {"disconnect_grace": 1.0, "heartbeat_timeout": 60.0, "recover_wait": 5.0}
@@ -79,8 +78,10 @@ class Tree:
         self.workers: dict[str, Trainer] = {}
         self.told: set[Key] = set()  # pushes that their workers heard to be counted
         self.refused: list[tuple[str, str]] = []
+        self.versions, self.longest, self.made_at = 0, 0.0, 0.0  # of the hub, and between two
         self._disk: dict[str, Resumption] = {}
         self._numbers = iter(range(1 << 30))
+        self.strikes = 0  # faults so far
         self._is_calm = False
 
     def route(self) -> bytes:
@@ -106,7 +107,8 @@ class Tree:
             self.world.tell("", "from here on it is calm")
             self.world.run(seconds + 20.0)
             before = {name: each.counted for name, each in self.workers.items()}
-            self.world.run(seconds + 400.0, lambda: not self._waiting(before))
+            patience = max(400.0, 8 * self.pace.cycle[1])
+            self.world.run(seconds + patience, lambda: not self._waiting(before))
             demand(not self._waiting(before), "no progress in calm: {}", self._waiting(before))
             self._at_the_end()
         except Exception as error:
@@ -145,6 +147,7 @@ class Tree:
         def happens() -> None:
             if not self._is_calm:
                 action()
+                self.strikes += 1
                 self._again(action, an_hour)
 
         self.world.after(self.world.dice.expovariate(an_hour / 3600.0), happens)
@@ -159,14 +162,16 @@ class Tree:
         worker_id = self.world.dice.choice(list(self.workers))
         if not self.workers[worker_id].is_gone:
             self.workers[worker_id].dies()
-        self.world.after(self.world.dice.uniform(0.0, 20.0), lambda: self._process(worker_id))
+        self.world.after(
+            self.world.dice.uniform(0.0, self.pace.back), lambda: self._process(worker_id)
+        )
 
     def _kill_relay(self) -> None:
         name = self.world.dice.choice(list(self.relays))
         if not self.hosts[name].is_alive:
             return
         self.hosts[name].dies()
-        away = self.world.dice.choice((0.2, 2.0, 30.0))
+        away = self.world.dice.choice(self.pace.away)
         self.world.after(self.world.dice.uniform(0, away), lambda: RelayHost(self, name).begins())
 
     def _kill_hub(self) -> None:
@@ -191,7 +196,7 @@ class Tree:
         """The line of a site is down for a while; its parent does not hear of it at once."""
         host = self.hosts[self.world.dice.choice(list(self.relays))]
         if isinstance(host, RelayHost) and host.is_alive:
-            seconds = self.world.dice.uniform(*self.cut)
+            seconds = self.world.dice.uniform(*self.pace.cut)
             self.world.tell(host.name, f"is cut off for {seconds:.0f} s")
             host.uplink.cut_until = self.world.now + seconds
             host.uplink.breaks()

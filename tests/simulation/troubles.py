@@ -119,7 +119,7 @@ class Accidents:
         dice, troubles = self._dice, self._troubles
         victim.dies()
         silent = dice.random() < troubles.silent
-        for connection in victim.connections or ():
+        for connection in victim.all_connections:
             if silent or dice.random() < 0.5:
                 connection.sever()
             if not silent:
@@ -149,8 +149,9 @@ class Accidents:
         if victim is None or victim.connections is None:
             return
         self._strikes("break", victim)
-        which = dice.randrange(len(victim.connections))
-        connection = victim.connections[which]
+        connections = victim.all_connections
+        which = dice.randrange(len(connections))
+        connection = connections[which]
         self._world.tell(
             victim.name, f"loses {'control' if not which else 'bulk'} {connection.route!r}"
         )
@@ -162,6 +163,8 @@ class Accidents:
         def find_out() -> None:
             if victim.connections is not None and connection in victim.connections:
                 victim.loses_touch("The connection broke.")
+            elif victim.lanes is not None:
+                victim.lanes.breaks(connection)
 
         self._world.after(seconds, find_out)
 
@@ -171,7 +174,7 @@ class Accidents:
         self._world.tell(victim.name, f"is cut off for {seconds:.1f} s")
         victim.offline_until = max(victim.offline_until, self._world.now + seconds)
         victim.online_since = max(victim.online_since, victim.offline_until)
-        for connection in victim.connections or ():
+        for connection in victim.all_connections:
             connection.sever()
         if victim.connections is not None and self._dice.random() < 0.7:
             self._finds_out(victim, victim.connections[0], seconds)

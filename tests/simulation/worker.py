@@ -24,10 +24,12 @@ from diloco_worker.core.session import Session
 from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.inbox import Inbox
 from simulation.fragments import Fragments
+from simulation.lanes import Lanes
 from simulation.network import INSTANT_S, Connection, Listener, World
 from simulation.referee import Referee
 from simulation.tensors import Delta, Violation
 from simulation.training import Habits, Training
+from simulation.units import UnitsAtWork
 
 # Longest time between the two threads of a worker.
 BETWEEN_THREADS_S = 0.002
@@ -39,7 +41,7 @@ class Worker:
     """A worker's process: see the head of this module.
 
     `name` is that of the process; `worker_id` may be that of an earlier one. `connect` opens a
-    connection, whose listener is called with what comes down on it.
+    connection, whose listener is called with what comes down on it. `has_units`: it trains on units.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Worker:
         manifest: Manifest,
         habits: Habits,
         connect: Callable[[Worker, Listener], Connection],
+        has_units: bool = False,
     ) -> None:
         self.world = world
         self.referee = referee
@@ -71,15 +74,20 @@ class Worker:
         # The first number is a voter's, of which nothing depends here; it is not drawn from the world's.
         voter = iter([Random(f"{name} of {worker_id}").getrandbits(64)])
         self.session = Session(
-            Join(worker_id, manifest, wants=habits.wants),
+            Join(worker_id, manifest, wants=habits.wants, processes=habits.processes),
             lambda: next(voter, None) or world.dice.getrandbits(64),
             habits.heartbeat_interval,
         )
         self.connections: tuple[Connection, Connection] | None = None  # control, bulk
         self.inbox = Inbox(self.session)
         self._memory = Fragments(self._layout_of, self._gradient)
-        self._executor = Executor(self.session, self.inbox, self, self._memory, self._notice)
+        several = habits.processes > 1
+        self.lanes = Lanes(self, habits.processes, connect) if several else None
+        self._executor = Executor(
+            *(self.session, self.inbox, self, self._memory, self._notice), others=self.lanes
+        )
         self.training = Training(self)
+        self.units = UnitsAtWork(self) if has_units else None
         self.bad_chunks: set[tuple[int, int]] = set()  # (push id, chunk) of those not finite
         self.address = "the simulated broker"
         self.shortcut = ""
@@ -91,6 +99,12 @@ class Worker:
         self._has_asked = False  # the session, for anything, at the event at hand
         self._plan = 0  # number of the latest plan to let the training thread go on
         self._is_nudged = False
+
+    @property
+    def all_connections(self) -> list[Connection]:
+        """Control, bulk, and those of its other processes."""
+        lanes = self.lanes.connections.values() if self.lanes is not None else ()
+        return [*(self.connections or ()), *lanes]
 
     @property
     def has_news(self) -> bool:
@@ -215,6 +229,7 @@ class Worker:
                 self.online_since = self.world.now
                 if self.welcome_at is None:
                     self.welcome_at = self.world.now
+                    self._share_out()
                 if welcome.run is not None:
                     self.referee.lives.heard_of(self.name)
             case effects.Told(Notice("shutdown" | "kicked" | "restarting", text)):
@@ -236,12 +251,35 @@ class Worker:
     def _delivered(self, effect: effects.Deliver) -> None:
         released, counted = effect.released, effect.counted
         fragment = released.fragment
+        if self.lanes is not None and not effect.unchanged:
+            self.lanes.hand_over(fragment, released.version, self._memory)
         wires = None if effect.unchanged else self._memory.assembled(fragment)
         self.referee.delivered(self.worker_id, released, counted, wires, self._held.get(fragment))
         self._held[fragment] = released.version
         if counted is not None:
             self.world.tell(self.name, f"has {released.version}, which contains {counted:#x}")
             self.referee.told(self.worker_id, counted, "counted")
+
+    # Other processes of this worker.
+
+    def _share_out(self) -> None:
+        """Training finds out how the model is cut, and the processes agree who has what."""
+
+        def share_out() -> None:
+            owners = None if self.lanes is None else self.lanes.owners()
+            if owners is not None and self.session.lanes.owners is None:
+                self._feed(events.ShareOut(owners))
+
+        if self.lanes is not None:
+            between = self.world.dice.uniform(0, BETWEEN_THREADS_S)
+            self.world.after(between, lambda: self._awake(share_out))
+
+    def is_told(self, event: events.Event) -> None:
+        """Another process of this worker has told it of this."""
+        self._awake(lambda: self._feed(event) if self.connections is not None else None)
+
+    def payload_of(self, push_id: int, fragment: int, index: int) -> Any:
+        return self._memory.chunk(push_id, fragment, index)
 
     # Connections; see `diloco_worker.shell.effects.Network`.
 
@@ -262,6 +300,8 @@ class Worker:
         connections, self.connections = self.connections, None
         for connection in connections or ():
             connection.hang_up()
+        if self.lanes is not None:
+            self.lanes.close()
 
     def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
         for _ in range(self._times(message)):

@@ -14,14 +14,17 @@ import torch
 from torch import nn
 
 from diloco_broker import Broker
+from diloco_worker import DiLoCoClient
 from kit.reference import (
     Buffered,
     DelayedNesterov,
     GlobalModel,
     MakeOuter,
+    Outcome,
     Plan,
     State,
     Trainee,
+    asynchronous,
     difference,
     nesterov,
     put,
@@ -29,11 +32,15 @@ from kit.reference import (
     without_momentum,
 )
 from kit.whole_run import (
+    PATIENCE_S,
     adamw,
     an_mlp,
+    assert_same,
     check,
+    hooked,
     joined,
     make_config,
+    options_of,
     sgd,
     strided,
     trainee,
@@ -160,6 +167,41 @@ def test_fragments_have_a_buffer_and_a_staleness_each() -> None:
     with Broker(make_config(mode="async", workers=WORKERS, num_fragments=2, **weighted)) as broker:
         ages = drive(broker, alternating(2), NORMED, delayed, normed, poly)
     assert max(ages) >= 2
+
+
+def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
+    """tau = 0: whoever is at a slot waits until its own work has been applied, and for nobody else."""
+    pieces, alpha = 2, 0.25
+    plan = Plan(3, strided(pieces), alpha=alpha)
+    speeds = [0, 0, 1, 0, 2, 0, 0, 1]  # worker 0 is the fastest
+    order = [speeds[i % len(speeds)] for i in range(8 * len(speeds))]
+    config = make_config(mode="async", workers=WORKERS, **options_of(plan), **RATES)
+    ours = trainees(WORKERS, adamw)
+    histories: list[list[State]] = [[] for _ in ours]
+    pushes: list[tuple[int, int, int]] = []
+    with (
+        Broker(config) as broker,
+        DiLoCoClient(broker.address, timeout=PATIENCE_S) as observer,
+        hooked(broker, ours) as hooks,
+    ):
+        versions = [0] * pieces
+        for worker in order:
+            ours[worker].step()
+            histories[worker].append(state_of(ours[worker].model))
+            shown = [each["version"] for each in observer.status()["fragments"]]
+            for fragment in range(pieces):
+                if shown[fragment] > versions[fragment]:
+                    pushes.append((worker, fragment, hooks[worker].sync_metrics.staleness))
+            versions = shown
+        got = Outcome(histories, observer.pull().tensors)
+        rounds = [hook.sync_metrics.rounds for hook in hooks]
+    # The broker says which fragment each begins with.
+    begins = [next(f for w, f, _ in pushes if w == worker) for worker in range(WORKERS)]
+    wanted, sent = asynchronous(trainees(WORKERS, adamw), order, plan, delayed, begins)
+    assert pushes == sent
+    assert rounds == [sum(w == worker for w, _, _ in sent) for worker in range(WORKERS)]
+    assert max(staleness for _, _, staleness in sent) >= 3
+    assert_same(got, wanted, rtol=1e-4)
 
 
 def test_one_asynchronous_worker_is_a_synchronous_one() -> None:

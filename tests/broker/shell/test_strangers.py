@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 MORE, LONG = 1, 2
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 EMPTY = bytes([MORE, 0])  # a frame of ZMTP 3 (RFC 23)
+MIB = bytes([MORE | LONG]) + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
 PATIENCE_S = 30.0
 # A message of 3 million empty frames takes 2.7 s of a loop that receives them.
 CPU_S = 0.5
@@ -127,9 +128,8 @@ def test_message_of_millions_of_empty_frames_is_cut_off(broker: Broker) -> None:
 
 def test_message_of_many_empty_frames_is_dropped_and_its_sender_with_it(broker: Broker) -> None:
     with contextlib.closing(greeted(broker.address)) as made:
-        status(
-            broker
-        )  # with nothing left to receive, the broker is sure who sends the next message
+        # With nothing left to receive the broker is sure who sends the next message.
+        status(broker)
         before = cpu_s(broker)
         made.sendall(EMPTY * 30_000 + bytes(2))
         assert is_ended(made)
@@ -250,3 +250,12 @@ def test_description_of_a_model_of_many_tensors_comes_through(broker: Broker) ->
         client.join(model)
         assert len(describe(manifest_of(model)).packed) > 1 << 20
         assert client.status()["totals"]["ended_connections"] == 0
+
+
+@pytest.mark.parametrize("block", [EMPTY * (1 << 15), MIB], ids=["empty", "MiB"])
+def test_message_that_never_ends_is_cut_off(broker: Broker, block: bytes) -> None:
+    memory = held_bytes()
+    with contextlib.closing(greeted(broker.address)) as made:
+        sends_until_ended(made, block)
+    nothing_stays(memory)
+    assert status(broker)["totals"]["rounds"] == 0

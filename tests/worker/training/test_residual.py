@@ -115,6 +115,27 @@ def test_nothing_is_kept_where_much_travels(training: ScriptedTraining, wire: st
     assert saved["resume"]["fragments"][0]["residual"] is None
 
 
+def test_push_that_is_refused_leaves_the_residual_and_its_own_steps_are_gone(
+    training: ScriptedTraining,
+) -> None:
+    few(training)
+    sender = Sender()
+    counted_round(training, 1)
+    sender.counts(H)
+    training.trains(H)
+    push, values = pushes(training)
+    assert values == [sender.sends(H)] * CHUNKS
+    training.refuses(push)
+    training.done()
+    training.trains(H)
+    push, values = pushes(training)
+    assert values == [sender.sends(H)] * CHUNKS, "as if the refused one had never been"
+    training.serves(100, 2, push)
+    training.done()
+    sender.counts(H)
+    assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
+
+
 def test_pushes_that_were_refused_one_after_another_are_settled_by_a_version_that_has_some(
     training: ScriptedTraining,
 ) -> None:
@@ -145,6 +166,28 @@ def test_pushes_that_were_refused_one_after_another_are_settled_by_a_version_tha
     _, values = pushes(training)
     assert values == [sender.sends(H), other.sends(H), sender.sends(H)]
     assert other.residual != sender.residual
+
+
+def test_push_that_is_offered_again_is_the_same_byte_by_byte(training: ScriptedTraining) -> None:
+    few(training)
+    counted_round(training, 1)
+    training.trains(H)
+    broker = training.broker
+    push = broker.hears(Push)
+    broker.grants(push, credit=CHUNKS)
+    before = taken(broker, push)
+    broker.restart()
+    broker.welcomes(version(1))
+    again = broker.hears(Push)
+    assert again.push_id == push.push_id
+    broker.grants(again, some().to_bytes(), credit=CHUNKS)
+    assert taken(broker, again) == before
+    training.serves(100, 2, push)
+    training.done()
+    sender = Sender()
+    sender.counts(H)
+    sender.counts(H)
+    assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
 
 
 @pytest.mark.parametrize("is_counted", [False, True])

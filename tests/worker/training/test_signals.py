@@ -18,8 +18,11 @@ import pytest
 
 from diloco_broker import Broker
 from diloco_broker.core.state.streaming_round import StreamingRound
+from diloco_protocol.messages import Leave
 from diloco_worker.shell.sigterm import EXIT_CODE, Termination
 from kit.process_kit import Processes, a_free_address
+from kit.scripted_broker import ScriptedBroker
+from kit.scripted_training import ScriptedTraining
 from kit.uniform_model import until
 from kit.whole_run import make_config
 
@@ -124,6 +127,33 @@ def test_sigterm_that_comes_again_or_is_left_alone_ends_the_process_at_once(
             worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == -signal.SIGTERM
     assert "unwound" not in worker.output
+
+
+def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Processes) -> None:
+    broker, address = processes.serve("--sync-every", "4", "--heartbeat-timeout", "0")
+    worker = processes.run("train.py", "polite", DILOCO_SERVER=address)
+    worker.says("step 6")
+    broker.gets(signal.SIGSTOP)
+    worker.gets(signal.SIGINT)
+    assert worker.ends(SOON_S) == -signal.SIGINT
+    assert "unwound" in worker.output
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_script_that_ends_waits_for_its_push_and_a_process_about_to_end_for_its_chunks(
+    training: ScriptedTraining, broker: ScriptedBroker, is_ended: bool
+) -> None:
+    worker = training.begins(config={"fragment_sync_delay": 3})
+    training.steps(4)
+    error = KeyboardInterrupt() if is_ended else None
+    training.does(worker.__exit__, type(error) if error else None, error, None)
+    push, _ = training.takes()
+    if not is_ended:
+        broker.hears_nothing_of(Leave, 0.2)
+        training.serves(5, 1, push)
+    leave = broker.hears(Leave)
+    assert ("KeyboardInterrupt" in leave.reason) == is_ended
+    training.done()
 
 
 # The handler itself.

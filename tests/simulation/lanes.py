@@ -1,0 +1,147 @@
+"""The other processes of a simulated worker: each has a connection, and keeps what comes on it.
+
+What the process that leads wants of them, and what they tell it, takes a while each way, as between
+machines. They keep the chunks of a version until the leader says that it is whole: then each must have
+all of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from diloco_protocol.messages import Chunk, Credit, Lane, Message, Push
+from diloco_protocol.version import VersionId
+from diloco_worker.core import events
+from diloco_worker.core.downloads import CREDIT_BATCH
+from diloco_worker.core.lanes import Owners
+from simulation.fragments import Fragments
+from simulation.network import Connection, Listener, World
+from simulation.tensors import Code, Codes, Violation
+
+if TYPE_CHECKING:
+    from simulation.worker import Worker
+
+# Longest time between two processes of one worker.
+BETWEEN_PROCESSES_S = 0.02
+
+
+class Lanes:
+    """See the head of this module, and `diloco_worker.shell.effects.Others`."""
+
+    def __init__(
+        self, worker: Worker, count: int, connect: Callable[[Worker, Listener], Connection]
+    ) -> None:
+        self._worker = worker
+        self._world: World = worker.world
+        self._connect = connect
+        self.count = count
+        self.connections: dict[int, Connection] = {}
+        self._sessions: dict[int, bytes] = {}
+        self._owed: dict[int, int] = {}
+        self._kept: dict[tuple[int, VersionId], dict[int, Any]] = {}
+        self._told_at = dict.fromkeys(range(count), 0.0)
+        self._tells_at = dict.fromkeys(range(count), 0.0)
+
+    def owners(self) -> Owners | None:
+        """Who has which chunk, once the model is known: each every k-th."""
+        layout = self._worker.session.layout
+        if layout is None:
+            return None
+        return tuple(tuple(i % self.count for i in range(part.chunks)) for part in layout.all)
+
+    # What the leader wants.
+
+    def open(
+        self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
+    ) -> None:
+        for binding in bindings:
+            self._is_told(binding.index, partial(self._open, binding))
+
+    def _open(self, binding: Lane) -> None:
+        lane = binding.index
+        if self._worker.session.connection.live_token != binding.session:
+            return  # another connection has taken its place meanwhile
+        self.connections[lane] = self._connect(self._worker, self._hears)
+        self._sessions[lane], self._owed[lane] = binding.session, 0
+        self.connections[lane].up(binding)
+
+    def send(self, lane: int, chunk: Chunk) -> None:
+        connection = self.connections.get(lane)
+        assert chunk.push_id is not None
+        payload = self._worker.payload_of(chunk.push_id, chunk.fragment, chunk.index)
+
+        def send() -> None:
+            # One that was opened meanwhile is told later, and a chunk of before is none of its own.
+            now = self.connections.get(lane)
+            if now is not None and (connection is None or now is connection):
+                now.up(chunk, payload)
+
+        self._is_told(lane, send)
+
+    def donate(self, push: Push) -> None:
+        """Its chunks are made when they are sent."""
+
+    def over(self, push_id: int) -> None:
+        pass
+
+    def close(self) -> None:
+        """All of them open new connections later; nothing of the former is of use."""
+        for connection in self.connections.values():
+            connection.hang_up()
+        self.connections.clear()
+
+    def hand_over(self, fragment: int, version: VersionId, memory: Fragments) -> None:
+        """A version is whole, says the leader: what it has not itself, the others have."""
+        owners = self.owners()
+        assert owners is not None
+        kept = self._kept.get((fragment, version), {})
+        for index, owner in enumerate(owners[fragment]):
+            if owner and index not in kept:
+                raise Violation(f"process {owner} has not chunk {index} of version {version}")
+            if owner and isinstance(kept[index], Code | Codes):
+                memory.follow(fragment, index, kept[index], "", ())
+            elif owner:
+                memory.store(fragment, index, kept[index], "")
+        for key in [each for each in self._kept if each[0] == fragment]:
+            if (fragment, version) in self._kept:  # what came before it, and itself
+                del self._kept[key]
+
+    # What they hear.
+
+    def _hears(self, connection: Connection, message: Message, payload: Any) -> None:
+        lane = next((i for i, each in self.connections.items() if each is connection), None)
+        if lane is None:
+            return
+        if not isinstance(message, Chunk):
+            self.breaks(connection)
+            return
+        assert message.version is not None
+        self._owed[lane] += 1
+        if self._owed[lane] == CREDIT_BATCH:
+            connection.up(Credit(CREDIT_BATCH, self._sessions[lane]))
+            self._owed[lane] = 0
+        self._kept.setdefault((message.fragment, message.version), {})[message.index] = payload
+        self._tells(lane, connection, events.ArrivedElsewhere(message))
+
+    def breaks(self, connection: Connection) -> None:
+        """A process finds out that its connection is no more."""
+        for lane, each in self.connections.items():
+            if each is connection:
+                self._tells(lane, connection, events.Disconnected("A lane broke."))
+
+    def _is_told(self, lane: int, action: Callable[[], None]) -> None:
+        between = self._world.dice.uniform(0, BETWEEN_PROCESSES_S)
+        at = self._told_at[lane] = max(self._told_at[lane], self._world.now + between)
+        self._world.at(at, lambda: action() if self._worker.is_alive else None)
+
+    def _tells(self, lane: int, connection: Connection, event: events.Event) -> None:
+        between = self._world.dice.uniform(0, BETWEEN_PROCESSES_S)
+        at = self._tells_at[lane] = max(self._tells_at[lane], self._world.now + between)
+
+        def tell() -> None:
+            if self.connections.get(lane) is connection:  # else it is of a connection before
+                self._worker.is_told(event)
+
+        self._world.at(at, tell)

@@ -412,3 +412,47 @@ def streaming(
         for history, trainee in zip(histories, trainees, strict=True):
             history.append(state_of(trainee.model))
     return Outcome(histories, world.state())
+
+
+@one_thread()
+def asynchronous(
+    trainees: Sequence[Trainee],
+    order: Sequence[int],
+    plan: Plan,
+    make_outer: MakeOuter,
+    first_rounds: Sequence[int],
+) -> tuple[Outcome, list[tuple[int, int, int]]]:
+    """Asynchronous DiLoCo with tau = 0: what a worker sends is applied at once and merged at once.
+
+    Args:
+        order: which worker makes the next optimizer step.
+        first_rounds: for each worker the fragment (mod P) that it begins with.
+
+    Returns:
+        The outcome, and (worker, fragment, staleness) of each push in order; staleness is the number of
+        versions of the fragment since the worker's base.
+    """
+    workers, pieces = len(trainees), len(plan.fragments)
+    world = GlobalModel(trainees[0].model, plan.fragments, make_outer, 1 / workers)
+    bases = [[world.base(fragment) for fragment in range(pieces)] for _ in trainees]
+    versions = [[0] * pieces for _ in trainees]
+    steps = [0] * workers
+    turn = list(first_rounds)
+    histories: list[list[State]] = [[] for _ in trainees]
+    pushes = []
+    for worker in order:
+        model = trainees[worker].model
+        trainees[worker].step()
+        steps[worker] += 1
+        if (steps[worker] - 1) % plan.sync_every + 1 in plan.slots():
+            fragment = turn[worker] % pieces
+            turn[worker] += 1
+            staleness = world.versions[fragment] - versions[worker][fragment]
+            pushes.append((worker, fragment, staleness))
+            delta = difference(bases[worker][fragment], model)
+            new = world.advance(fragment, [delta], [1.0])
+            plan.merge(model, state_of(model), new)
+            bases[worker][fragment] = new
+            versions[worker][fragment] = world.versions[fragment]
+        histories[worker].append(state_of(model))
+    return Outcome(histories, world.state()), pushes

@@ -7,6 +7,7 @@ functions at the end of this module (`start`).
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import multiprocessing
@@ -234,6 +235,9 @@ def _run(
     with output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    # Of processes under xdist each word would be a write of its own, with the log's lines between them.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     os.chdir(folder)
     os.environ.update(env)
     torch.set_num_threads(1)

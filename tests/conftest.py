@@ -38,7 +38,10 @@ costs: dict[str, float] = {}  # CPU seconds of each test without a mark
 
 def pytest_sessionstart() -> None:
     if CHECKS_COSTS:
-        import torch._dynamo  # noqa: F401  or the first test with an optimizer would pay for it
+        # Or the first tests with a screen and with an optimizer would pay for these.
+        import torch._dynamo  # noqa: F401
+
+        import diloco_tools.monitor.terminal.application  # noqa: F401
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

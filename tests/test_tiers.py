@@ -32,7 +32,7 @@ def test_dear_tests_are_named_the_dearest_first() -> None:
 
 
 def test_all_together_may_not_take_longer_than_their_tier() -> None:
-    most = int(tiers.MARGIN * tiers.QUICK_CPU_S)
+    most = int(tiers.QUICK_CPU_S)
     assert tiers.faults({str(number): 1.0 for number in range(most)}) == []
     (fault,) = tiers.faults({str(number): 1.0 for number in range(most + 1)})
     assert str(most + 1) in fault

@@ -10,9 +10,9 @@ from pathlib import Path
 # Seconds of CPU of one test without a mark, and of all of them: two cores for five minutes.
 TEST_CPU_S = 1.5
 QUICK_CPU_S = 2 * 300
-# A test that is the first of its process pays for imports, and other processes slow a core down: a test
+# The first test of its kind in a process pays for imports, and other processes slow a core down: a test
 # fails at this many times its limit.
-MARGIN = 2.0
+MARGIN = 1.5
 # Marks of what is not in `make test`.
 OTHER_TIERS = {"slow", "nightly", "browser", "engine", "integration"}
 # At most, on two idle cores; a job of a workflow may take twice as long.
@@ -49,7 +49,7 @@ def faults(costs: dict[str, float]) -> list[str]:
         for name, cost in sorted(costs.items(), key=lambda item: -item[1])
         if cost > MARGIN * TEST_CPU_S
     ]
-    if (whole := sum(costs.values())) > MARGIN * QUICK_CPU_S:
+    if (whole := sum(costs.values())) > QUICK_CPU_S:
         found.append(
             f"make test takes {whole:.0f} s of CPU, at most {QUICK_CPU_S}: make tests cheaper or mark "
             "the dearest slow; `TEST_COSTS=1 make test` lists them"

@@ -68,8 +68,7 @@ class Counts:
     """Workers alive, participating in this round, averaged in the last; of a relay, those behind it.
 
     `due` are those that should be alive: the `workers_wanted` less those that left properly, or those
-    alive together with the dead and those of `sites_away` where these are more. In a run with rounds and
-    relays `workers_wanted` counts a relay as one worker, so `due` does without it.
+    alive together with the dead where these are more.
     """
 
     alive: int = 0

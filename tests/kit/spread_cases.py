@@ -328,6 +328,7 @@ def pieces_that_are_looked_at_do_not_depend_on_the_exchanges(ranks: Ranks) -> No
 
 
 def main(rank: int, count: int, folder: Path, only: str | None = None) -> None:
+    assert only in (None, *CASES)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -403,7 +403,7 @@ class TestSteering:
             assert "--save-dir" in refused.json["text"]
             nobody = site.orders({"action": "kick", "worker": "nobody"})
             assert "No worker named 'nobody'" in nobody.json["text"]
-            wrong: tuple[Any, ...] = ("0.5", True, math.inf, -1, None, ["a"], {})
+            wrong: tuple[Any, ...] = ("0.5", True, math.inf, -1, 2**64, None, ["a"], {})
             for name in ("outer_lr", "workers", "grace"):
                 for value in wrong:
                     refused = site.orders({"action": "set", name: value})

@@ -155,3 +155,18 @@ def test_exit_code_is_0_once_all_have_left_and_1_before_it_begins(publisher: Pub
     result = top_of(publisher, NOT_BEGUN, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["monitor"]["verdict"] == "waiting"
+
+
+@pytest.mark.parametrize(
+    ("news", "sentence"),
+    [
+        ({"totals": {"rounds": 1}}, "all workers have left, after 1 round"),
+        ({"totals": {}}, "all workers have left"),
+        (
+            {"mode": "async", "totals": {"contributions": 9}},
+            "all workers have left, after 9 pushes",
+        ),
+    ],
+)
+def test_end_says_what_was_made(news: dict[str, Any], sentence: str) -> None:
+    assert verdict_on(ENDED | news).reasons == (sentence,)

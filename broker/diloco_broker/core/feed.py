@@ -399,13 +399,8 @@ def _dead(
 
 
 def _due(state: RunState) -> int:
-    """Workers that should be alive. `--workers` of a run with rounds counts a relay as one."""
-    dead = sum(each.health == feed.DEAD for m in state.members for each in m.listed)
-    away = sum(each.workers for each in state.sites_away.values())
-    has_relays = bool(state.sites_away) or any(member.is_relay for member in state.members)
-    counts_relays = has_relays and reducer_of(state.config).has_rounds
-    wanted = None if counts_relays else state.config.workers
-    return state.absences.due(wanted, state.members.workers + dead + away)
+    behind = sum(each.health == feed.DEAD for m in state.members for each in m.listed)
+    return state.absences.due(state.config.workers, state.members.workers, behind)
 
 
 def _worker(

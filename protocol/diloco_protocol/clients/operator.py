@@ -173,7 +173,7 @@ class Operator:
         self._refusal = ""
         try:
             self._dealer.send(Control(action, self._request, {"who": self.who, **arguments}))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"The arguments of {action!r} cannot be sent: {error}.") from None
         until = time.monotonic() + timeout
         while True:

@@ -481,9 +481,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("counts.averaged", "Workers averaged", "Workers averaged in the last round.",
         row="workers", phrase="{} averaged", unit="workers", metric="workers_averaged"),
     Field("counts.due", "Workers due",
-        "Workers that should be alive: --workers less those that left properly, or the living, the dead "
-        "and those of missing sites together where these are more, or there are relays.",
-        unit="workers", metric="workers_due"),
+        "Workers that should be alive: --workers less those that left properly, or the living and the "
+        "dead together where these are more.", unit="workers", metric="workers_due"),
     Field("workers_wanted", "Workers", "Workers that round one waits for.",
         row="workers", phrase="{} wanted", unit="workers", metric="workers_wanted", is_setting=True),
     Field("min_workers", "Least contributions to a round",

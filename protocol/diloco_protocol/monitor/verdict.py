@@ -66,8 +66,7 @@ def _of_the_broker(snapshot: Snapshot) -> list[str]:
     if alive < floor:
         return [f"the run waits for workers: {alive} here, the round needs {floor}"]
     due = snapshot.counts.due
-    away = sum(each.workers for each in snapshot.sites_away)
-    if alive + _dead(snapshot) + away < due and _has_begun(snapshot) and not _is_over(snapshot):
+    if alive + _dead(snapshot) < due and _has_begun(snapshot) and not _is_over(snapshot):
         return [f"{alive} of {due} workers are here"]
     return []
 

@@ -77,7 +77,7 @@ def members_say(worker: Puppet) -> Iterator[Message]:
     token, base = worker.token(), worker.stage.version()
     chunks = worker.stage.state.versions[0].layout.chunks
     figures: dict[str, Any] = {"tokens": 5, "samples": 5, "loss": 1.0, "norm": 1.0}
-    yield Heartbeat(token, 7, 3, "training", 2.0, 1.5, 100)
+    yield Heartbeat(token, 7, 3, "training", 2.0, 1.5, 100, merge_delay=1)
     yield Push(token, 99, 0, chunks, "fp32", base, 1.0, 4, **figures)
     yield Chunk(0, 1, session=token, push_id=99)
     yield Commit(token, 99, 0)

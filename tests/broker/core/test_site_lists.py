@@ -192,7 +192,6 @@ def test_site_that_was_given_up_is_missing_until_it_is_back() -> None:
     stage.passes(20.0)
     (away,) = stage.shown()["sites_away"]
     assert (away["name"], away["workers"], away["away_s"] > 10.0) == ("north", 3, True)
-    assert stage.shown()["counts"]["due"] == 3, "workers, though the run wants two relays"
     stage.worker("north").joins(workers=3)
     assert stage.shown()["sites_away"] == []
 

@@ -67,6 +67,14 @@ def test_rates_are_those_of_the_line(
         assert not found.is_at_least
 
 
+def test_rate_of_a_fast_line_that_was_filled_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = Line(125e6, 0.01)
+    monkeypatch.setattr(line, "time", made)
+    found = line.rate_up(made, line.round_trips(made, PATIENCE_S))
+    assert found.bytes_per_s == pytest.approx(125e6, rel=0.1)
+    assert not found.is_at_least
+
+
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3, 0.6])
 def test_rate_of_a_line_that_was_never_filled_is_a_lower_bound(
     monkeypatch: pytest.MonkeyPatch, delay_s: float

@@ -40,7 +40,7 @@ def test_the_run_is_asked_for_as_it_is() -> None:
     assert options["--parameters"] == str(2 * CHUNK_ELEMENTS)
     assert (options["--workers"], options["--sync-every"]) == ("5", "500")
     assert (options["--wire-dtype"], options["--reply-dtype"]) == ("bf16", "fp32")
-    assert (options["--step-time"], options["--delay"]) == ("0.5s", "0.010000s")
+    assert (options["--step-time"], options["--delay"]) == ("0.500000s", "0.010000s")
 
 
 def test_lines_that_are_other_ones_down_and_keys_are_asked_for() -> None:

@@ -12,14 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco_broker import Broker
-from diloco_protocol import UsageError
+from diloco_protocol import Segment, UsageError
+from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker import DiLoCoWorker
+from diloco_worker.core.compatibility import cut
+from diloco_worker.model.encoding import encode, encode_there
 from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from kit.reference import Plan, streaming
+from kit.scripted_broker import run_config
 from kit.whole_run import (
     an_mlp,
     assert_same,
@@ -119,6 +124,32 @@ def test_place_that_cannot_be_had_is_refused_and_leaves_nothing_behind(
 
 
 # The same numbers.
+
+
+def odd_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).to(dtype)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_delta_that_is_made_beside_the_model_has_the_same_bits(
+    dtype: torch.dtype, wire: str
+) -> None:
+    model = odd_model(dtype)
+    tensors = ModelTensors.of_module(model)
+    part = cut(tensors.manifest, run_config(sync_every=4, num_fragments=1), ()).fragments[0]
+    base = tensors.capture(part)
+    base.vectors[Segment.PARAMETERS].mul_(1.001)  # finer than a model in bf16 holds it
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(0.37 if tensor.is_floating_point() else 2)
+    live = model.state_dict()
+    ours, theirs = encode_there(base, live, wire, mapped), encode(part, live, wire, base)
+    for segment, vector in theirs.wire.vectors.items():
+        assert torch.equal(ours.wire.vectors[segment], vector)
+    assert ours.norm == pytest.approx(theirs.norm, rel=1e-6)
+    assert ours.bad is theirs.bad is None
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -56,7 +56,7 @@ def words(
         "broker-link": min(up, down),
         "link": f"{up}/{down}",
         "delay": f"{line.round_trip:.6f}s",
-        "step-time": f"{found.step_time or STEP_S}s",
+        "step-time": f"{max(found.step_time or STEP_S, 1e-6):.6f}s",
         "sync-every": found.sync_every,
         "num-fragments": exchange.fragments,
         "fragment-sync-delay": tau,

@@ -105,17 +105,14 @@ class Absences:
         self.left = dict.fromkeys(left)
         self.returning = {worker_id: None for worker_id in due if worker_id not in self.left}
 
-    def due(self, wanted: int | None, known: int) -> int:
-        """How many workers should be alive.
+    def due(self, wanted: int, alive: int, dead_behind: int) -> int:
+        """How many workers should be alive, of `wanted` (`--workers`).
 
         Args:
-            wanted: how many the run was told to have; None where that is not known in workers.
-            known: those that are alive, and downstream of relays the dead and the missing.
+            alive: how many are, those behind relays included.
+            dead_behind: how many relays report as dead.
         """
-        known += len(self.dead)
-        if wanted is None:
-            return known + len(self.returning)
-        return max(wanted - len(self.left), known)
+        return max(wanted - len(self.left), alive + dead_behind + len(self.dead))
 
     def tick(self, now: float) -> None:
         """Time has passed: remove old deaths."""

@@ -105,4 +105,5 @@ def listen(host: str, port: int) -> socket.socket:
     family, *_, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
+    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, dualstack_ipv6=is_dual)

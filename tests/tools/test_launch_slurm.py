@@ -130,6 +130,7 @@ def test_wrong_use_gets_a_sentence_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_slurm_the_scripts_are_written_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

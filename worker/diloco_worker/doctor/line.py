@@ -27,8 +27,8 @@ ENDS_AFTER_S = 15.0
 FIRST_WINDOW, WINDOW = 2, 128
 # Of what was measured, answers: parts that are looked at apart, where each has so many.
 PARTS, PART_IS_AT_LEAST = 5, 4
-# Share of what the last window lets through in a round trip. Above it the window was the limit, not the
-# line: the window grew during the measurement, so its mean is about half of the last.
+# Share of what the last window lets through in a round trip. Above it the window may have been the
+# limit, not the line: it grew during the measurement, so its mean is about half of its last size.
 BOUND_BY_WINDOW = 0.45
 
 
@@ -43,7 +43,7 @@ class RoundTrips:
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes a second; `is_at_least`: the round trip is so long that the line was never filled."""
+    """Bytes a second; `is_at_least`: the window may have been the limit, so the line may be faster."""
 
     bytes_per_s: float
     is_at_least: bool

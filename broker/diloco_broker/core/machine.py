@@ -18,6 +18,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.effects import Effects
 from diloco_broker.core.rules import (
     checkpoints,
+    ending,
     holding,
     initial_model,
     liveness,
@@ -30,6 +31,7 @@ from diloco_broker.core.rules import (
 )
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import admission, descriptions, permissions, probes
+from diloco_broker.core.rules.reducers import close_if_due
 from diloco_broker.core.rules.sites import flights, passing, told
 from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import Member
@@ -146,6 +148,8 @@ class Core:
             if not isinstance(event, events.Received):
                 raise
             asked_for.extend(refusals.refuse(state, event.route, event.message, error))
+        asked_for.extend(close_if_due(state))
+        asked_for.extend(ending.settle(state))
         if state.stopping is not None:
             asked_for += stopping.finish_if_due(state, state.stopping)
         return asked_for

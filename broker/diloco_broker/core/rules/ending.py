@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from diloco_broker.core import effects
 from diloco_broker.core.rules import holding
-from diloco_broker.core.rules.reducers import close_if_due, rules_of
+from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol.errors import Code
@@ -78,42 +78,56 @@ def look(state: RunState, number: int) -> effects.Effects:
     before = None if config.is_async else state.last_report
     if before is None or not ending.is_announced:
         return
-    length_s = max(LAST_ROUND_S, 2 * before.seconds)
     if ending.until is None:
         ending.until = state.run_time + max(LAST_ROUND_S, 2 * before.seconds * pieces)
     elif state.run_time >= ending.until:
-        yield from _time_is_up(state, made, length_s)
+        yield from _time_is_up(state)
 
 
-def _time_is_up(state: RunState, made: int, length_s: float) -> effects.Effects:
-    """The last round is made of what is whole; what has begun gets so many seconds more, once."""
+def _last_round_s(state: RunState) -> float:
+    """How long the last round may take."""
+    return max(LAST_ROUND_S, 2 * state.last_report.seconds if state.last_report else 0.0)
+
+
+def _time_is_up(state: RunState) -> effects.Effects:
+    """The last round is made of what is whole; what has begun gets more time, once."""
     ending, round_ = state.ending, state.round
     assert round_ is not None
     if round_.has_work_to_look_at:
         return  # at the next tick
     is_new = ending.extended != round_.number
     if state.closing is not None and (is_new or round_.stepped.is_full):
-        ending.extended, ending.until = round_.number, state.run_time + length_s
+        ending.extended, ending.until = round_.number, state.run_time + _last_round_s(state)
         return
-    rules = rules_of(state)
-    missing = [member for member in state.members if not round_.has_all_of(member.worker_id)]
-    for member in missing:
-        yield from rules.do_without(state, member.worker_id)
-    yield from close_if_due(state)
+    here = (member.worker_id for member in state.members)
+    ending.without = tuple(name for name in here if not round_.has_all_of(name))
+    for name in ending.without:
+        yield from rules_of(state).do_without(state, name)
+
+
+def settle(state: RunState) -> effects.Effects:
+    """It is decided whether a last round whose time is up closes: if not, the run ends without it."""
+    ending, round_ = state.ending, state.round
+    without, ending.without = ending.without, None
+    if without is None or round_ is None:
+        return
     if state.closing is None and holding.is_held(state):
         return  # the lease has lapsed meanwhile
     if state.closing is None:
         ending.is_over, ending.until = True, state.run_time + LEAVE_WITHIN_S
         yield effects.warning(
-            f"The last round, {made}, could not be made within the time it had. The run is over."
+            f"The last round, {round_.number}, could not be made within the time it had. "
+            "The run is over."
         )
+        yield from tell_all(state)
+        yield from refuse_the_rest(state)
         return
-    ending.until = state.run_time + length_s  # with fragments, of the next
-    if missing:
-        names = ", ".join(member.worker_id for member in missing)[:300]
-        text = f"The time of the last round is up: round {round_.number} is made without {names}."
+    ending.until = state.run_time + _last_round_s(state)  # with fragments, of the next
+    if without:
+        text = f"The time of the last round is up: round {round_.number} is made without "
+        text += ", ".join(without)[:300] + "."
         yield effects.warning(text)
-        for member in missing:
+        for member in filter(None, map(state.members.named, without)):
             yield from _refuse(member, text, round_.fragment)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from diloco_broker.core import effects
 from diloco_broker.core.rules import checkpoints, orders, rounds, settings
 from diloco_broker.core.rules.joining import admission
-from diloco_broker.core.rules.reducers import close_if_due
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -176,7 +175,6 @@ def _set(state: RunState, request: Request) -> effects.Effects:
     if not state.closing:
         yield from settings.take_effect(state)
         yield from rounds.expect_all(state)  # more workers may be needed than were
-        yield from close_if_due(state)
     said = "; ".join(change.text for change in changes)
     again = settings.after_restart(state, changes)
     text = f"{said[0].upper()}{said[1:]}{when}.{remark}{again}"
@@ -204,7 +202,6 @@ def _resume(state: RunState, request: Request) -> effects.Effects:
     paused_s = state.now - state.paused_at
     state.paused_at = None
     yield request.noted("resume", f"the run goes on after {paused_s:.0f} s")
-    yield from close_if_due(state)
     yield request.yes(f"The run goes on; it was paused for {paused_s:.0f} s.")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import donation, grants, liveness
 from diloco_broker.core.rules.data import units
-from diloco_broker.core.rules.reducers import close_if_due, rules_of
+from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.rules.sites import contents
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -52,7 +52,6 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     yield from rules_of(state).offer(state, member, push)
     if has_units and member.has_unfinished(push):
         units.under_way(state, member, push)
-    yield from close_if_due(state)
 
 
 def chunk(
@@ -102,19 +101,17 @@ def chunk(
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
     if state.round is not None:
         rules_of(state).commit(state, member, commit)
-        yield from close_if_due(state)
+    yield from ()
 
 
 def done(state: RunState, event: events.WorkDone) -> effects.Effects:
     state.chunks_waiting -= 1
     yield from rules_of(state).done(state, event)
-    yield from close_if_due(state)
 
 
 def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
     state.chunks_waiting -= 1
     yield from rules_of(state).refused(state, event)
-    yield from close_if_due(state)
 
 
 def _check_push(state: RunState, push: messages.Push) -> None:

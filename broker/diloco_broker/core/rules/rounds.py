@@ -13,7 +13,7 @@ from dataclasses import replace
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import checkpoints, ending, identical, norms, settings
 from diloco_broker.core.rules.data import units
-from diloco_broker.core.rules.reducers import close_if_due, rules_of
+from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state import progress
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
@@ -23,10 +23,9 @@ from diloco_protocol.messages import Notice, Rejoin
 
 
 def open_round(state: RunState, number: int) -> effects.Effects:
-    """Open a round, and close it at once if everything for it is here."""
+    """Open a round."""
     yield from settings.take_effect(state)
     yield from rules_of(state).open_round(state, number)
-    yield from close_if_due(state)
 
 
 def leave(state: RunState, worker_id: str) -> effects.Effects:
@@ -35,7 +34,6 @@ def leave(state: RunState, worker_id: str) -> effects.Effects:
         yield from rules_of(state).leave(state, worker_id)
     yield from expect_all(state)
     yield from _announce_lack(state, f"{worker_id} is gone. ")
-    yield from close_if_due(state)
 
 
 def is_lacking(state: RunState) -> bool:
@@ -88,14 +86,13 @@ def stall(state: RunState, worker_id: str) -> effects.Effects:
             round_.barrier.expect_no_more(worker_id)
         yield from expect_all(state)
         yield from _announce_lack(state, f"{worker_id} does not train. ")
-        yield from close_if_due(state)
 
 
 def skip_this_round(state: RunState, worker_id: str, fragment: int) -> effects.Effects:
     """A push was refused: the others do not wait for its worker in that round."""
     if state.round is not None and state.round.barrier is not None:
         state.barriers[fragment].skip(worker_id)
-        yield from close_if_due(state)
+    yield from ()
 
 
 def tick(state: RunState) -> effects.Effects:
@@ -110,7 +107,6 @@ def tick(state: RunState) -> effects.Effects:
     yield from _go_on_with_fewer(state)
     yield from checkpoints.save_again(state)
     yield from ending.tick(state)
-    yield from close_if_due(state)
 
 
 def _go_on_with_fewer(state: RunState) -> effects.Effects:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
+from diloco_broker.core.rounds.decision import Decision, Reason, Why
 from diloco_broker.core.state.absences import Absences
 from diloco_broker.core.state.data_sets import DataSets
 from diloco_broker.core.state.flights import Flight
@@ -116,6 +117,8 @@ class Ending:
     # When that is not waited for any longer; then, when workers are not. Run time, as is `timed_at`.
     until: float | None = None
     extended: int | None = None  # the last round that got more time because all had begun
+    # Workers that the last round is made without, its time being up; None unless that was just found.
+    without: tuple[str, ...] | None = None
     is_announced: bool = False  # the workers have been told which round is the last
     is_over: bool = False  # the last round is made: no other closes
     is_asked_to_end: bool = False  # the broker has been
@@ -221,6 +224,8 @@ class RunState:
     versions: VersionStore = field(default_factory=VersionStore)
     # The round going on, in asynchronous mode the update; None until there are parameters.
     round: Update | None = None
+    # Whether the open round closes, as of the last event.
+    decision: Decision = field(default_factory=lambda: Decision(Why(Reason.PARAMETERS)))
     # Whom rounds wait for, by fragment.
     barriers: dict[int, Barrier] = field(default_factory=lambda: defaultdict(Barrier))
     # A version that waits for its checkpoint to be written, if the run is durable.

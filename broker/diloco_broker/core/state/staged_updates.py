@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.state.submissions import Pool, Submission, Submissions
 from diloco_broker.core.state.update import Barrier, Phase, Update
 from diloco_protocol.bitmap import Bitmap
@@ -107,14 +108,31 @@ class StagedRound(StagedUpdate):
                 first[submission.worker_id] = submission
         return [first[worker_id] for worker_id in sorted(first)]
 
-    def due(self, now: float, *, floor: int, quorum: int | None, grace: float) -> list[Submission]:
-        """What is merged if it closes now; nothing while it is not time to."""
+    def look(self, now: float, *, floor: int, quorum: int | None) -> None:
+        """Note when as many are whole as a quorum asks for."""
         if quorum != self.quorum:
             self.quorum, self.quorum_at = quorum, None
-        whole = self.whole() if self.phase is Phase.OPEN else []
-        if not whole or len(whole) < floor or not self._is_time(whole, now, floor, grace):
-            return []
-        return whole
+        if self.quorum_at is None and self._has_quorum(floor):
+            self.quorum_at = now
+
+    def tally(self, floor: int) -> Tally:
+        here = self._whole_of
+        missing = self.barrier.expected - here - self.barrier.skipped
+        may_come = len(self.barrier.expected | self.participating)
+        enough_at = self.quorum_at if self._has_quorum(floor) else None
+        return Tally(here, missing, not missing, may_come, enough_at)
+
+    @property
+    def _whole_of(self) -> set[str]:
+        return {s.worker_id for s in self._here if s.is_whole}
+
+    def _has_quorum(self, floor: int) -> bool:
+        here = self._whole_of
+        if self.quorum is None or not here:
+            return False
+        # Those that can still come, and those whose work is here although they have left.
+        reach = len(self.barrier.expected | here)
+        return len(here) >= max(floor, min(self.quorum, reach))
 
     def close(self, chosen: Iterable[Submission]) -> None:
         """Begin to close, with these."""
@@ -122,20 +140,6 @@ class StagedRound(StagedUpdate):
         self.chosen = tuple(chosen)
         for each in self.chosen:
             each.number = self.number
-
-    def _is_time(self, whole: list[Submission], now: float, floor: int, grace: float) -> bool:
-        here = {s.worker_id for s in whole}
-        if not self.barrier.expected - here - self.barrier.skipped:
-            return True
-        if self.quorum is None:
-            return False
-        # Those that can still come, and those whose work is here although they have left.
-        reach = len(self.barrier.expected | here)
-        if len(whole) < max(floor, min(self.quorum, reach)):
-            return False
-        if self.quorum_at is None:
-            self.quorum_at = now
-        return now - self.quorum_at >= grace
 
     def check_invariants(self) -> None:
         super().check_invariants()

@@ -27,6 +27,7 @@ from enum import Enum
 from typing import Any
 
 from diloco_broker.core.effects import Fold
+from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.state.update import Barrier, Phase, PushInProgress, PushKey, Update
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
@@ -160,15 +161,12 @@ class StreamingRound(Update):
             ready += self._end(contribution, Ended.GONE)
         return ready
 
-    def close_if_due(self, floor: int) -> list[int] | None:
-        """Begin to close if every expected worker has begun; returns the chunks ready at once.
+    def tally(self) -> Tally:
+        here, missing = self.participating, self.missing
+        return Tally(here, missing, not missing, len(self.barrier.expected | here))
 
-        None means that the round is not due (or is closing already).
-        """
-        if self.phase is Phase.CLOSING or self.missing or not self.participating:
-            return None
-        if len(self.participating) < floor:
-            return None
+    def close(self) -> list[int]:
+        """Begin to close. Returns the chunks that are ready at once."""
         self.phase = Phase.CLOSING
         live = self.contributions.values()
         self.owed = [sum(c.owes(index) for c in live) for index in range(self.size)]

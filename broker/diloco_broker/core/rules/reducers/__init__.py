@@ -13,8 +13,9 @@ from typing import Protocol
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import CountedPush, Effects
 from diloco_broker.core.events import WorkDone, WorkRefused
-from diloco_broker.core.rules import holding
+from diloco_broker.core.rounds.decision import Limits, Reason, Tally, decide
 from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
+from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.update import PushInProgress, Update
@@ -45,8 +46,14 @@ class Rules(Protocol):
     def commit(self, state: RunState, member: Member, commit: Commit) -> None:
         """A worker has sent every chunk of a push."""
 
-    def close_if_due(self, state: RunState) -> Effects:
-        """Begin the outer step if it is time to; called by `close_if_due` of this module alone."""
+    def look(self, state: RunState, /) -> Effects:
+        """What has to be done before it is decided whether the update closes."""
+
+    def tally(self, state: RunState) -> Tally:
+        """What the open update has, for that decision."""
+
+    def close(self, state: RunState) -> Effects:
+        """Begin the outer step, or refuse a push that cannot be in it. Only `close_if_due` calls it."""
 
     def leave(self, state: RunState, worker_id: str) -> Effects:
         """A worker is gone."""
@@ -106,11 +113,42 @@ def reducer_of(config: BrokerConfig) -> Reducer:
 
 
 def close_if_due(state: RunState) -> Effects:
-    """Begin the outer step if it is time to. The only way to close a round: none does while the run is
-    held, is over, or its broker is stopping."""
-    may_close = state.stopping is None and not state.ending.is_over and not holding.is_held(state)
-    if state.round is not None and may_close:
-        yield from rules_of(state).close_if_due(state)
+    """Begin the outer step if it is time to: the only way to close a round."""
+    rules = rules_of(state)
+    while (held := _held(state)) is None:
+        yield from rules.look(state)
+        state.decision = decide(rules.tally(state), _limits(state), state.run_time)
+        if not state.decision.closes:
+            return
+        yield from rules.close(state)
+    state.decision = decide(None, Limits(held), state.run_time)
+
+
+def _limits(state: RunState) -> Limits:
+    round_ = state.round
+    assert round_ is not None
+    if round_.barrier is None:
+        return Limits(grace_s=state.config.grace)
+    # At a site one push of each fragment is on its way at a time, as with any worker.
+    held = Reason.PARENT if round_.fragment in state.flights else None
+    return Limits(held, state.floor, state.config.grace)
+
+
+def _held(state: RunState) -> Reason | None:
+    """Why no round closes, whatever it has."""
+    if state.stopping is not None:
+        return Reason.STOPPING
+    if state.ending.is_over:
+        return Reason.OVER
+    if not fence.may_release(state):
+        return Reason.LEASE
+    if state.paused_at is not None:
+        return Reason.PAUSED
+    if fence.holds_rounds(state):
+        return Reason.TAKEOVER
+    if state.round is None:
+        return Reason.PARAMETERS
+    return Reason.CLOSING if state.closing else None
 
 
 def rules_of(state: RunState) -> Rules:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, warning
 from diloco_broker.core.events import WorkRefused
+from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.rules import grants, norms, round_lines
 from diloco_broker.core.rules.reducers import collect, staged
 from diloco_broker.core.rules.sites import contents
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_updates import AsyncUpdate
+from diloco_broker.core.state.submissions import Submission
 from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.uploads import Upload, Window
 from diloco_protocol.errors import Code
@@ -155,32 +157,41 @@ def _take_back_slots(state: RunState) -> Effects:
             yield from grants.wait(member, push, WAIT_TEXT, None)
 
 
-def close_if_due(state: RunState) -> Effects:
-    """Apply the submission that has been whole longest, if nothing else is being applied."""
-    update = _update(state)
-    if update.phase is Phase.CLOSING:
+def look(state: RunState) -> Effects:
+    """Refuse what has grown too old: while it was on its way others were applied."""
+    if _update(state).phase is Phase.CLOSING:
         return
-    whole = []
-    for each in state.submissions.whole():
-        if each.push.fragment in state.flights:
-            continue  # it waits until the one that has gone up is in a version
-        # While it was on its way others were applied: it may have grown too old.
+    for each in _whole(state):
         text = _too_old(state, each.worker_id, each.push)
-        if text is None:
-            whole.append(each)
-            continue
-        state.submissions.drop(each)
-        yield from grants.refuse(state, each.push.fragment, each.key, Code.STALE, text)
-        yield from _hand_out_slots(state)
-    if not whole or state.run_time - (whole[0].whole_at or 0.0) < state.config.grace:
-        return
+        if text is not None:
+            state.submissions.drop(each)
+            yield from grants.refuse(state, each.push.fragment, each.key, Code.STALE, text)
+            yield from _hand_out_slots(state)
+
+
+def _whole(state: RunState) -> list[Submission]:
+    """Those that may be applied, the one that has been whole longest first."""
+    whole = state.submissions.whole()
+    # At a site others wait until the one that has gone up is in a version.
+    return [each for each in whole if each.push.fragment not in state.flights]
+
+
+def tally(state: RunState) -> Tally:
+    whole = _whole(state)
+    here = {each.worker_id for each in whole}
+    enough_at = whole[0].whole_at if whole else None
+    return Tally(here, frozenset(), False, len(state.members), enough_at)
+
+
+def close(state: RunState) -> Effects:
+    """Apply what has been whole longest; if it is too large it is refused instead."""
+    update, whole = _update(state), _whole(state)
     fragment = whole[0].push.fragment
     together = contents.together(state, [s for s in whole if s.push.fragment == fragment])
     chosen = tuple(together if state.config.grace > 0 else together[:1])
     kept = yield from norms.refuse_too_large(state, chosen)
     if len(kept) < len(chosen):
         yield from _hand_out_slots(state)
-        yield from close_if_due(state)  # with those that are left, or with the next in line
         return
     update.apply(chosen, state.versions[fragment].layout.chunks)
     if state.is_site:

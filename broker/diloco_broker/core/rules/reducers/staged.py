@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, info, nothing
 from diloco_broker.core.events import WorkRefused
+from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.rules import grants, norms, round_lines
 from diloco_broker.core.rules.reducers import collect
 from diloco_broker.core.rules.sites import blocked, contents
@@ -25,7 +26,7 @@ from diloco_protocol.messages import Notice, Push
 
 find, done, commit = collect.find, collect.done, collect.commit
 tell = round_lines.closed
-tick = released = nothing  # windows are looked at in `close_if_due`, and nobody waits for room
+tick = released = nothing  # nobody waits for room
 
 
 def asked_for_by(config: BrokerConfig) -> str:
@@ -116,26 +117,30 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
         state.barriers[event.work.fragment].skip(event.work.worker_id)
 
 
-def close_if_due(state: RunState) -> Effects:
-    """Merge what is whole if it is time to; what is not is carried or dropped."""
+def look(state: RunState) -> Effects:
+    """At a site, leave out rounds that nothing comes for; note when a quorum is reached."""
     for _ in range(state.config.num_fragments):
         if not blocked.let_go(state):
             break
         _round(state).barrier.end()
         yield from open_round(state, _round(state).number + 1)
-    config, round_ = state.config, _round(state)
-    if round_.fragment in state.flights:
-        return  # one push of each fragment is on its way at a time, as with any worker
-    while whole := round_.due(
-        state.run_time, floor=state.floor, quorum=config.quorum, grace=config.grace
-    ):
-        # Without those that are refused it may not be time any more.
-        kept = yield from norms.refuse_too_large(state, whole)
-        if len(kept) == len(whole):
-            round_.close(contents.together(state, kept))
-            yield from collect.merge(state, round_.fragment, [round_.chosen])
-            yield from _tell_the_late(state, round_)
-            return
+    _round(state).look(state.run_time, floor=state.floor, quorum=state.config.quorum)
+
+
+def tally(state: RunState) -> Tally:
+    return _round(state).tally(state.floor)
+
+
+def close(state: RunState) -> Effects:
+    """Merge what is whole; what is not is carried or dropped. If one is too large it is refused instead,
+    since without it it may not be time."""
+    round_ = _round(state)
+    whole = round_.whole()
+    kept = yield from norms.refuse_too_large(state, whole)
+    if len(kept) == len(whole):
+        round_.close(contents.together(state, kept))
+        yield from collect.merge(state, round_.fragment, [round_.chosen])
+        yield from _tell_the_late(state, round_)
 
 
 def _tell_the_late(state: RunState, round_: StagedRound) -> Effects:

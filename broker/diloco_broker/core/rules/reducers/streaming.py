@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from diloco_broker.core.effects import Effects, Step, nothing
 from diloco_broker.core.events import WorkDone, WorkRefused
+from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.rules import grants, round_lines
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -25,7 +26,7 @@ from diloco_protocol.messages import Commit, Push
 MOST_PUSHES = 32
 
 tell = round_lines.closed
-tick = released = nothing  # time changes nothing, and nobody waits for room
+tick = look = released = nothing  # time changes nothing, and nobody waits for room
 
 
 def _round(state: RunState) -> StreamingRound:
@@ -163,13 +164,16 @@ def commit(state: RunState, member: Member, commit: Commit) -> None:
     """Chunks are counted as they come, so this says nothing new."""
 
 
-def close_if_due(state: RunState) -> Effects:
-    """Begin to close the round if everyone expected has begun; what is ready is stepped at once."""
+def tally(state: RunState) -> Tally:
+    return _round(state).tally()
+
+
+def close(state: RunState) -> Effects:
+    """Begin to close the round; what is ready is stepped at once."""
     round_ = _round(state)
-    ready = round_.close_if_due(state.floor)
-    if ready is not None:
-        state.begin_version(round_.fragment, 1)
-        yield from step(state, ready)
+    ready = round_.close()
+    state.begin_version(round_.fragment, 1)
+    yield from step(state, ready)
 
 
 def step(state: RunState, indexes: Iterable[int]) -> Effects:

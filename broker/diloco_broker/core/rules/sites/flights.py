@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import ending, grants, rounds
-from diloco_broker.core.rules.reducers import close_if_due, rules_of
+from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state.flights import Flight
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_updates import StagedUpdate
@@ -94,7 +94,6 @@ def turned_down(state: RunState, event: events.TurnedDown) -> effects.Effects:
         else:
             state.submissions.drop(each)
             yield from refuse(state, each, _code_of(event), event.text)
-    yield from close_if_due(state)
     if not state.flights:
         yield from ending.refuse_the_rest(state)
 

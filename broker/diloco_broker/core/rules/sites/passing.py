@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import ending, rounds
-from diloco_broker.core.rules.reducers import close_if_due
 from diloco_broker.core.rules.sites import flights
 from diloco_broker.core.state import progress
 from diloco_broker.core.state.flights import Flight
@@ -32,7 +31,6 @@ def passed(state: RunState, event: events.Passed) -> effects.Effects:
     yield from _drop_what_came_another_way(state, released)
     if state.round is not None and state.round.barrier is not None:
         yield from flights.go_on_from(state, released.round + 1)
-    yield from close_if_due(state)
     if not state.flights:
         yield from ending.refuse_the_rest(state)
 

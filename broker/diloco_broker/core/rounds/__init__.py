@@ -1,0 +1,1 @@
+"""Rounds: what they are made of, and when they close."""

@@ -372,6 +372,17 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """Why the open round does not close, or none is open."""
+
+    reason: str = ""  # a value of the broker's `Reason`
+    workers: tuple[str, ...] = ()  # whose pushes are missing
+    needed: int = 0  # pushes, or workers, that are missing at least
+    since_s: float = 0.0  # for how long the reason has been the same
+    left_s: float | None = None  # after which time it ends by itself; None: only an event ends it
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Everything the broker says about itself at one moment."""
 
@@ -387,6 +398,7 @@ class Snapshot:
     mode: str = ""
     state: str = ""
     waiting_for: str | None = None  # completes "the run waits"
+    why: Wait | None = None  # None: a broker that does not say
     ended: bool = False  # rounds were made, and all workers have left as done
     paused_for_s: float | None = None
     end: End | None = None  # None: nobody has set one, or a broker that does not say

@@ -13,7 +13,7 @@ import pytest
 
 from diloco_broker.core import machine
 from diloco_broker.core.effects import Effect
-from diloco_broker.core.events import Event, Received
+from diloco_broker.core.events import Event, Now, Received
 from diloco_broker.core.rules import refusals
 from diloco_protocol.bitmap import Bitmap
 
@@ -57,7 +57,7 @@ def checked_refusals() -> Iterator[None]:
         answers.append(list(refuse(state, route, message, error)))
         return answers[-1]
 
-    def handles(core: machine.Core, event: Event, now: float) -> list[Effect]:
+    def handles(core: machine.Core, event: Event, now: Now) -> list[Effect]:
         nonlocal before
         if not isinstance(event, Received):
             return handle(core, event, now)

@@ -15,6 +15,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.machine import Core
+from diloco_broker.core.state.gate import Gate
 from diloco_broker.core.state.model_source import InitialModel, Resumption
 from diloco_broker.core.state.update import Barrier
 from diloco_broker.shell.effects import Executor
@@ -89,6 +90,7 @@ class Stage:
     resumption: Resumption | None = None
     life: int = 1
     moved_aside: frozenset[str] = frozenset()
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         self.now = 1000.0
@@ -100,6 +102,7 @@ class Stage:
             self.initial,
             self.resumption,
             moved_aside=self.moved_aside,
+            gate=self.gate,
         )
         self.inbox: dict[bytes, list[Message]] = {}
         self.received: dict[bytes, list[tuple[Chunk, Any]]] = {}
@@ -114,7 +117,7 @@ class Stage:
         self.finishes: list[effects.Finish] = []
         self.gone: set[bytes] = set()
         self.tensors = NotedTensors(lambda: self.state.model.layout, self.resumption)
-        self._executor = Executor(self.core, lambda: self.now, self)
+        self._executor = Executor(self.core, lambda: events.Now.both(self.now), self)
         self._routes = 0
         self.puppets: dict[str, Puppet] = {}  # the newest of each name
 

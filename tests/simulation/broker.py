@@ -57,7 +57,7 @@ class BrokerHost:
         self._unsaved: Checkpoint | None = None  # of those that wait only the newest is written
         self._is_saving = False
         self._routes: dict[bytes, Connection] = {}
-        self._executor = Executor(self.core, lambda: world.now, self)
+        self._executor = Executor(self.core, lambda: events.Now.both(world.now), self)
         self._handled: events.Event | None = None
         self._finish: effects.Finish | None = None  # asked for in the turn at hand
         self._is_working = False

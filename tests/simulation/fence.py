@@ -92,7 +92,6 @@ class HubProcess(Process):
             fence.config,
             lambda: self.world.dice.getrandbits(63),
             self.now,
-            machine_clock=lambda: self.now,
         )
         self.watch = self.core.state.standby
         assert self.watch is not None
@@ -107,10 +106,11 @@ class HubProcess(Process):
     @property
     def may_release(self) -> bool:
         assert self.watch is not None
-        return self.is_alive and self.watch.lease.holds
+        lease = self.watch.lease  # it knows the time of the last event
+        return self.is_alive and lease.holds and (lease.is_alone or self.now < lease.ends_at)
 
     def feed(self, event: events.Event) -> None:
-        for effect in self.core.handle(event, self.now):
+        for effect in self.core.handle(event, events.Now.both(self.now)):
             match effect:
                 case effects.Send(route, message):
                     if isinstance(message, messages.Released):

@@ -90,7 +90,7 @@ class Host:
     def follow(self, core: Core) -> None:
         """This core is the host's from now on."""
         self.core = core
-        self._executor = Executor(core, lambda: self.world.now, self)
+        self._executor = Executor(core, lambda: events.Now.both(self.world.now), self)
 
     def begins(self) -> None:
         self.world.tell(self.name, "begins")

@@ -79,6 +79,7 @@ EDITS: dict[str, dict[str, Any]] = {
         "round": RICH["round"] | {"missing": ["wombat"]},
         "workers": [worker("wombat")],
     },
+    "why.reason": {"why": {"reason": "grace", "since_s": 4711.0}},
     "not_listed": {"workers": [worker("north", workers=4711)]},
     "sites_away": {"sites_away": [{"name": "wombat", "workers": 2}]},
     "versions": {"fragments": [{"fragment": 0, "version": 4711}]},

@@ -13,7 +13,8 @@ from typing import Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.state.run_record import RunRecord
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.messages import Message, Push
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.messages import Join, Message, Push
 from diloco_protocol.version import VersionId
 
 Route = bytes
@@ -243,6 +244,16 @@ class ReadCheckpoint:
 
 
 @dataclass(frozen=True)
+class SplitModel:
+    """Ask the user's function for a split of this model, and come back with `Split`: a worker wants to
+    join with it."""
+
+    route: Route
+    join: Join
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
 class Finish:
     """The last effect after `Stop`: save this, which the last checkpoint lacks, and end."""
 
@@ -269,7 +280,8 @@ def warning(text: str, *, is_listed: bool = True) -> Log:
 TensorWork = Fold | Step | Inspect | AggregateAndStep | StoreInitial  # queued
 AtOnce = DropInitial | Revert | ForgetBuffer | SetOuterOptimizer  # asked of the tensors besides
 Record = Log | RecordAction | RoundReport | RecordVersion  # written down, for people
-Effect = Send | Disconnect | TensorWork | AtOnce | Record | Save | ReadCheckpoint | End | Finish
+Asked = Save | ReadCheckpoint | SplitModel  # answered later
+Effect = Send | Disconnect | TensorWork | AtOnce | Record | Asked | End | Finish
 Effects = Iterator[Effect]  # what a rule asks for, in order
 
 

@@ -7,15 +7,56 @@ chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_broker.core import effects
 from diloco_broker.core.effects import Route
+from diloco_protocol.feed import OuterGroup
 from diloco_protocol.messages import Message, Notice, Push, Released
 from diloco_protocol.roles import Peer
 
 # How long a closing round may take to be finished once the broker is to stop.
 FINISH_WITHIN_S = 5.0
+
+
+class Now(NamedTuple):
+    """What the clocks say as an event comes in, in seconds."""
+
+    core: float  # leaves out time in which the broker did not run: all deadlines run on it
+    machine: float  # goes on meanwhile, for the lease of a hub that has a standby
+
+    @classmethod
+    def both(cls, seconds: float) -> Now:
+        """For a core without a standby, and for clocks that never stand still."""
+        return cls(seconds, seconds)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the core has to know of the process that it runs in."""
+
+    feed_address: str | None = None
+    own_address: str | None = None  # a socket file for workers of this machine
+    bound: str | None = None  # what is bound for those who come over TCP
+    memory_bytes: int | None = None  # that the broker may use; None where nobody knows
+    has_own_optimizer: bool = False  # the outer optimizer is one of torch's, made by a factory
+    has_own_split: bool = False  # the user's function splits the model, instead of a pattern
+
+
+@dataclass(frozen=True)
+class OuterGroups:
+    """What the groups of the user's outer optimizer have, over all fragments."""
+
+    groups: tuple[OuterGroup, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The user's function has split the model of a worker that joins; see `effects.SplitModel`."""
+
+    asked: effects.SplitModel
+    plan: tuple[int, ...] = ()  # the fragment of each tensor
+    error: str = ""  # what is wrong with the split, as a sentence; empty: nothing
 
 
 @dataclass(frozen=True)
@@ -126,6 +167,24 @@ class Passed:
 
 
 @dataclass(frozen=True)
+class Parent:
+    """At a relay: how it stands with its parent. Times are the core's clock."""
+
+    address: str
+    name: str  # of the relay there
+    lost_at: float | None = None  # since when it is not there; None while it is
+    # When the site's push began its way up, None while there is none.
+    offered_at: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelRefused:
+    """At a relay without parameters: its parent does not take the model that was brought, and why."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class TurnedDown:
     """At a relay: the parent does not take a push of the site; `code` and `text` say why."""
 
@@ -206,7 +265,10 @@ class Stop:
 
 
 Event = (
-    Received
+    Surroundings
+    | OuterGroups
+    | Split
+    | Received
     | Malformed
     | KeysRevoked
     | ConnectionEnded
@@ -219,6 +281,8 @@ Event = (
     | ExpectedFrom
     | Passed
     | Told
+    | Parent
+    | ModelRefused
     | TurnedDown
     | Paced
     | InitialStored

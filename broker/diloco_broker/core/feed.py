@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
+from diloco_broker.core.rounds.decision import Reason
 from diloco_broker.core.rules import norms
 from diloco_broker.core.rules.joining.compatibility import sync_every_of
 from diloco_broker.core.rules.reducers import reducer_of
@@ -112,6 +113,7 @@ def _snapshot(
         mode=state.run_config.mode,
         state=_condition(state, waiting_for),
         waiting_for=waiting_for,
+        why=_why(state),
         ended=_has_ended(state),
         paused_for_s=_age_if(state.paused_at, now),
         end=_end(state),
@@ -305,7 +307,7 @@ def _standby(state: RunState) -> feed.Standby | None:
     if state.standby is None:
         return None
     lease = state.standby.lease
-    heard = None if lease.life is None else _age(lease.heard_at, lease.clock())
+    heard = None if lease.life is None else _age(lease.heard_at, lease.now)
     return feed.Standby(
         holds_lease=lease.holds,
         lease_s=lease.seconds,
@@ -451,34 +453,54 @@ def _worker(
     )
 
 
-def _waiting_for(state: RunState) -> str | None:  # noqa: PLR0911  a reason each
+def _why(state: RunState) -> feed.Wait | None:
+    """What the core waits for, as it has decided after the last event."""
+    why, now = state.decision.why, state.run_time
+    if why is None:
+        return None
+    left = None if why.until is None else round(why.until - now, 3)
+    return feed.Wait(why.reason.value, why.workers, why.needed, _age(why.since, now), left)
+
+
+def _waiting_for(state: RunState) -> str | None:
     """What has to happen before training goes on, in a sentence; None when nothing has."""
-    alive, round_, parent = len(state.members), state.round, state.parent
+    round_, parent, why = state.round, state.parent, state.decision.why
     if parent is not None and parent.lost_at is not None:
         for_s = state.now - parent.lost_at
         if round_ is None or for_s >= PARENT_MISSED_S:
             return f"for its parent at {parent.address}, since {for_s:.0f} s"
-    if not fence.may_release(state):
+    if why is not None and why.reason is Reason.LEASE:
         assert state.standby is not None
         return f"for its lease: this hub {fence.why_not(state.standby)}"
-    if round_ is None and (alive or state.model.waits_for):
-        return f"for {state.model.waits_for or 'the parameters of a worker'}"
     if round_ is None:
-        has_rounds = reducer_of(state.config).has_rounds
-        needed = f"; round one needs {state.config.workers}" if has_rounds else ""
-        return f"for workers to join{needed}"
-    if not alive:
-        if (last := state.departed) is None:
-            return "for workers to join: none is here yet"
-        if last.why:
-            return f"for workers to join: nobody is left; {last.worker_id} went last: {last.why}"
-        return "for workers to join: all have left"
-    if state.below_floor:
+        return _for_parameters(state)
+    if not len(state.members):
+        return _for_others(state)
+    if why is not None and why.reason is Reason.WORKERS:
         still = sum(member.liveness.is_stalled for member in state.members)
         verb = "stands" if still == 1 else "stand"
         idle = f" of which {still} {verb} still" if still else ""
-        return f"for workers to join: {alive} here{idle}, the round needs {state.floor}"
+        return (
+            f"for workers to join: {len(state.members)} here{idle}, the round needs {state.floor}"
+        )
     return None
+
+
+def _for_parameters(state: RunState) -> str:
+    if len(state.members) or state.model.waits_for:
+        return f"for {state.model.waits_for or 'the parameters of a worker'}"
+    has_rounds = reducer_of(state.config).has_rounds
+    needed = f"; round one needs {state.config.workers}" if has_rounds else ""
+    return f"for workers to join{needed}"
+
+
+def _for_others(state: RunState) -> str:
+    """Nobody is here."""
+    if (last := state.departed) is None:
+        return "for workers to join: none is here yet"
+    if last.why:
+        return f"for workers to join: nobody is left; {last.worker_id} went last: {last.why}"
+    return "for workers to join: all have left"
 
 
 # The history.

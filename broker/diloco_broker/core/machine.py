@@ -28,12 +28,14 @@ from diloco_broker.core.rules import (
     refusals,
     rounds,
     stopping,
+    surroundings,
 )
 from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import admission, descriptions, permissions, probes
-from diloco_broker.core.rules.reducers import close_if_due
+from diloco_broker.core.rules.reducers import close_if_due, decision
 from diloco_broker.core.rules.sites import flights, passing, told
 from diloco_broker.core.rules.standby import fence
+from diloco_broker.core.state.gate import Gate
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
 from diloco_broker.core.state.run import RunState
@@ -46,6 +48,9 @@ from diloco_protocol.errors import Code, ProtocolError
 
 # What becomes of what happens; what comes in as a message has tables of its own.
 RULES: dict[type, Callable[[RunState, Any], Effects]] = {
+    events.Surroundings: surroundings.known,
+    events.OuterGroups: surroundings.outer_groups,
+    events.Split: descriptions.split,
     events.Malformed: refusals.malformed,
     events.KeysRevoked: admission.revoked,
     events.ConnectionEnded: refusals.connection_ended,
@@ -60,6 +65,8 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.ExpectedFrom: flights.expected_from,
     events.Passed: passing.passed,
     events.Told: told.told,
+    events.Parent: told.parent,
+    events.ModelRefused: told.model_refused,
     events.TurnedDown: flights.turned_down,
     events.Paced: flights.paced,
     events.InitialStored: initial_model.stored,
@@ -93,14 +100,13 @@ class Core:
     Args:
         config: the broker's options.
         draw: returns an unpredictable number below 2**64.
-        now: seconds of a monotonic clock, as in every later call. All deadlines run on it, so it must
-            leave out time in which the broker did not run (`served`).
+        now: the core's clock, as in every later call.
         initial: names and shapes of the parameters the broker was given, if it was.
         resumption: what a checkpoint has, if the broker goes on from one; comes before `initial`.
-        machine_clock: seconds that go on while the broker stands still, for the lease of a hub that has
-            a standby. Without it that runs on `now`.
         term: how often the run's hub was replaced, where the checkpoint does not know it yet.
         moved_aside: names of the runs that this one replaces; their workers are refused.
+        gate: at a relay without parameters: who is let in.
+        before: at a relay, whose place it takes: orders, and that the run is over, hold on.
     """
 
     def __init__(
@@ -111,21 +117,25 @@ class Core:
         initial: InitialModel | None = None,
         resumption: Resumption | None = None,
         *,
-        machine_clock: Callable[[], float] | None = None,
         term: int = 0,
         moved_aside: frozenset[str] = frozenset(),
+        gate: Gate | None = None,
+        before: Core | None = None,
     ) -> None:
         model = RunModel(initial, moved_aside=moved_aside)
         self.state = state = RunState(config, draw, now, f"{draw():016x}", model)
         state.now = state.recovers_from = now
         self._story = Story()
         if config.standby:
-            state.standby = Watch(Lease(config.lease, machine_clock or (lambda: state.now), draw))
+            state.standby = Watch(Lease(config.lease, draw))
+        state.gate = gate
+        if before is not None:
+            state.orders, state.ending = before.state.orders, before.state.ending
         if resumption is not None:
             initial_model.resume(state, resumption)
         state.term = max(state.term, term)
 
-    def handle(self, event: events.Event, now: float) -> list[effects.Effect]:
+    def handle(self, event: events.Event, now: events.Now) -> list[effects.Effect]:
         """Take in one event. Returns the effects to carry out, in order.
 
         Raises InvariantBroken or CoreError for a mistake of ours; the text tells what came before it.
@@ -147,9 +157,13 @@ class Core:
         except ProtocolError as error:
             if not isinstance(event, events.Received):
                 raise
+            if asked_for:
+                text = f"a {event.message.kind} was refused when it had been taken in half: {error}"
+                raise InvariantBroken(text) from error
             asked_for.extend(refusals.refuse(state, event.route, event.message, error))
         asked_for.extend(close_if_due(state))
         asked_for.extend(ending.settle(state))
+        asked_for.extend(close_if_due(state))
         if state.stopping is not None:
             asked_for += stopping.finish_if_due(state, state.stopping)
         return asked_for
@@ -203,6 +217,8 @@ class Core:
         state.versions.check_invariants()
         state.submissions.check_invariants()
         state.data.check_invariants()
+        now, said = decision(state).why, state.decision.why
+        assert now and said and now.reason is said.reason, f"{now} is decided, and {said} was said"
         if state.round is None:
             return
         state.round.check_invariants()

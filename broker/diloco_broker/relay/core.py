@@ -23,6 +23,7 @@ from diloco_broker.core import events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules.joining import permissions
 from diloco_broker.core.rules.sites.told import PASSED_ON
+from diloco_broker.core.state.gate import Gate
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.submissions import Submission
 from diloco_broker.relay.commands import (
@@ -41,7 +42,6 @@ from diloco_broker.relay.commands import (
     Settle,
     Tell,
 )
-from diloco_broker.relay.first_model import FirstModel
 from diloco_broker.relay.report import Report
 from diloco_broker.relay.terms import config_of, push_of, resumption, why_not_here
 from diloco_broker.relay.unsettled import Unsettled
@@ -77,6 +77,8 @@ class Relay:
         wire_dtype: what its pushes travel in; None: in what those of the parent's run do.
     """
 
+    HAS_OWN_RUN = False  # what workers hold is of the site alone, and nothing for the parent
+
     def __init__(
         self,
         join: messages.Join,
@@ -93,11 +95,12 @@ class Relay:
         self._unsettled = Unsettled(join.worker_id)
         self.session: Session | None = None
         self.is_open = False  # the site has parameters, and lets workers in
-        self.site = Core(config, draw, now)  # until then nobody joins it
+        gate = Gate(parent, has_own_run=self.HAS_OWN_RUN)
+        self.site = Core(config, draw, now, gate=gate)  # until then nobody joins it
         self._join, self._draw = replace(join, workers=0), draw
         self._report = Report(parent, join.worker_id, now)
-        self._first = FirstModel(parent)
-        self.site.state.admit = self._first.admit
+        # While a worker here gives its parameters: by fragment, the push that they go up in.
+        self._wanted: dict[int, int] = {}
         self._flights: dict[int, messages.Push] = {}  # on their way, or in no version, by fragment
         # By fragment, a flight that the parent has refused: code, sentence, and when the site does
         # without it, newer version or not.
@@ -132,13 +135,28 @@ class Relay:
 
     @property
     def _waits_for_parent(self) -> bool:
-        return self.session is not None and not self.is_open and not self._first.is_asking
+        return self.session is not None and not self.is_open and not self._is_asking
+
+    @property
+    def _gate(self) -> Gate | None:
+        return self.site.state.gate
+
+    @property
+    def _is_asking(self) -> bool:
+        """Workers are let in, and one of them gives its parameters."""
+        return self._gate is not None and self._gate.is_open
+
+    @property
+    def _brought(self) -> Manifest | None:
+        """The model that a worker has brought, while there are no parameters."""
+        return None if self._gate is None else self._gate.brought
 
     def _puts_off(self, received: events.Received) -> Commands:
         """A worker whose model is long to describe is not asked for that each time that it asks."""
         try:
             permissions.check(received.peer, received.message)
-            error = self._first.wait
+            assert self._gate is not None
+            error = ProtocolError(Code.NO_MODEL, self._gate.wait)
         except ProtocolError as refusal:
             error = refusal
         retry = error.code == Code.NO_MODEL
@@ -201,7 +219,7 @@ class Relay:
                 yield from self._settles(released)
                 yield from self._delivered(effect, wires, now)
             case to_parent.PushOver(push_id, code, text):
-                self._first.is_over(push_id)
+                self._wanted = {f: each for f, each in self._wanted.items() if each != push_id}
                 if code is not None:
                     yield from self._is_refused(push_id, code, text, now)
             case to_parent.PrepareDonation(push_id, fragment):
@@ -234,12 +252,12 @@ class Relay:
         )
 
     def _is_turned_away(self, code: str, text: str) -> Commands:
-        if code != Code.MODEL_DIFFERS or self._first.brought is None:
+        if code != Code.MODEL_DIFFERS or self._brought is None:
             yield End(f"The parent at {self.parent} refuses this relay: {text}")
             return
         # That is the worker's fault who brought it; another may do better.
         self.session = None
-        self._first.is_refused(text)
+        yield Feed(events.ModelRefused(text))
         yield Say(f"The parent does not take the model of the first worker: {text}", True)
 
     def _is_asked(self, push_id: int, fragment: int, now: float) -> Commands:
@@ -249,8 +267,9 @@ class Relay:
         upload = session.uploads.by_id.get(push_id)
         if upload is None or upload.is_prepared:
             return  # what is held goes up, or what was given before
-        self._first.wanted[fragment] = push_id
-        if self._first.is_asking or self.is_open:
+        self._wanted[fragment] = push_id
+        gate = self._gate
+        if gate is None or gate.is_open:
             return
         try:
             config = config_of(self.config, session.terms.config)
@@ -258,7 +277,14 @@ class Relay:
             yield End(_MISFIT.format(error))
             return
         yield Say("The parent has no parameters: the relay asks a worker of its site for them.")
-        core = self._first.core_that_asks(config, session.terms, self._draw, now)
+        # Whoever may hold an earlier run was waited for by the parent.
+        core = Core(
+            replace(config, recover_wait=0.0),
+            self._draw,
+            now,
+            gate=replace(gate, is_open=True, plan=session.terms.plan),
+            before=self.site,
+        )
         yield from self._lives_on_as(core, session.terms, "The relay has a parent now.")
 
     def _takes_gift(self, now: float) -> Commands:
@@ -268,20 +294,21 @@ class Relay:
         terms = session.terms
         pushes: dict[int, int] = {}
         if model.is_done:
-            held = self._first.held_by(self.site)
+            held = held_by(self.site)
             yield from self._comes_back_with(held, terms)
         elif model.donation.donor is not None and model.donation.is_complete:
-            pushes, held = self._first.wanted, {}
+            pushes, held = self._wanted, {}
         else:
             return
-        self._first.wanted, self._first.is_asking = {}, False
+        self._wanted = {}
         yield HandUp(pushes, tuple(held))
         for push_id in pushes.values():
             yield Tell(of_parent.Prepared(push_id))
         if held:
             yield Tell(of_parent.Start())
-        core = Core(self.config, self._draw, now)
-        core.state.admit = self._first.admit
+        assert self._gate is not None
+        gate = replace(self._gate, is_open=False, plan=())
+        core = Core(self.config, self._draw, now, gate=gate, before=self.site)
         text = "The relay hands parameters up; workers are let in when its parent has them."
         yield from self._lives_on_as(core, terms, text)
 
@@ -295,7 +322,7 @@ class Relay:
         yield Tell(of_parent.Resume(terms, held))
 
     def _connects(self) -> Commands:
-        self.session = Session(replace(self._join, manifest=self._first.brought), self._draw)
+        self.session = Session(replace(self._join, manifest=self._brought), self._draw)
         yield Connect(self.session)
 
     def _delivered(self, effect: to_parent.Deliver, wires: Any, now: float) -> Commands:
@@ -427,9 +454,9 @@ class Relay:
         self._over.clear()
         self._missing.clear()
         self._is_back = False
-        self._first = FirstModel(self.parent, session.manifest)
+        self._wanted = {}
         text = f"The relay begins anew: {why}." if why else "The relay has the run's parameters."
-        core = Core(config, self._draw, now, resumption=found)
+        core = Core(config, self._draw, now, resumption=found, before=self.site)
         yield from self._lives_on_as(core, terms, text)
 
     def _resumption(self, manifest: Manifest, terms: Terms) -> Resumption:
@@ -438,8 +465,6 @@ class Relay:
     def _lives_on_as(self, core: Core, terms: Terms, text: str) -> Commands:
         """Another core takes the place of the site's; its workers come back to that."""
         before, self.site = self.site, core
-        # What an operator has asked for, and that the run is over, holds in this life, too.
-        core.state.orders, core.state.ending = before.state.orders, before.state.ending
         self._wire_dtype = self._asked_wire_dtype or terms.config.wire_dtype
         yield Begin(core, terms.layout, self._wire_dtype)
         for member in before.state.members:
@@ -451,13 +476,15 @@ class Relay:
 
     def tick(self, now: float) -> Commands:
         """Time has passed: the parent hears how many are here, the site what is trained with."""
-        if self.session is None and self._first.brought is not None:
+        if self.session is None and self._brought is not None:
             yield from self._connects()
             yield Tell(of_parent.Start())
-        if self._first.is_asking:
+        if self._is_asking:
             yield from self._takes_gift(now)
         session, state = self.session, self.site.state
-        self._report.look(state, session, now, is_under_way=bool(self._flights))
+        seen = self._report.look(session, now, is_under_way=bool(self._flights))
+        if seen != state.parent:
+            yield Feed(seen)
         if session is None or session.join is None or not self.is_open:
             return
         if self._is_back and state.closing is None:
@@ -505,3 +532,13 @@ class Relay:
     def progress(self) -> messages.Heartbeat:
         """How the site does, for the parent; the session is filled in when it is sent."""
         return self._report.beat(self.site.state)
+
+
+def held_by(site: Core) -> dict[int, Held]:
+    """By fragment, the versions of an earlier run that workers of the site have given whole."""
+    versions = dict(enumerate(site.state.versions.fragments))
+    return {
+        fragment: Held(each.version, each.ledger)
+        for fragment, each in versions.items()
+        if each.version is not None
+    }

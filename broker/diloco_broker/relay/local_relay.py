@@ -38,6 +38,8 @@ def run_of(run: str, site: str) -> str:
 class LocalRelay(Relay):
     """See the head of this module; `every` is K, the others are as of `Relay`."""
 
+    HAS_OWN_RUN = True
+
     def __init__(
         self,
         every: int,
@@ -51,7 +53,6 @@ class LocalRelay(Relay):
     ) -> None:
         super().__init__(join, config, draw, now, parent=parent, wire_dtype=wire_dtype)
         self._account = Account(every)
-        self._first.has_own_run = True
 
     def averaged(self) -> Commands:
         """The site has taken a step of its own; after each K-th it has gone far enough."""

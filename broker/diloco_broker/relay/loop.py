@@ -19,7 +19,6 @@ from diloco_broker.relay.local_relay import LocalRelay
 from diloco_broker.relay.local_rounds import LocalOuter
 from diloco_broker.relay.tensors import RelayTensors
 from diloco_broker.relay.uplink import Uplink
-from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.loop import Loop
 from diloco_broker.shell.tensor_work import Tensors
 from diloco_broker.storage.checkpoint_format import Checkpoint
@@ -84,8 +83,7 @@ class RelayLoop(Loop):
     def _follow(self, site: Core) -> None:
         """This core is the site's from now on."""
         self.core = site
-        self._introduce(site)
-        self._executor = Executor(site, self.now, self)
+        self._executor = self._executor_of(site)
         self.onlookers.follow(site.state)
 
     def run(self) -> None:

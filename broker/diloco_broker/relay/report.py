@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from diloco_broker.core.events import Parent
 from diloco_broker.core.rules import orders
 from diloco_broker.core.rules.sites import listing
-from diloco_broker.core.state.run import Parent, RunState
+from diloco_broker.core.state.run import RunState
 from diloco_protocol.messages import Behind, Heartbeat, Reply
 from diloco_worker.core.session import Session
 
@@ -32,10 +33,8 @@ class Report:
         self._told: tuple[tuple[Behind, ...], tuple[Reply, ...]] = ((), ())
         self._looked_at = -math.inf
 
-    def look(
-        self, state: RunState, session: Session | None, now: float, *, is_under_way: bool
-    ) -> None:
-        """How it stands with the parent is shown with the site's state from now on."""
+    def look(self, session: Session | None, now: float, *, is_under_way: bool) -> Parent:
+        """How it stands with the parent: shown with the site's state."""
         is_here = session is not None and session.connection.is_joined
         if is_here:
             self._lost_at = None
@@ -45,7 +44,7 @@ class Report:
             self._offered_at = None
         elif self._offered_at is None:
             self._offered_at = now
-        state.parent = Parent(self._address, self._name, self._lost_at, self._offered_at)
+        return Parent(self._address, self._name, self._lost_at, self._offered_at)
 
     def has_news(self, state: RunState, now: float) -> bool:
         """Is there something that the parent should hear before the next heartbeat is due?"""

@@ -20,9 +20,14 @@ from diloco_broker.core.effects import (
     Route,
     Send,
 )
-from diloco_broker.core.events import Event, PeerGone
+from diloco_broker.core.events import Event, Now, PeerGone, Split
 from diloco_broker.core.machine import Core
+from diloco_protocol.errors import UsageError
+from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Ack
+
+# The fragment of each tensor of a model; raises UsageError for one that cannot be split so.
+SplitOf = Callable[[Manifest], tuple[int, ...]]
 
 
 class TensorPort(Protocol):
@@ -93,14 +98,17 @@ class Acks:
 class Executor:
     """Hands events to the core and carries out the effects, in order.
 
-    Acknowledgements are gathered until `acknowledge` is called, or until something else is sent. `clock`
-    returns the seconds that the core's deadlines run on.
+    Acknowledgements are gathered until `acknowledge` is called, or until something else is sent. `split`
+    is the user's function that splits the model, where there is one.
     """
 
-    def __init__(self, core: Core, clock: Callable[[], float], ports: Ports) -> None:
+    def __init__(
+        self, core: Core, clock: Callable[[], Now], ports: Ports, split: SplitOf | None = None
+    ) -> None:
         self._core = core
         self._clock = clock
         self._ports = ports
+        self._split_of = split
         self._acks = Acks()
         self._pending: deque[Event] = deque()
 
@@ -129,6 +137,8 @@ class Executor:
                 if effect.payload is None:  # chunks go over a connection of their own
                     self._send_acks()
                 self._send(effect)
+            case effects.SplitModel():
+                self._pending.append(self._split(effect))
             case effects.Disconnect(route):
                 ports.disconnect(route)
             case effects.Save():
@@ -143,6 +153,13 @@ class Executor:
                 ports.write(effect)
             case _:
                 ports.tensors.add(effect)
+
+    def _split(self, asked: effects.SplitModel) -> Split:
+        assert self._split_of is not None
+        try:
+            return Split(asked, self._split_of(asked.manifest))
+        except UsageError as error:
+            return Split(asked, error=str(error))
 
     def _send_acks(self) -> None:
         for send in self._acks.take():

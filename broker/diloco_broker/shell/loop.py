@@ -129,7 +129,6 @@ class Loop:
                 self.now(),
                 model_file.describe(initial),
                 self.tensors.resumption,
-                machine_clock=clock,
                 term=term,
                 moved_aside=self._runs_to_move_aside(config),
             )
@@ -151,15 +150,21 @@ class Loop:
                     lock, config.keep, self.sockets.wake, self._pieces.spared
                 )
                 opened.callback(self._writer.close)
-            self._introduce(self.core)
-            state = self.core.state
-            state.has_own_optimizer = has_own
-            state.own_split = split
-            self.onlookers = Onlookers(state, self.now, self._figures, self.sockets.publish)
+            self._surroundings = events.Surroundings(
+                feed_address=self.sockets.feed_address,
+                own_address=self.sockets.own_address,
+                bound=self.sockets.address,
+                memory_bytes=memory_bytes(),
+                has_own_optimizer=has_own,
+                has_own_split=split is not None,
+            )
+            self.onlookers = Onlookers(
+                self.core.state, self.now, self._figures, self.sockets.publish
+            )
             opened.callback(self._close_onlookers)
             self._opened = opened.pop_all()
         self._strangers = Strangers()
-        self._executor = Executor(self.core, self.now, self)
+        self._executor = self._executor_of(self.core, split)
         self._is_finished = False  # the core has nothing left to do
         self._next_tick = self._next_feed = 0.0
         self._rests = False
@@ -192,13 +197,12 @@ class Loop:
     ) -> Tensors:
         return TensorExecutor(config, make_outer(config, factory), initial, found)
 
-    def _introduce(self, core: Core) -> None:
-        """Tell a core what it has to know of its shell."""
-        state = core.state
-        state.feed_address = self.sockets.feed_address
-        state.own_address = self.sockets.own_address
-        state.bound = self.sockets.address
-        state.memory_bytes = memory_bytes()
+    def _executor_of(self, core: Core, split: own_plan.Split | None = None) -> Executor:
+        """What carries out the effects of this core, which knows then where it is."""
+        split_of = None if split is None else lambda manifest: split(manifest).numbers(manifest)
+        executor = Executor(core, self.now.both, self, split_of)
+        executor.feed(self._surroundings)
+        return executor
 
     # Life.
 
@@ -369,7 +373,7 @@ class Loop:
             if not isinstance(message, Heartbeat):
                 self._busy_at = self.now()
             if isinstance(message, Control):
-                self.core.state.outer_groups = self.tensors.outer_groups()
+                self._look_at_outer()
             if isinstance(message, Control) and message.action == "status":
                 self._answer_status(route, message)
             else:
@@ -400,6 +404,12 @@ class Loop:
                 self._executor.acknowledge()
             for event in self.tensors.do_some(state.model.layout):
                 self._executor.feed(event)
+
+    def _look_at_outer(self) -> None:
+        """The settings of the user's optimizer are its own, so they are looked at."""
+        groups = self.tensors.outer_groups()
+        if groups != self.core.state.outer_groups:
+            self._executor.feed(events.OuterGroups(groups))
 
     # What effects come to.
 
@@ -499,7 +509,7 @@ class Loop:
 
     def _publish(self) -> None:
         with self.onlookers.failures.caught("feed"):
-            self.core.state.outer_groups = self.tensors.outer_groups()
+            self._look_at_outer()
         self.onlookers.publish()
         if self.core.state.model.is_done:
             self.tensors.forget_sources()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from diloco_broker.core.events import Now
+
 # After more than this between two looks at the clock the broker stood still: a turn of the loop takes
 # milliseconds and waits for a tenth of a second at most. So much of it counts.
 LONGEST_S = 0.5
@@ -39,6 +41,11 @@ class ServedTime:
         if lost >= WORTH_SAYING_S:
             self._unsaid += lost
         return reading - self._left_out
+
+    def both(self) -> Now:
+        """This clock and that of the machine, at the same moment."""
+        served = self()
+        return Now(served, self._looked_at)
 
     def stood_still(self) -> float:
         """Seconds that were left out since this was asked last; 0 where they are not worth saying."""

@@ -147,6 +147,22 @@ def _named(snapshot: Snapshot, what: str, ids: Sequence[str]) -> str:
     return f"{what}: {names([titles.get(name, name) for name in ids])}"
 
 
+_WAITS = {
+    "grace": "others have some time left",
+    "parent": "waits for a version of the parent",
+    "closing": "is closing",
+}
+
+
+def _why(snapshot: Snapshot) -> str:
+    """What the round waits for, but for pushes: of these the row names those that are missing."""
+    why = snapshot.why
+    if why is None or why.reason not in _WAITS:
+        return ""
+    left = "" if why.left_s is None else f", {duration(why.left_s)} left"
+    return f"{_WAITS[why.reason]} for {duration(why.since_s)}{left}"
+
+
 def _not_listed(snapshot: Snapshot) -> str:
     left = sum(map(tree.not_listed, snapshot.workers))
     return f"{left} downstream of relays not listed" if left else ""
@@ -472,6 +488,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("round.floor", "Least contributions", "Workers below which the round stays open.",
         row="round", unit="workers",
         say=_of_round(lambda _, now: f"needs {now.floor}" if now.floor else "")),
+    Field("why.reason", "Waits for", "What the round waits for, and for how long.", "text",
+        row="round", say=_of_round(lambda s, _: _why(s))),
 
     Field("counts.alive", "Workers alive", "Workers that are alive.",
         row="workers", phrase="{} alive", unit="workers", metric="workers_alive"),

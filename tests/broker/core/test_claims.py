@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco_broker.core.events import Surroundings
 from diloco_broker.core.rules.joining.room import bytes_per_parameter
 from diloco_broker.core.rules.reducers.streaming import MOST_PUSHES
 from diloco_broker.core.state import model_source
@@ -57,7 +58,7 @@ def test_bytes_of_a_parameter_are_what_the_options_ask_for(
 
 def test_model_may_be_as_large_as_there_is_memory_for() -> None:
     stage = a_stage(reply_dtype="bf16")
-    stage.state.memory_bytes = 8 * CHUNK_ELEMENTS * 14
+    stage.happens(Surroundings(memory_bytes=8 * CHUNK_ELEMENTS * 14))
     assert not is_taken(stage, 9)
     assert "14.0 bytes" in stage.puppets["a"].error().text
     assert is_taken(stage, 7)
@@ -66,7 +67,7 @@ def test_model_may_be_as_large_as_there_is_memory_for() -> None:
 def test_frozen_parameters_need_room_for_their_values_only() -> None:
     stage = a_stage(reply_dtype="bf16")
     base = TensorEntry("base", (7 * CHUNK_ELEMENTS,), "float32", Kind.FROZEN)
-    stage.state.memory_bytes = CHUNK_ELEMENTS * (14 + 7 * 6)
+    stage.happens(Surroundings(memory_bytes=CHUNK_ELEMENTS * (14 + 7 * 6)))
     manifest = a_manifest(1, base=base)
     assert stage.worker("a").joins(manifest=manifest).last(Welcome) is not None
 
@@ -74,13 +75,13 @@ def test_frozen_parameters_need_room_for_their_values_only() -> None:
 @pytest.mark.parametrize("memory", [None, 1])
 def test_any_model_is_taken_where_nobody_bounds_it(memory: int | None) -> None:
     stage = a_stage(max_parameters=None if memory is None else 0)
-    stage.state.memory_bytes = memory
+    stage.happens(Surroundings(memory_bytes=memory))
     assert is_taken(stage, 500)
 
 
 def test_model_of_the_run_is_not_measured_again() -> None:
     stage, _ = alone()
-    stage.state.memory_bytes = 1
+    stage.happens(Surroundings(memory_bytes=1))
     assert stage.worker("b").joins().last(Welcome) is not None
 
 

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.events import Received
+from diloco_broker.core.events import Received, Surroundings
 from diloco_broker.core.rules.joining.descriptions import (
     AT_A_TIME,
     GOES_ON_WITHIN_S,
@@ -151,7 +151,7 @@ def test_worker_whose_description_stood_still_may_join_again(stage: Stage) -> No
 
 
 def test_described_model_that_has_no_room_is_refused_as_a_join(stage: Stage) -> None:
-    stage.state.memory_bytes = 1
+    stage.happens(Surroundings(memory_bytes=1))
     route = asks(stage, "a")
     describes(stage, route, *PIECES)
     refused = told(stage, route)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.effects import Send
-from diloco_broker.core.events import Received, Tick
+from diloco_broker.core.events import Now, Received, Tick
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_broker.core.rules.standby import fence
@@ -200,15 +200,13 @@ def test_every_mode_passes_the_fence(options: dict[str, Any]) -> None:
 
 
 def test_time_in_which_the_broker_stood_still_counts() -> None:
-    now = [100.0]
     config = a_config(1, standby=True, lease=L)
-    core = Core(config, iter(range(1000)).__next__, 0.0, machine_clock=lambda: now[0])
-    (sent,) = core.handle(Received(b"s", Promise("sb", 5)), 0.0)
+    core = Core(config, iter(range(1000)).__next__, 0.0)
+    (sent,) = core.handle(Received(b"s", Promise("sb", 5)), Now(0.0, 100.0))
     assert isinstance(sent, Send) and isinstance(sent.message, messages.Lease)
-    core.handle(Received(b"s", Promise("sb", 5, sent.message.stamp)), 0.0)
+    core.handle(Received(b"s", Promise("sb", 5, sent.message.stamp)), Now(0.0, 100.0))
     assert fence.may_release(core.state)
-    now[0] += L + 0.01
-    core.handle(Tick(), 0.0)
+    core.handle(Tick(), Now(0.0, 100.0 + L + 0.01))
     assert not fence.may_release(core.state)
 
 
@@ -453,12 +451,11 @@ def test_strangers_have_no_vote() -> None:
 
 
 def test_a_lease_runs_from_its_stamp() -> None:
-    now = [0.0]
-    lease = Lease(L, lambda: now[0], iter(range(100)).__next__)
+    lease = Lease(L, iter(range(100)).__next__)
     stamp = lease.stamp()
-    now[0] = 2.0
+    lease.now = 2.0
     lease.promised(stamp)
     assert lease.ends_at == L
-    now[0] = L
+    lease.now = L
     lease.promised(stamp)
     assert not lease.holds

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import Received, Tick
+from diloco_broker.core.events import Received, Surroundings, Tick
 from diloco_broker.core.rules.joining.admission import CONTEST_S
 from diloco_broker.core.rules.liveness import BACK_WITHIN_S
 from diloco_broker.shell.served_time import COUNTED_S, LONGEST_S, WORTH_SAYING_S, ServedTime
@@ -143,7 +143,7 @@ def test_long_step_of_a_torch_optimizer_is_named_where_it_can_be_the_cause(
     has_own_optimizer: bool,
 ) -> None:
     stage, _ = a_run("a")
-    stage.state.has_own_optimizer = has_own_optimizer
+    stage.happens(Surroundings(has_own_optimizer=has_own_optimizer))
     stage.stands_still(7.0)
     (text,) = stage.said("stood still")
     assert ("a step of its torch optimizer took that long" in text) == has_own_optimizer

@@ -6,7 +6,7 @@ import pytest
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Send
-from diloco_broker.core.events import Received
+from diloco_broker.core.events import Now, Received
 from diloco_broker.core.state import probes
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import pack, unpack
@@ -21,7 +21,7 @@ def stage() -> Stage:
 
 def answer(stage: Stage, message: Message, payload: bytes | None = None) -> Send:
     """What somebody who has not joined is sent."""
-    sent = stage.core.handle(Received(b"doctor", message, payload), stage.now)
+    sent = stage.core.handle(Received(b"doctor", message, payload), Now.both(stage.now))
     (only,) = [each for each in sent if isinstance(each, Send)]
     return only
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import Stop
+from diloco_broker.core.events import OuterGroups, Stop, Surroundings
 from diloco_broker.core.state.update import Phase
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.messages import Notice
@@ -125,8 +125,8 @@ def test_schedules_are_set_like_any_setting_and_count_from_the_beginning_of_the_
 
 def test_torch_optimizer_takes_a_schedule_of_its_learning_rate_and_no_warm_up() -> None:
     stage, _ = a_run("a")
-    stage.state.has_own_optimizer = True
-    stage.state.outer_groups = (OuterGroup(0.1, 0.9), OuterGroup(0.1, 0.5))
+    stage.happens(Surroundings(has_own_optimizer=True))
+    stage.happens(OuterGroups((OuterGroup(0.1, 0.9), OuterGroup(0.1, 0.5))))
     assert not stage.asks("set", outer_momentum_warmup="linear:10").ok
     assert stage.asks("set", outer_lr_schedule="linear:1:0.5").ok
     shown = stage.shown()
@@ -136,8 +136,8 @@ def test_torch_optimizer_takes_a_schedule_of_its_learning_rate_and_no_warm_up() 
 @pytest.mark.parametrize(("momentum", "ok"), [(0.9, True), (None, False)])
 def test_torch_optimizer_without_a_momentum_refuses_one(momentum: float | None, ok: bool) -> None:
     stage, _ = a_run("a")
-    stage.state.has_own_optimizer = True
-    stage.state.outer_groups = (OuterGroup(0.1, 0.9), OuterGroup(0.1, momentum))
+    stage.happens(Surroundings(has_own_optimizer=True))
+    stage.happens(OuterGroups((OuterGroup(0.1, 0.9), OuterGroup(0.1, momentum))))
     assert stage.asks("set", outer_momentum=0.5).ok is ok
     assert stage.asks("set", outer_lr=0.5).ok
     assert [group.lr for group in stage.state.outer_groups] == [0.5, 0.5]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from diloco_broker.core import events
+from diloco_broker.core.events import Parent
 from diloco_broker.core.feed import MOST_LISTED, round_line
 from diloco_broker.core.rules import orders
 from diloco_broker.core.rules.sites import listing
-from diloco_broker.core.state.run import Parent
 from diloco_protocol.messages import (
     MOST_BEHIND,
     MOST_LEVELS,

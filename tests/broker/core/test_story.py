@@ -76,8 +76,10 @@ def test_story_stays_small_whatever_happens() -> None:
     b.begins(2)
     again = Push(b.token(), 2, 0, CHUNKS, "fp32", base=stage.version())
     for _ in range(2 * KEPT):
-        stage.core.handle(events.Received(b.control, again), stage.now)
-        stage.core.handle(events.Malformed(b"x" * 5, "bad_header", "z" * 10_000), stage.now)
+        stage.core.handle(events.Received(b.control, again), events.Now.both(stage.now))
+        stage.core.handle(
+            events.Malformed(b"x" * 5, "bad_header", "z" * 10_000), events.Now.both(stage.now)
+        )
     text = broken_by(stage, "b")
     assert len(text) < 5000 and "zzz" not in text
 
@@ -107,7 +109,9 @@ def test_story_keeps_nothing_that_a_stranger_sends() -> None:
                 Pull(0, session=session),
                 Heartbeat(session, 1),
             ):
-                stage.core.handle(events.Received(b"stranger", message, None), stage.now)
+                stage.core.handle(
+                    events.Received(b"stranger", message, None), events.Now.both(stage.now)
+                )
         gc.collect()
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:

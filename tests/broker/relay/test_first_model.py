@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-import pytest
-
+from diloco_broker.core.events import ModelRefused
+from diloco_broker.core.state.gate import Gate
 from diloco_broker.core.state.model_source import DONOR_PATIENCE_S
-from diloco_broker.relay.first_model import FirstModel
+from diloco_broker.relay.core import held_by
 from diloco_protocol.errors import Code
+from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Welcome
-from diloco_worker.core.compatibility import Terms, cut
-from kit.core_harness import Stage, a_config, a_manifest, a_stage, layered
+from kit.core_harness import Stage, a_config, a_manifest, layered
 from kit.restarts import holding
 
 PARENT = "tcp://hub:8512"
 
 
-def a_site(first: FirstModel, *, asks: bool) -> Stage:
-    stage = a_stage(2, chunks=2)
-    stage.state.admit = first.admit
+def a_site(*, asks: bool = False, has_own_run: bool = False) -> Stage:
+    gate = Gate(PARENT, is_open=asks, has_own_run=has_own_run)
     if asks:
-        first.brought, first.is_asking = stage.manifest, True
-    return stage
+        gate.brings(a_manifest(2))
+    return Stage(a_config(2), a_manifest(2), gate=gate)
+
+
+def brought(site: Stage) -> Manifest | None:
+    found: Manifest | None = site.state.gate.brought
+    return found
 
 
 def test_workers_wait_for_the_parent_and_the_first_brings_the_model() -> None:
-    first = FirstModel(PARENT)
-    site = a_site(first, asks=False)
+    site = a_site()
     a = site.worker("a").joins()
     other = site.worker("b").joins(manifest=a_manifest(4))
     for each in (a, other):
         assert (each.error().code, each.error().retry) == (Code.NO_MODEL, True)
         assert PARENT in each.error().text
-    assert first.brought == a_manifest(2)
+    assert brought(site) == a_manifest(2)
 
 
 def test_model_that_the_parent_does_not_take_is_refused_and_the_next_is_brought() -> None:
-    first = FirstModel(PARENT)
-    site = a_site(first, asks=False)
+    site = a_site()
     wrong = site.worker("a").joins()
-    first.is_refused("The worker's model differs.")
+    site.happens(ModelRefused("The worker's model differs."))
     assert not wrong.joins().error().retry
     assert wrong.error().text == "The worker's model differs."
     site.worker("b").joins(manifest=a_manifest(4))
-    assert first.brought == a_manifest(4)
+    assert brought(site) == a_manifest(4)
 
 
 def test_site_that_is_asked_begins_no_run_of_its_own() -> None:
-    site = a_site(FirstModel(PARENT), asks=True)
+    site = a_site(asks=True)
     a = site.worker("a").joins()
     assert a.asked_for == [0]
     a.donates()
@@ -57,7 +59,7 @@ def test_site_that_is_asked_begins_no_run_of_its_own() -> None:
 
 
 def test_donor_that_stands_still_is_passed_over() -> None:
-    site = a_site(FirstModel(PARENT), asks=True)
+    site = a_site(asks=True)
     a, b = site.worker("a").joins(), site.worker("b").joins()
     a.donates(indexes=[0])
     for _ in range(int(DONOR_PATIENCE_S) + 2):
@@ -70,7 +72,7 @@ def test_donor_that_stands_still_is_passed_over() -> None:
 
 
 def test_worker_with_another_model_is_refused_while_the_site_is_asked() -> None:
-    site = a_site(FirstModel(PARENT), asks=True)
+    site = a_site(asks=True)
     odd = site.worker("odd").joins(manifest=a_manifest(4))
     assert odd.error().code == Code.MODEL_DIFFERS
     assert "weight" in odd.error().text
@@ -78,8 +80,7 @@ def test_worker_with_another_model_is_refused_while_the_site_is_asked() -> None:
 
 
 def test_run_that_a_worker_holds_comes_before_what_a_newcomer_gives() -> None:
-    first = FirstModel(PARENT)
-    site = a_site(first, asks=True)
+    site = a_site(asks=True)
     site.worker("new").joins()
     held = holding(10)
     holder = site.worker("a").comes_with(held)
@@ -88,35 +89,20 @@ def test_run_that_a_worker_holds_comes_before_what_a_newcomer_gives() -> None:
     assert site.state.model.is_done
     there = held[0]
     assert there is not None
-    found = first.held_by(site.core)
+    found = held_by(site.core)
     assert found.keys() == {0}
     assert (found[0].version, found[0].ledger) == (there.version, there.ledger)
 
 
 def test_run_of_a_site_alone_never_goes_up() -> None:
-    first = FirstModel(PARENT, has_own_run=True)
-    site = a_site(first, asks=True)
+    site = a_site(asks=True, has_own_run=True)
     holder = site.worker("a").comes_with(holding(10))
     assert holder.error().code == Code.NO_MODEL
     assert site.worker("new").joins().asked_for == [0]
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_site_that_is_asked_cuts_the_model_as_its_parent_does(pieces: int) -> None:
-    manifest = layered(3)
-    plan = () if pieces == 1 else (2, 0, 1)
-    config = a_config(num_fragments=pieces, sync_every=12)
-    layout = cut(manifest, config.run_config, plan)
-    first = FirstModel(PARENT, manifest)
-    numbers = iter(range(100))
-    terms = Terms(config.run_config, plan, layout)
-    core = first.core_that_asks(config, terms, lambda: next(numbers), 0.0)
-    assert first.is_asking
-    assert core.state.config.recover_wait == 0
-    assert core.state.plan_of(manifest).numbers(manifest) == (plan or (0, 0, 0))
-
-
-def test_donation_that_is_over_is_not_waited_for() -> None:
-    first = FirstModel(PARENT, wanted={0: 7, 1: 8})
-    first.is_over(7)
-    assert first.wanted == {1: 8}
+def test_site_that_is_asked_cuts_the_model_as_its_parent_does() -> None:
+    plan = (2, 0, 1)
+    gate = Gate(PARENT, is_open=True, plan=plan)
+    site = Stage(a_config(num_fragments=3, sync_every=12), layered(3), gate=gate)
+    assert site.worker("a").joins().got(Welcome).plan == plan

@@ -8,7 +8,7 @@ it closes with the push that has been whole longest, `--grace` seconds after tha
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -35,12 +35,14 @@ class Why:
     Attributes:
         workers: whose pushes are missing, in the order of names.
         needed: pushes, or workers, that are missing at least.
+        since: from when on this has been the reason (run time).
         until: when the wait ends at the latest (run time); None where only an event ends it.
     """
 
     reason: Reason
     workers: tuple[str, ...] = ()
     needed: int = 0
+    since: float = 0.0
     until: float | None = None
 
 
@@ -89,24 +91,30 @@ class Decision:
     def closes(self) -> bool:
         return self.why is None
 
+    def after(self, before: Decision) -> Decision:
+        """The same, where the decision before it had the same reason perhaps, for some time."""
+        if self.why is None or before.why is None or self.why.reason is not before.why.reason:
+            return self
+        return Decision(replace(self.why, since=before.why.since))
+
 
 def decide(tally: Tally | None, limits: Limits, now: float) -> Decision:
-    """Whether the open round closes at this moment (run time). Without a tally there is no open round."""
+    """Whether the open round closes at this moment (run time). Without a tally none is open."""
     return Decision(_why_not(tally, limits, now))
 
 
 def _why_not(tally: Tally | None, limits: Limits, now: float) -> Why | None:
     if limits.held is not None:
-        return Why(limits.held)
+        return Why(limits.held, since=now)
     if tally is None:
-        return Why(Reason.PARAMETERS)
+        return Why(Reason.PARAMETERS, since=now)
     needed, missing = max(1, limits.floor) - len(tally.here), tuple(sorted(tally.missing))
     if needed > 0:
-        lacks_workers = tally.may_come < limits.floor
-        return Why(Reason.WORKERS if lacks_workers else Reason.PUSHES, missing, needed)
+        reason = Reason.WORKERS if tally.may_come < limits.floor else Reason.PUSHES
+        return Why(reason, missing, needed, since=now)
     if tally.is_complete:
         return None
     if tally.enough_at is None:
-        return Why(Reason.PUSHES, missing)
+        return Why(Reason.PUSHES, missing, since=now)
     until = tally.enough_at + limits.grace_s
-    return Why(Reason.GRACE, missing, until=until) if now < until else None
+    return Why(Reason.GRACE, missing, since=tally.enough_at, until=until) if now < until else None

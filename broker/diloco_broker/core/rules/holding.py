@@ -23,21 +23,24 @@ The lease itself runs on the clock of the machine.
 
 from __future__ import annotations
 
+from diloco_broker.core.events import Now
 from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.run import RunState
 
 
 def is_held(state: RunState) -> bool:
-    """Looks at the lease's clock: the answer holds for this moment."""
+    """As of the event at hand."""
     return state.paused_at is not None or fence.holds_rounds(state)
 
 
-def advance(state: RunState, now: float) -> None:
-    """The core's clock goes on, and the run's with it unless the run is held.
+def advance(state: RunState, now: Now) -> None:
+    """The clocks go on, and the run's with them unless the run is held.
 
     A pause and a lease begin with an event, so what is so now has been so since the last event. A lease
     that has lapsed since then counts as lapsed from that event on.
     """
-    elapsed, state.now = now - state.now, now
+    if state.standby is not None:
+        state.standby.lease.now = now.machine
+    elapsed, state.now = now.core - state.now, now.core
     if is_held(state):
         state.held_s += elapsed

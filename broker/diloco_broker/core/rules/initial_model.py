@@ -262,7 +262,7 @@ def _waits_to_begin(state: RunState) -> bool:
     """Are the parameters of a new run whole? A relay's are its parent's affair."""
     donation = state.model.donation
     is_old = any(i.push is not None and i.push.base is not None for i in donation.intakes.values())
-    return bool(donation.wanted) and donation.is_complete and not is_old and state.admit is None
+    return bool(donation.wanted) and donation.is_complete and not is_old and state.gate is None
 
 
 def _begin_run(state: RunState) -> effects.Effects:

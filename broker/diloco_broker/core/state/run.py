@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
+from diloco_broker.core.events import Parent, Surroundings
 from diloco_broker.core.rounds.decision import Decision, Reason, Why
 from diloco_broker.core.state.absences import Absences
 from diloco_broker.core.state.data_sets import DataSets
 from diloco_broker.core.state.flights import Flight
+from diloco_broker.core.state.gate import Gate
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import RunModel
 from diloco_broker.core.state.orders import Order
@@ -25,8 +27,7 @@ from diloco_broker.core.state.versions import VersionStore
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.description import DescriptionInProgress
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.fragments import OWN, FragmentPlan
-from diloco_protocol.manifest import Manifest
+from diloco_protocol.fragments import OWN
 from diloco_protocol.messages import Join, Notice, Push, Released, RunConfig
 from diloco_protocol.version import VersionId
 
@@ -133,18 +134,6 @@ class SiteAway:
     at: float
     workers: int
     names: frozenset[str] = frozenset()  # its workers, as far as it told, that are nowhere else
-
-
-@dataclass
-class Parent:
-    """How a relay stands with its parent. Times are the core's clock."""
-
-    address: str
-    name: str  # of the relay there
-    lost_at: float | None = None  # since when it is not there; None while it is
-    offered_at: float | None = (
-        None  # when the site's push began its way up, None while there is none
-    )
 
 
 @dataclass(frozen=True)
@@ -259,28 +248,19 @@ class RunState:
     refused: Counter[str] = field(default_factory=Counter)  # work that was refused, by code
     refusals: Refusals = field(default_factory=Refusals)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
-    feed_address: str | None = None
-    # A socket file for workers of this machine, and what is bound for those who come over TCP.
-    own_address: str | None = None
-    bound: str | None = None
+    surroundings: Surroundings = field(default_factory=Surroundings)
     # At a hub that has a standby: the lease without which nothing is released.
     standby: Watch | None = None
     term: int = 0  # how often the run's hub was replaced by a standby
     # From when on workers are waited for that may hold newer versions (run time).
     recovers_from: float = 0.0
-    memory_bytes: int | None = None  # that the broker may use; None where nobody knows
-    has_own_optimizer: bool = False  # the outer optimizer is one of torch's, made by a factory
-    # The groups of it, over all fragments; empty before it is made.
+    # Of the user's outer optimizer, over all fragments; empty before it is made.
     outer_groups: tuple[OuterGroup, ...] = ()
     # Settings of it that an operator has asked for, until the next version is begun.
     wanted_outer: dict[str, float] = field(default_factory=dict)
     # Versions of asynchronous mode that the log has no line of yet.
     untold: UntoldVersions = field(default_factory=UntoldVersions)
-    # Splits a model as the user says, instead of a pattern; may raise UsageError.
-    own_split: Callable[[Manifest], FragmentPlan] | None = None
-    # At a relay without parameters: raises ProtocolError for who cannot be let in yet. No run begins
-    # here; what a newcomer gives is for the parent.
-    admit: Callable[[Join, Manifest], None] | None = None
+    gate: Gate | None = None  # at a relay without parameters: who is let in before they are there
 
     @property
     def run_time(self) -> float:
@@ -292,15 +272,15 @@ class RunState:
         return self.config.run_config
 
     @property
+    def has_own_optimizer(self) -> bool:
+        """The outer optimizer is one of torch's, made by the user's factory."""
+        return self.surroundings.has_own_optimizer
+
+    @property
     def fragment_pattern(self) -> str:
         """How the model is split, for people: the pattern, or "own"."""
-        return self.config.fragment_pattern if self.own_split is None else OWN
-
-    def plan_of(self, manifest: Manifest) -> FragmentPlan:
-        """Split a model; raises UsageError where it cannot be, naming what is wrong."""
-        if self.own_split is not None:
-            return self.own_split(manifest)
-        return FragmentPlan.of(manifest, self.config.num_fragments, self.config.fragment_pattern)
+        is_own = self.surroundings.has_own_split or (self.gate is not None and self.gate.plan)
+        return OWN if is_own else self.config.fragment_pattern
 
     def reject(self, worker_id: str, code: str, text: str) -> None:
         self.totals.rejected += 1

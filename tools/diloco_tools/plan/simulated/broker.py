@@ -66,7 +66,7 @@ class Broker:
         shapes = {entry.name: entry.shape for entry in pieces.manifest.entries}
         dice = random.Random(0)  # names of versions, which nothing depends on
         self.core = Core(config, lambda: dice.getrandbits(64), scene.clock(), InitialModel(shapes))
-        self._executor = Executor(self.core, scene.clock, self)
+        self._executor = Executor(self.core, lambda: events.Now.both(scene.clock()), self)
         self._queue: list[tuple[int, int, int, effects.TensorWork]] = []
         self._order = itertools.count()
         self._is_working = False

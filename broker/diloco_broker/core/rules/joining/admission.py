@@ -15,6 +15,7 @@ from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.state.run import Departure, RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError, UsageError
+from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.manifest import Manifest, differences, summarise
 from diloco_protocol.roles import Role
 
@@ -25,37 +26,52 @@ CONTEST_S = 30.0
 
 
 def join(
-    state: RunState, route: effects.Route, join: messages.Join, manifest: Manifest
+    state: RunState,
+    route: effects.Route,
+    join: messages.Join,
+    manifest: Manifest,
+    plan: tuple[int, ...] | None = None,
 ) -> effects.Effects:
-    """A worker asks to take part, for the first time or again on new connections."""
+    """A worker asks to take part, for the first time or again on new connections.
+
+    `plan`: what the user's function has made of its model, once that was asked.
+    """
     manifest = state.model.as_known(manifest)
-    plan = _check_join(state, join, manifest)
-    # Of more fragments than there are, the frozen one included, nobody has a version.
-    join = replace(join, versions=join.versions[: state.config.num_fragments + 1])
+    _check_sound(state, join, manifest)
+    gate = state.gate
+    if gate is not None:
+        gate.check(join, manifest)
+        gate.brings(manifest)
+        if not gate.is_open:
+            error = messages.Error(Code.NO_MODEL, gate.wait, retry=True, about=join.kind)
+            yield effects.Send(route, error)
+            return
+    _check_fit(state, join, manifest)
+    plan = _plan(state, manifest) if plan is None else plan
     member = state.members.named(join.worker_id)
-    if member is not None and not member.comes_back_as(join):
+    if plan is None:
+        yield effects.SplitModel(route, join, manifest)
+    elif member is not None and not member.comes_back_as(join):
         yield from _contest(member, route, state.now)
-        return
+    else:
+        # Of more fragments than there are, the frozen one included, nobody has a version.
+        known = join.versions[: state.config.num_fragments + 1]
+        yield from _let_in(state, route, replace(join, versions=known), manifest, plan)
+
+
+def _let_in(
+    state: RunState,
+    route: effects.Route,
+    join: messages.Join,
+    manifest: Manifest,
+    plan: tuple[int, ...],
+) -> effects.Effects:
+    member = state.members.named(join.worker_id)
     state.model.forgive(join.worker_id)
     session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     if member is None:
         member = state.members.admit(join, session, route, state.now, state.run_time)
-        state.sites_away.pop(join.worker_id, None)
-        state.absences.joined(member)
-        listing.are_here(state, [join.worker_id])
-        if join.worker_id in state.model.known:
-            member.goes_on_from(state.model.known[join.worker_id])
-        yield effects.info(f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
-        config = state.config
-        remark = compatibility.remark(config, join)
-        if remark is not None:
-            yield effects.info(remark)
-        if not reducer_of(config).has_rounds and len(state.members) > config.workers:
-            yield effects.warning(
-                f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
-                f"the outer optimizer counts on {config.workers}. Start it with --workers "
-                f"{len(state.members)}."
-            )
+        yield from _is_new(state, member, join)
     else:
         if state.model.donation.donor == member.worker_id and member.versions != join.versions:
             yield from donation.abandon(state)  # it was asked for what it said that it held
@@ -66,26 +82,8 @@ def join(
         layout = state.model.settle_manifest(manifest, plan, state.run_config, join.digest)
         state.versions.set_layout(layout.all)
     first_round = _first_round(state, member)
-    versions = tuple(each.version for each in state.versions.trained)
     yield from initial_model.tell_of_branches(state, join.worker_id, join.versions)
-    shard, num_shards = state.shards.slot(join.worker_id, state.config.workers)
-    welcome = messages.Welcome(
-        session=session,
-        epoch=state.epoch,
-        config=state.run_config,
-        first_round=first_round,
-        run=state.model.run if state.model.is_done else None,
-        versions=versions,
-        feed=state.feed_address,
-        plan=plan if state.config.num_fragments > 1 else (),
-        shard=shard,
-        num_shards=num_shards,
-        ipc=state.own_address,
-        bound=state.bound if state.own_address is not None else None,
-        term=state.term,
-        lease=None if state.standby is None else state.standby.lease.seconds,
-    )
-    yield effects.Send(route, welcome)
+    yield effects.Send(route, _welcome(state, member, first_round, plan))
     yield from ending.tell(state, member)
     yield from orders.tell(state, member)
     if any(join.versions) and not state.model.is_done:
@@ -97,6 +95,48 @@ def join(
             yield from initial_model.abandon_donation(state, why)
             return
     yield from initial_model.seek(state)
+
+
+def _is_new(state: RunState, member: Member, join: messages.Join) -> effects.Effects:
+    config = state.config
+    state.sites_away.pop(join.worker_id, None)
+    state.absences.joined(member)
+    listing.are_here(state, [join.worker_id])
+    if join.worker_id in state.model.known:
+        member.goes_on_from(state.model.known[join.worker_id])
+    yield effects.info(f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
+    remark = compatibility.remark(config, join)
+    if remark is not None:
+        yield effects.info(remark)
+    if not reducer_of(config).has_rounds and len(state.members) > config.workers:
+        yield effects.warning(
+            f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
+            f"the outer optimizer counts on {config.workers}. Start it with --workers "
+            f"{len(state.members)}."
+        )
+
+
+def _welcome(
+    state: RunState, member: Member, first_round: int, plan: tuple[int, ...]
+) -> messages.Welcome:
+    shard, num_shards = state.shards.slot(member.worker_id, state.config.workers)
+    around = state.surroundings
+    return messages.Welcome(
+        session=member.session,
+        epoch=state.epoch,
+        config=state.run_config,
+        first_round=first_round,
+        run=state.model.run if state.model.is_done else None,
+        versions=tuple(each.version for each in state.versions.trained),
+        feed=around.feed_address,
+        plan=plan if state.config.num_fragments > 1 else (),
+        shard=shard,
+        num_shards=num_shards,
+        ipc=around.own_address,
+        bound=around.bound if around.own_address is not None else None,
+        term=state.term,
+        lease=None if state.standby is None else state.standby.lease.seconds,
+    )
 
 
 def _run_is_settled(state: RunState) -> bool:
@@ -121,8 +161,8 @@ def _first_round(state: RunState, member: Member) -> int:
     return round_.number + (member.worker_id not in round_.barrier.expected)
 
 
-def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tuple[int, ...]:
-    """Raise ProtocolError unless the worker can take part; returns the fragment of each tensor."""
+def _check_sound(state: RunState, join: messages.Join, manifest: Manifest) -> None:
+    """Raise ProtocolError for a worker that could take part in no run of this broker."""
     if state.stopping is not None:
         what = "restarts" if state.stopping.restarting else "is stopping because the run is over"
         raise ProtocolError(Code.STOPPING, f"The broker {what}: {state.stopping.reason}.")
@@ -155,8 +195,10 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
     if problems:
         text = f"The model cannot be trained: {summarise(problems)}."
         raise ProtocolError(Code.MODEL_DIFFERS, text)
-    if state.admit is not None:
-        state.admit(join, manifest)
+
+
+def _check_fit(state: RunState, join: messages.Join, manifest: Manifest) -> None:
+    """Raise ProtocolError for a worker that does not fit the run."""
     compatibility.check_wants(state.config, join)
     compatibility.check_relay(state.config, join)
     if join.run in state.model.moved_aside:
@@ -173,15 +215,23 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
             "worker to begin from this run's parameters.",
         )
     _check_manifest(state, manifest)
-    return _plan(state, manifest)
 
 
-def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...]:
-    """The fragment of each tensor; raises ProtocolError where the model cannot be split so."""
+def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...] | None:
+    """The fragment of each tensor; None where the user's function says it.
+
+    Raises ProtocolError where the model cannot be split so.
+    """
     if state.model.manifest == manifest:
         return state.model.plan
+    if state.gate is not None and state.gate.plan:
+        return state.gate.plan
+    if state.surroundings.has_own_split:
+        return None
+    config = state.config
     try:
-        return state.plan_of(manifest).numbers(manifest)
+        plan = FragmentPlan.of(manifest, config.num_fragments, config.fragment_pattern)
+        return plan.numbers(manifest)
     except UsageError as error:
         raise ProtocolError(Code.MODEL_DIFFERS, str(error)) from None
 

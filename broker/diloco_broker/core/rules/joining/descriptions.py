@@ -5,7 +5,7 @@ A few at a time, so that those who do not go on cost no more than that.
 
 from __future__ import annotations
 
-from diloco_broker.core import effects
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules import refusals
 from diloco_broker.core.rules.joining import admission
 from diloco_broker.core.state.run import Described, RunState
@@ -92,3 +92,14 @@ def describe_on(
         yield from admission.join(state, route, described.join, manifest)
     except ProtocolError as error:  # it is the join that is refused
         yield from refusals.refuse(state, route, described.join, error)
+
+
+def split(state: RunState, event: events.Split) -> effects.Effects:
+    """The user's function has split the model of a worker that joins."""
+    asked = event.asked
+    try:
+        if event.error:
+            raise ProtocolError(Code.MODEL_DIFFERS, event.error)
+        yield from admission.join(state, asked.route, asked.join, asked.manifest, event.plan)
+    except ProtocolError as error:
+        yield from refusals.refuse(state, asked.route, asked.join, error)

@@ -45,7 +45,7 @@ def reply_bytes(config: BrokerConfig) -> float:
 
 def check_size(state: RunState, manifest: Manifest) -> None:
     """Raises ProtocolError for a model that is larger than the broker may take, or has memory for."""
-    config, memory = state.config, state.memory_bytes
+    config, memory = state.config, state.surroundings.memory_bytes
     size = sum(entry.elements for entry in manifest.entries)
     if config.max_parameters is not None:
         if 0 < config.max_parameters < size:

@@ -13,7 +13,7 @@ from typing import Protocol
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import CountedPush, Effects
 from diloco_broker.core.events import WorkDone, WorkRefused
-from diloco_broker.core.rounds.decision import Limits, Reason, Tally, decide
+from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, decide
 from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
 from diloco_broker.core.rules.standby import fence
 from diloco_broker.core.state.members import Member
@@ -114,14 +114,22 @@ def reducer_of(config: BrokerConfig) -> Reducer:
 
 def close_if_due(state: RunState) -> Effects:
     """Begin the outer step if it is time to: the only way to close a round."""
-    rules = rules_of(state)
-    while (held := _held(state)) is None:
-        yield from rules.look(state)
-        state.decision = decide(rules.tally(state), _limits(state), state.run_time)
-        if not state.decision.closes:
+    while True:
+        if _held(state) is None:
+            yield from rules_of(state).look(state)
+        found = decision(state)
+        state.decision = found.after(state.decision)
+        if not found.closes:
             return
-        yield from rules.close(state)
-    state.decision = decide(None, Limits(held), state.run_time)
+        yield from rules_of(state).close(state)
+
+
+def decision(state: RunState) -> Decision:
+    """Whether the open round closes, as things stand."""
+    held = _held(state)
+    if held is not None:
+        return decide(None, Limits(held), state.run_time)
+    return decide(rules_of(state).tally(state), _limits(state), state.run_time)
 
 
 def _limits(state: RunState) -> Limits:

@@ -41,3 +41,16 @@ def _kick(state: RunState, notice: Notice) -> effects.Effects:
         yield relay.tell(notice)
     elif not state.absences.kicked(name):
         yield effects.warning(f"The parent asks to remove {name!r:.80}, which is not here.")
+
+
+def parent(state: RunState, event: events.Parent) -> effects.Effects:
+    """It is shown how this relay stands with its parent."""
+    state.parent = event
+    yield from ()
+
+
+def model_refused(state: RunState, event: events.ModelRefused) -> effects.Effects:
+    """The parent does not take the model of the first worker here; another may do better."""
+    if state.gate is not None:
+        state.gate.is_refused(event.text)
+    yield from ()

@@ -27,7 +27,7 @@ _OTHER = (
 
 
 def may_release(state: RunState) -> bool:
-    """May a version be released now? Looks at the clock: the answer is good for this moment."""
+    """May a version be released now?"""
     return state.standby is None or state.standby.lease.holds
 
 
@@ -58,7 +58,7 @@ def tick(state: RunState) -> effects.Effects:
     watch = state.standby
     if watch is None:
         return
-    lease, now = watch.lease, watch.lease.clock()
+    lease, now = watch.lease, watch.lease.now
     if now >= watch.speaks_at and watch.route is not None:
         yield _speak(state, watch)
     silent = now - lease.promised_at > SILENT_AFTER * lease.seconds
@@ -97,7 +97,7 @@ def sends_away(state: RunState) -> list[Member]:
 def _speak(state: RunState, watch: Watch) -> effects.Effect:
     """Send the standby a stamp, and who votes."""
     lease = watch.lease
-    watch.speaks_at = lease.clock() + lease.seconds / TIMES
+    watch.speaks_at = lease.now + lease.seconds / TIMES
     here = frozenset(m.voter for m in state.members if m.voter is not None)
     lease.voters.propose(state.draw(), here)
     newest, is_open = lease.voters.newest, lease.voters.proposed is not None
@@ -141,7 +141,7 @@ def promise(state: RunState, route: effects.Route, said: messages.Promise) -> ef
     if not lease.begins_with(said.standby, said.life):
         raise ProtocolError(Code.NOT_ALLOWED, _OTHER.format(lease.standby))
     is_known = lease.standby == knew
-    lease.heard_at, before = lease.clock(), watch.wants
+    lease.heard_at, before = lease.now, watch.wants
     watch.wants = said.wants
     lease.voters.acknowledged(said.roster)
     if said.wants in ("charge", "over") and lease.superseded_by is None:

@@ -35,15 +35,15 @@ class Lease:
 
     Args:
         seconds: how long a word holds.
-        clock: of the machine, in seconds. It goes on while the broker stands still.
         draw: returns an unpredictable number below 2**64.
         term: how often the run's hub was replaced.
         standby: which standby it has; empty before the first has come.
     """
 
     seconds: float
-    clock: Callable[[], float]
     draw: Callable[[], int]
+    # Of the event at hand, seconds of the machine's clock: that goes on while the broker stands still.
+    now: float = 0.0
     standby: str = ""
     life: int | None = None  # of the standby's process
     ends_at: float = -math.inf
@@ -58,16 +58,16 @@ class Lease:
     def holds(self) -> bool:
         if self.superseded_by is not None:
             return False
-        return self.is_alone or self.clock() < self.ends_at
+        return self.is_alone or self.now < self.ends_at
 
     @property
     def lapsed_s(self) -> float:
         """For how long it has not held; 0 while it does, infinite where it never has."""
-        return 0.0 if self.holds else max(0.0, self.clock() - self.ends_at)
+        return 0.0 if self.holds else max(0.0, self.now - self.ends_at)
 
     def stamp(self) -> int:
         """A new stamp. Older ones are worth nothing once they are older than the lease is long."""
-        now = self.clock()
+        now = self.now
         self._stamps = {s: at for s, at in self._stamps.items() if now - at < self.seconds}
         stamp = self.draw()
         self._stamps[stamp] = now
@@ -112,5 +112,5 @@ class Lease:
     def _supports(self, voter: int, at: float) -> None:
         """A voter comes to no other broker for `seconds` from `at` on."""
         self.voters.voted(voter, at)
-        if self.clock() < self.ends_at:
+        if self.now < self.ends_at:
             self.ends_at = max(self.ends_at, self.voters.supported_at + self.seconds)

@@ -15,7 +15,7 @@ ALONE_FOR_LEASES = 2.0
 
 @dataclass
 class Watch:
-    """See the head of this module. Times are those of the lease's clock.
+    """See the head of this module. Times are the machine's clock.
 
     Attributes:
         route: the standby's connection; None before it has come.
@@ -50,4 +50,4 @@ class Watch:
     def hears_standby(self) -> bool:
         """The standby has said something within the length of a lease."""
         lease = self.lease
-        return bool(lease.standby) and lease.clock() - lease.heard_at < lease.seconds
+        return bool(lease.standby) and lease.now - lease.heard_at < lease.seconds

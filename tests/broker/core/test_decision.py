@@ -1,0 +1,142 @@
+"""When a round closes, and what it waits for: one decision, asked after each event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+
+from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, Why, decide
+from diloco_broker.core.rules import reducers
+from kit.core_harness import Stage, a_run
+
+NOW = 100.0
+HELD = (
+    Reason.STOPPING,
+    Reason.OVER,
+    Reason.PAUSED,
+    Reason.LEASE,
+    Reason.TAKEOVER,
+    Reason.PARAMETERS,
+    Reason.CLOSING,
+    Reason.PARENT,
+)
+NAMES = ("a", "b", "c")
+
+
+def tallies() -> Iterator[Tally]:
+    for here, missing, comes, ago in product(range(4), range(4 - 1), range(4), (None, 0, 4, 5, 6)):
+        if here + missing <= len(NAMES):
+            yield Tally(
+                here=set(NAMES[:here]),
+                missing=set(NAMES[here : here + missing]),
+                is_complete=not missing,
+                may_come=max(here, comes),
+                enough_at=None if ago is None else NOW - ago,
+            )
+        # Of asynchronous rounds nobody knows who comes.
+        if not missing:
+            enough_at = None if ago is None or not here else NOW - ago
+            yield Tally(set(NAMES[:here]), frozenset(), False, comes, enough_at)
+
+
+def expected(tally: Tally | None, limits: Limits) -> Reason | None:
+    """The table: the first row that holds says why; none holds, and the round closes."""
+    least = max(1, limits.floor)
+    table: list[tuple[bool, Reason | None]] = [
+        (limits.held is not None, limits.held),
+        (tally is None, Reason.PARAMETERS),
+    ]
+    if tally is not None:
+        is_short = len(tally.here) < least
+        since = None if tally.enough_at is None else NOW - tally.enough_at
+        table += [
+            (is_short and tally.may_come < limits.floor, Reason.WORKERS),
+            (is_short, Reason.PUSHES),
+            (tally.is_complete, None),
+            (since is None, Reason.PUSHES),
+            ((since or 0.0) < limits.grace_s, Reason.GRACE),
+        ]
+    return next((reason for holds, reason in table if holds), None)
+
+
+@pytest.mark.parametrize("held", [None, *HELD])
+def test_every_combination_of_what_is_here_and_what_holds(held: Reason | None) -> None:
+    for tally, floor, grace in product([None, *tallies()], range(4), (0.0, 5.0)):
+        limits = Limits(held, floor, grace)
+        found = decide(tally, limits, NOW)
+        assert (found.why.reason if found.why else None) is expected(tally, limits), (tally, limits)
+        assert found.closes == (found.why is None)
+
+
+def test_reason_has_its_particulars() -> None:
+    tally = Tally({"a"}, {"c", "b"}, False, 3)
+    assert decide(tally, Limits(floor=3), NOW).why == Why(Reason.PUSHES, ("b", "c"), 2, since=NOW)
+    enough = Tally({"a"}, {"b"}, False, 2, enough_at=NOW - 3)
+    why = decide(enough, Limits(grace_s=5.0), NOW).why
+    assert why == Why(Reason.GRACE, ("b",), since=NOW - 3, until=NOW + 2)
+
+
+def test_reason_that_goes_on_keeps_its_beginning() -> None:
+    limits, before = Limits(), Decision(Why(Reason.PUSHES, ("a", "b"), 1, since=NOW - 7))
+    fewer = decide(Tally(set(), {"b"}, False, 2), limits, NOW).after(before)
+    assert fewer.why == Why(Reason.PUSHES, ("b",), 1, since=NOW - 7)
+    other = decide(None, Limits(Reason.PAUSED), NOW).after(before)
+    assert other.why == Why(Reason.PAUSED, since=NOW)
+
+
+def streaming() -> Stage:
+    return a_run("a", "b", "c")[0]
+
+
+def quorum() -> Stage:
+    return a_run("a", "b", "c", quorum=2, grace=5.0)[0]
+
+
+def asynchronous() -> Stage:
+    return a_run("a", "b", "c", mode="async", grace=5.0)[0]
+
+
+@pytest.mark.parametrize("mode", [streaming, quorum, asynchronous])
+def test_round_closes_exactly_when_nothing_speaks_against_it(
+    mode: Callable[[], Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closings = 0
+
+    def noted(tally: Any, limits: Any, now: float) -> Decision:
+        nonlocal closings
+        found = decide(tally, limits, now)
+        closings += found.closes
+        return found
+
+    stage = mode()
+    stage.passes(10.0)
+    before = stage.version().counter
+    monkeypatch.setattr(reducers, "decide", noted)
+    for number in range(1, 4):
+        for push_id, name in enumerate("abc", 10 * number):
+            stage.puppets[name].pulls()
+            stage.pushes(**{name: push_id})
+            stage.passes(1.0)
+        stage.passes(6.0)
+    assert closings == stage.version().counter - before > 0
+
+
+@pytest.mark.parametrize("mode", [streaming, quorum, asynchronous])
+def test_feed_says_what_the_round_waits_for(mode: Callable[[], Stage]) -> None:
+    stage = mode()
+    stage.passes(10.0)
+    assert stage.shown()["why"]["reason"] == "pushes"
+    stage.pushes(a=11)
+    if mode is not asynchronous:
+        assert stage.shown()["why"]["workers"] == ["b", "c"]
+        stage.pushes(b=12)
+    if mode is not streaming:
+        stage.passes(2.0)
+        why = stage.shown()["why"]
+        assert (why["reason"], why["since_s"], why["left_s"]) == ("grace", 2.0, 3.0)
+    stage.asks("pause")
+    stage.passes(4.0)
+    assert stage.shown()["why"]["reason"] == "paused"

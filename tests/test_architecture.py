@@ -60,7 +60,6 @@ CHANGED_BY = {
     "paused_at": "rules.operator",
     "stopping": "rules.stopping",
     "is_over": "rules.ending",
-    "orders": "rules.orders",
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "update"}
 

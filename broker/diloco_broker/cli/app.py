@@ -8,6 +8,7 @@ from diloco_broker.cli import checkpoints, operator
 from diloco_broker.cli.keygen import keygen
 from diloco_broker.cli.plan import plan
 from diloco_broker.cli.relay import relay
+from diloco_broker.cli.replay import replay
 from diloco_broker.cli.serve import WithPort, serve
 from diloco_broker.cli.standby import standby
 from diloco_protocol.clients.command_line import App
@@ -29,6 +30,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     standby,
     plan,
     keygen,
+    replay,
 )
 for command in COMMANDS:
     app.command(command.__name__.rstrip("_").replace("_", "-"))(command)

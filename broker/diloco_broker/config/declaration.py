@@ -305,6 +305,14 @@ class Options:
         reads=Path,
     )
 
+    tape: str | None = SAVING.option(
+        None,
+        path_of("file"),
+        "Record what the broker is told and decides, for diloco-broker replay: at most 128 MB, in this "
+        "file and one that is called so with .1.",
+        reads=Path,
+    )
+
     bind: str = WIRE.option(
         DEFAULT_CONTROL_ADDRESS, ADDRESS, "Control address; port * picks a free one and prints it."
     )

@@ -135,6 +135,13 @@ class Core:
             initial_model.resume(state, resumption)
         state.term = max(state.term, term)
 
+    @classmethod
+    def with_state(cls, state: RunState) -> Core:
+        """A core that goes on from this state, as of a tape."""
+        core = object.__new__(cls)
+        core.state, core._story = state, Story()
+        return core
+
     def handle(self, event: events.Event, now: events.Now) -> list[effects.Effect]:
         """Take in one event. Returns the effects to carry out, in order.
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diloco_broker.core import events
-from diloco_broker.core.state.members import Membership
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.update import InvariantBroken
 from diloco_protocol import messages
@@ -59,15 +58,18 @@ class Entry(NamedTuple):
     push: int | None = None
 
 
-def _entry(subject: Any, members: Membership, at: float, number: int | None) -> Entry:
+def entry_of(event: events.Event, state: RunState, at: float) -> Entry:
+    """What an event is about; the state is as it was before it."""
+    subject: Any = event.message if type(event) is events.Received else event
     about = getattr(subject, "work", subject)
     worker_id = getattr(about, "worker_id", None)
     if worker_id is None and (session := getattr(about, "session", None)):
-        member = members.with_session(session)
+        member = state.members.with_session(session)
         worker_id = member.worker_id if member else None
     elif isinstance(subject, events.PeerGone):
-        member = members.on_route(subject.route)
+        member = state.members.on_route(subject.route)
         worker_id = member.worker_id if member else None
+    number = None if state.round is None else state.round.number
     its = (getattr(about, name, None) for name in ("fragment", "index", "push_id"))
     return Entry(at, number, type(subject), (worker_id or "")[:LONGEST_ID], *its)
 
@@ -89,11 +91,7 @@ class Story:
 
     def note(self, event: events.Event, state: RunState) -> None:
         """An event comes in; the state is as it was before. Every event comes here."""
-        subject: Any = event
-        if type(event) is events.Received:
-            subject = event.message
-        number = None if state.round is None else state.round.number
-        self._last = _entry(subject, state.members, state.now, number)
+        self._last = entry_of(event, state, state.now)
         if self._last.kind in FREQUENT:
             self._frequent.append(self._last)
         elif self._last.kind in RARE:

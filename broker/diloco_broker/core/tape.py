@@ -15,20 +15,24 @@ core, its options and the protocol are made, without a call of theirs: no code o
 from __future__ import annotations
 
 import sys
-import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any
+from zlib import crc32
 
-from diloco_broker.core import effects
+from diloco_broker.core import effects, events, story
 from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
+from diloco_broker.core.state.update import InvariantBroken
+from diloco_broker.core.state.versions.reply import Coded
 from diloco_protocol.messages import Ack, Chunk, encode
+from diloco_protocol.roles import Peer, Role
 
 FORMAT = 1
 # Modules whose classes are made anew; builtins are made by tags.
@@ -114,9 +118,10 @@ def _kind(title: str) -> Any:
 class _Freezer:
     """Of one value: what is in it twice is one object again afterwards."""
 
-    def __init__(self, shapes: dict[Shape, int]) -> None:
+    def __init__(self, shapes: dict[Shape, int], *, shares: bool = True) -> None:
         self._shapes = shapes
-        self._numbers: dict[int, int] = {}  # of what may be shared, by identity
+        # Of what may be shared, by identity; None: what is equal has the same plain values.
+        self._numbers: dict[int, int] | None = {} if shares else None
 
     def plain(self, value: Any) -> Any:
         kind = type(value)
@@ -130,6 +135,8 @@ class _Freezer:
             return ["f", [self.plain(each) for each in value]]
         if isinstance(value, Enum):
             return ["e", self._shape(kind, ()), value.value]
+        if self._numbers is None:
+            return self._shared(value, kind, 0)
         known = self._numbers.get(id(value))
         if known is not None:
             return ["=", known]
@@ -223,33 +230,126 @@ def _zeros(nbytes: int) -> memoryview:
     return memoryview(bytes(nbytes))
 
 
-# What came of an event.
+# Events.
+
+
+# Most events are about a chunk. What those have to say is written down as it is: `Codec` takes several
+# times longer, which would be felt in a broker that is busy.
+def _brief_chunk(event: events.Received) -> list[Any] | None:
+    chunk, peer = event.message, event.peer
+    if type(chunk) is not Chunk or chunk.version is not None or chunk.delta_of is not None:
+        return None
+    whose = None if peer is None else (peer.role.value, peer.name)
+    size = event.payload.nbytes
+    return [
+        "chunk",
+        event.route,
+        chunk.fragment,
+        chunk.index,
+        chunk.session,
+        chunk.push_id,
+        size,
+        whose,
+    ]
+
+
+def _brief_done(event: events.WorkDone) -> list[Any]:
+    work = event.work
+    weight = work.weight if type(work) is effects.Fold else None
+    where = work.fragment, work.index, work.worker_id, work.push_id
+    size = work.payload.nbytes
+    return ["done", *where, work.wire_dtype, size, weight, event.squares, event.fingerprint]
+
+
+def _brief_stepped(event: events.Stepped) -> list[Any] | None:
+    if type(event.wire) is Coded:
+        return None
+    return ["stepped", event.fragment, event.index, event.wire.nbytes, event.overflow]
+
+
+# What an event about a chunk has to say, or None where it says more.
+_BRIEF: dict[type, Callable[[Any], list[Any] | None]] = {
+    events.Received: _brief_chunk,
+    events.WorkDone: _brief_done,
+    events.Stepped: _brief_stepped,
+}
+
+
+def _of_brief(said: list[Any]) -> Event | None:
+    match said:
+        case ["chunk", route, fragment, index, session, push_id, size, whose]:
+            peer = None if whose is None else Peer(Role(whose[0]), whose[1])
+            chunk = Chunk(fragment, index, session=session, push_id=push_id)
+            return events.Received(route, chunk, _zeros(size), peer)
+        case ["done", fragment, index, worker_id, push_id, dtype, size, weight, squares, print_]:
+            where, payload = (fragment, index, worker_id, push_id), _zeros(size)
+            if weight is None:
+                work: Any = effects.Inspect(*where, wire_dtype=dtype, payload=payload)
+            else:
+                work = effects.Fold(*where, weight=weight, wire_dtype=dtype, payload=payload)
+            return events.WorkDone(work, squares, print_)
+        case ["stepped", fragment, index, size, overflow]:
+            return events.Stepped(fragment, index, _zeros(size), overflow)
+    return None
+
+
+# What came of them.
+
+
+def _of_send(send: effects.Send) -> tuple[str, int]:
+    said, route = send.message, crc32(send.route)
+    kind = type(said)
+    if kind is Ack:
+        of: Any = said.push_id, said.fragment, said.chunks, said.credit, said.lane  # type: ignore[attr-defined]
+        return "Ack", hash((route, of))
+    if kind is Chunk:
+        return "Chunk", hash((route, said.fragment, said.index, said.parts))  # type: ignore[attr-defined]
+    return kind.__name__, crc32(encode(said), route)
+
+
+def _of_chunk(work: effects.Fold | effects.Inspect | effects.StoreInitial) -> tuple[str, int]:
+    who = crc32(work.worker_id.encode())
+    return type(work).__name__, hash((work.fragment, work.index, who, work.push_id))
+
+
+def _of_step(step: effects.Step) -> tuple[str, int]:
+    return "Step", hash((step.fragment, step.index, step.weight, step.count))
+
+
+def _of_aggregate(work: effects.AggregateAndStep) -> tuple[str, int]:
+    groups = tuple((w.push_id, w.weight, w.scale) for group in work.wholes for w in group)
+    return "AggregateAndStep", hash((work.fragment, work.index, groups, work.count))
+
+
+def _of_save(save: effects.Save) -> tuple[str, int]:
+    return "Save", save.number  # the record in it is made of the state
+
+
+def _of_finish(finish: effects.Finish) -> tuple[str, int]:
+    return "Finish", -1 if finish.save is None else finish.save.number
+
+
+def _of_any(effect: Effect) -> tuple[str, int]:
+    plain = _Freezer({}, shares=False).plain(effect)
+    return type(effect).__name__, crc32(repr(plain).encode())
+
+
+# Numbers have the same hash in each process; texts and bytes have not.
+_MARKS: dict[type, Callable[[Any], tuple[str, int]]] = {
+    effects.Send: _of_send,
+    effects.Fold: _of_chunk,
+    effects.Inspect: _of_chunk,
+    effects.StoreInitial: _of_chunk,
+    effects.Step: _of_step,
+    effects.AggregateAndStep: _of_aggregate,
+    effects.Save: _of_save,
+    effects.Finish: _of_finish,
+}
 
 
 def mark(effect: Effect) -> tuple[str, int]:
     """What an effect is, and a checksum of what it says: equal ones have the same."""
-    match effect:
-        case effects.Send(route, Ack() as ack):
-            return "Ack", zlib.crc32(b"%b %r" % (route, vars(ack)))
-        case effects.Send(route, Chunk() as chunk):
-            where = chunk.fragment, chunk.index, chunk.parts
-            return "Chunk", zlib.crc32(b"%b %r" % (route, where))
-        case effects.Send(route, message):
-            return type(message).__name__, zlib.crc32(encode(message), zlib.crc32(route))
-        case effects.AggregateAndStep(fragment, index, groups, count):
-            names = [
-                (each.worker_id, each.push_id, each.scale) for group in groups for each in group
-            ]
-            said: Any = fragment, index, names, count
-        case effects.Fold() | effects.Inspect() | effects.StoreInitial():
-            said = effect.fragment, effect.index, effect.worker_id, effect.push_id
-        case effects.Save(number):
-            said = number
-        case effects.Finish(save):
-            said = save and save.number
-        case _:
-            said = Codec().freeze(effect)
-    return type(effect).__name__, zlib.crc32(repr(said).encode())
+    return _MARKS.get(type(effect), _of_any)(effect)
 
 
 @dataclass(frozen=True)
@@ -260,66 +360,73 @@ class Entry:
     event: Event
     marks: tuple[tuple[str, int], ...] | None
 
-    def plain(self, codec: Codec) -> list[Any]:
-        event = codec.freeze(self.event)
-        marks = None if self.marks is None else [list(each) for each in self.marks]
-        return [codec.new_shapes(), *self.now, event, marks]
-
     @classmethod
     def read(cls, plain: Sequence[Any], codec: Codec) -> Entry:
         """Raises ValueError, TypeError or LookupError for what is no entry."""
-        shapes, core, machine, event, marks = plain
+        shapes, core, machine, said, marks = plain
         codec.know(shapes)
-        found = None if marks is None else tuple((str(kind), int(said)) for kind, said in marks)
-        return cls(Now(core, machine), codec.thaw(event), found)
+        found = None if marks is None else tuple((str(kind), int(sum_)) for kind, sum_ in marks)
+        return cls(Now(core, machine), _of_brief(said) or codec.thaw(said), found)
 
 
-def entry_of(event: Event, now: Now, asked_for: Iterable[Effect] | None) -> Entry:
-    marks = None if asked_for is None else tuple(map(mark, asked_for))
-    return Entry(now, event, marks)
+def write(
+    event: Event, now: Now, asked_for: Iterable[Effect] | None, codec: Codec
+) -> tuple[Any, ...]:
+    """The plain values of an entry."""
+    marks = None if asked_for is None else list(map(mark, asked_for))
+    brief = _BRIEF.get(type(event))
+    if brief is not None and (said := brief(event)) is not None:
+        return (), *now, said, marks
+    said = codec.freeze(event)
+    return codec.new_shapes(), *now, said, marks
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a core does something else than the tape says: entry and effect by their numbers from 0."""
+    """Where a core asks for something else than the tape says: at effect `at`, counted from 0."""
 
-    number: int
-    entry: Entry
     at: int
-    was: str  # kinds of effect; empty: none
+    was: str  # its kind, or what the core did at all; empty: nothing
     became: str
-    effect: Effect | None
+
+    def __str__(self) -> str:
+        return f"effect {self.at} was {self.was or 'nothing'}, and is {self.became or 'nothing'}"
 
 
-def replay(
-    core: Core, entries: Iterable[Entry], heard: Callable[[Entry, list[Effect]], bool]
-) -> Difference | None:
-    """Let a core handle what is on a tape; returns the first difference, None where there is none.
+@dataclass(frozen=True)
+class Step:
+    """An event that a core has handled again: what it is about, and what the core asks for now."""
 
-    `heard` gets each entry with what the core asks for, and says whether to go on.
-    """
-    for number, entry in enumerate(entries):
+    entry: Entry
+    about: story.Entry
+    asked_for: Sequence[Effect]
+    difference: Difference | None
+
+
+def replay(core: Core, entries: Iterable[Entry]) -> Iterator[Step]:
+    """Let a core handle what is on a tape; ends with the first difference, and where the tape's did."""
+    for entry in entries:
+        about = story.entry_of(entry.event, core.state, entry.now.core)
         try:
-            asked_for: list[Effect] | None = core.handle(entry.event, entry.now)
-        except Exception as error:
-            if entry.marks is None:
-                return None
-            return Difference(number, entry, 0, "", repr(error), None)
-        found = tuple(map(mark, asked_for or ()))
-        if entry.marks is None or found != entry.marks:
-            was = entry.marks or ()
-            at = next(
-                (i for i, pair in enumerate(zip(found, was, strict=False)) if pair[0] != pair[1]),
-                min(len(found), len(was)),
-            )
-            return Difference(
-                number,
-                entry,
-                at,
-                was[at][0] if at < len(was) else "",
-                found[at][0] if at < len(found) else "",
-                asked_for[at] if asked_for and at < len(asked_for) else None,
-            )
-        if not heard(entry, asked_for or []):
-            return None
+            asked_for = core.handle(entry.event, entry.now)
+        except (InvariantBroken, story.CoreError) as error:
+            failed = None if entry.marks is None else Difference(0, "handled", str(error))
+            yield Step(entry, about, (), failed)
+            return
+        difference = _difference(entry.marks, asked_for)
+        yield Step(entry, about, asked_for, difference)
+        if difference is not None:
+            return
+
+
+def _difference(
+    marks: Sequence[tuple[str, int]] | None, asked_for: Sequence[Effect]
+) -> Difference | None:
+    if marks is None:
+        return Difference(0, "an error", "handled")
+    pairs = zip_longest(marks, map(mark, asked_for), fillvalue=("", 0))
+    for at, (was, became) in enumerate(pairs):
+        if was != became:
+            other = f"another {became[0]}" if was[0] == became[0] else became[0]
+            return Difference(at, was[0], other)
     return None

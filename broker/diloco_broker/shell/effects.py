@@ -7,7 +7,7 @@ in which effects are carried out, which tests rely on, is the same in all of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from diloco_broker.core import effects
@@ -95,20 +95,33 @@ class Acks:
         return sends
 
 
+class Noted(Protocol):
+    """Keeps what happens, as a tape does."""
+
+    def note(self, event: Event, now: Now, asked_for: Sequence[Effect] | None) -> None:
+        """An event was handled; None: the core could not."""
+
+
 class Executor:
     """Hands events to the core and carries out the effects, in order.
 
     Acknowledgements are gathered until `acknowledge` is called, or until something else is sent. `split`
-    is the user's function that splits the model, where there is one.
+    is the user's function that splits the model, where there is one; `tape` keeps what happens.
     """
 
     def __init__(
-        self, core: Core, clock: Callable[[], Now], ports: Ports, split: SplitOf | None = None
+        self,
+        core: Core,
+        clock: Callable[[], Now],
+        ports: Ports,
+        split: SplitOf | None = None,
+        tape: Noted | None = None,
     ) -> None:
         self._core = core
         self._clock = clock
         self._ports = ports
         self._split_of = split
+        self._tape = tape
         self._acks = Acks()
         self._pending: deque[Event] = deque()
 
@@ -117,9 +130,20 @@ class Executor:
         self._pending += events
         while self._pending:
             event = self._pending.popleft()
-            for effect in self._core.handle(event, self._clock()):
+            for effect in self._handled(event, self._clock()):
                 self._carry_out(effect)
             self._ports.handled(event)
+
+    def _handled(self, event: Event, now: Now) -> list[Effect]:
+        if self._tape is None:
+            return self._core.handle(event, now)
+        try:
+            asked_for = self._core.handle(event, now)
+        except Exception:
+            self._tape.note(event, now, None)
+            raise
+        self._tape.note(event, now, asked_for)
+        return asked_for
 
     def acknowledge(self) -> bool:
         """Send the acknowledgements gathered; True when events came of it, which are handled."""

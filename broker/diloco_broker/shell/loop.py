@@ -26,6 +26,7 @@ from diloco_broker.core.effects import Send
 from diloco_broker.core.feed import LoopFigures
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules import checkpoints
+from diloco_broker.core.tape import Draws
 from diloco_broker.shell.chunks_on_the_way import piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
@@ -39,6 +40,7 @@ from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.storage.pieces import PieceReader
+from diloco_broker.storage.tape_file import TapeWriter
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
@@ -122,10 +124,9 @@ class Loop:
             opened.callback(self.tensors.close)
             clock = machine_clock()
             self.now = ServedTime(clock)
-            draw = partial(secrets.randbits, 64)
             self.core = Core(
                 config,
-                draw,
+                Draws(secrets.token_bytes(32)),
                 self.now(),
                 model_file.describe(initial),
                 self.tensors.resumption,
@@ -162,9 +163,12 @@ class Loop:
                 self.core.state, self.now, self._figures, self.sockets.publish
             )
             opened.callback(self._close_onlookers)
+            tape = TapeWriter(Path(config.tape), self.core, VERSION) if config.tape else None
+            if tape is not None:
+                opened.callback(tape.close)
             self._opened = opened.pop_all()
         self._strangers = Strangers()
-        self._executor = self._executor_of(self.core, split)
+        self._executor = self._executor_of(self.core, split, tape)
         self._is_finished = False  # the core has nothing left to do
         self._next_tick = self._next_feed = 0.0
         self._rests = False
@@ -197,10 +201,12 @@ class Loop:
     ) -> Tensors:
         return TensorExecutor(config, make_outer(config, factory), initial, found)
 
-    def _executor_of(self, core: Core, split: own_plan.Split | None = None) -> Executor:
+    def _executor_of(
+        self, core: Core, split: own_plan.Split | None = None, tape: TapeWriter | None = None
+    ) -> Executor:
         """What carries out the effects of this core, which knows then where it is."""
         split_of = None if split is None else lambda manifest: split(manifest).numbers(manifest)
-        executor = Executor(core, self.now.both, self, split_of)
+        executor = Executor(core, self.now.both, self, split_of, tape)
         executor.feed(self._surroundings)
         return executor
 

@@ -1,0 +1,81 @@
+"""`diloco-broker replay`: a core does again what is on a tape, and the first difference is printed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.core.effects import Log, Send
+from diloco_broker.core.state.run import RunState
+from diloco_broker.core.tape import Step
+from diloco_broker.core.tape import replay as replayed
+from diloco_broker.storage.tape_file import read_tape
+from diloco_protocol.quantities import duration, plural
+
+
+def replay(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A tape, as serve --tape FILE writes it.")
+    ],
+    until: Annotated[
+        int | None,
+        typer.Option(metavar="ROUND", min=0, help="Stop when this round is reached."),
+    ] = None,
+    story: Annotated[
+        str | None,
+        typer.Option(metavar="WORKER", help="Print what happened to this worker."),
+    ] = None,
+) -> None:
+    """Replay a tape: every event goes to a broker's core again, which has to ask for the same.
+
+    The first difference is printed, and ends it with 1: then this release decides something in another
+    way than the broker that made the tape, or that broker met a fault of its machine.
+    """
+    with failing_in_a_sentence(), read_tape(file) as tape:
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tape.unix_s))
+        typer.echo(f"Tape of a broker {tape.version}, from {made} on.")
+        state, began, events = tape.core.state, None, 0
+        first = state.totals.rounds
+        for step in replayed(tape.core, tape.entries):
+            now = step.entry.now.core
+            began = now if began is None else began
+            events += 1
+            if story is not None and (said := _of_worker(step, story, tape.core.state)):
+                typer.echo(f"{now - began:10.3f} s  {said}")
+            if step.difference is not None:
+                typer.echo(
+                    f"Event {events}, {_what(step)}, {now - began:.3f} s after the beginning, in round "
+                    f"{step.about.number}: {step.difference}.",
+                    err=True,
+                )
+                raise typer.Exit(1)
+            if until is not None and state.round is not None and state.round.number >= until:
+                break
+        seconds = duration(0.0 if began is None else now - began)
+        rounds = plural(state.totals.rounds - first, "round")
+        typer.echo(f"{plural(events, 'event')} of {seconds}, {rounds}: every effect was the same.")
+
+
+def _what(step: Step) -> str:
+    about = step.about
+    named = zip(("fragment", "chunk", "push"), about[-3:], strict=True)
+    said = [f"{name} {value}" for name, value in named if value is not None]
+    of = f" of {about.worker_id}" if about.worker_id else ""
+    return ", ".join([f"{about.kind.__name__}{of}", *said])
+
+
+def _of_worker(step: Step, worker_id: str, state: RunState) -> str:
+    """What an event was to this worker; empty: nothing."""
+    member = state.members.named(worker_id)
+    own = [] if member is None else member.routes
+    told = [e for e in step.asked_for if isinstance(e, Send) and e.route in own]
+    logged = [e.text for e in step.asked_for if isinstance(e, Log) and worker_id in e.text]
+    if step.about.worker_id != worker_id and not told and not logged:
+        return ""
+    kinds = [type(each.message).__name__ for each in told]
+    said = [_what(step), *([f"told {', '.join(kinds)}"] if kinds else []), *logged]
+    return f"round {step.about.number}: {'; '.join(said)}"

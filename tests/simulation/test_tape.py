@@ -1,0 +1,79 @@
+"""A tape of a simulated run, with all that goes wrong in it, replays effect for effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import pytest
+
+from diloco_broker.core.effects import Effect
+from diloco_broker.core.events import Event, Now
+from diloco_broker.core.machine import Core
+from diloco_broker.core.rules import grants
+from diloco_broker.core.tape import Codec, Draws, Entry, Step, replay, write
+from diloco_broker.shell.effects import Executor
+from simulation import broker
+from simulation.scenarios import MODES, a_scenario
+from simulation.simulator import Simulation
+
+
+class Reel:
+    """A tape in memory, through msgpack as in a file."""
+
+    def __init__(self, core: Core, life: int) -> None:
+        core.state.draw = Draws(b"life %d" % life)
+        self._codec = Codec()
+        state = self._codec.freeze(core.state)
+        self._values = [msgpack.packb([self._codec.new_shapes(), state])]
+
+    def note(self, event: Event, now: Now, asked_for: list[Effect] | None) -> None:
+        self._values.append(msgpack.packb(write(event, now, asked_for, self._codec)))
+
+    def replayed(self) -> Iterator[Step]:
+        codec = Codec()
+        shapes, state = msgpack.unpackb(self._values[0], strict_map_key=False)
+        codec.know(shapes)
+        core = Core.with_state(codec.thaw(state))
+        plain = (msgpack.unpackb(each, strict_map_key=False) for each in self._values[1:])
+        return replay(core, (Entry.read(each, codec) for each in plain))
+
+
+@contextmanager
+def taped() -> Iterator[list[Reel]]:
+    """Each life of the simulated broker makes one."""
+    reels: list[Reel] = []
+
+    def executor(core: Core, clock: Any, ports: Any) -> Executor:
+        reels.append(Reel(core, len(reels)))
+        return Executor(core, clock, ports, tape=reels[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broker, "Executor", executor)
+        yield reels
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_run_replays_effect_for_effect(mode: str, streams: bool) -> None:
+    with taped() as reels:
+        run = Simulation(a_scenario(mode, streams, seed=3), 3).run()
+    events = 0
+    for reel in reels:
+        for step in reel.replayed():
+            assert step.difference is None, f"{step.difference} at {step.entry.event}"
+            events += 1
+    assert events > 100 < run.broker.messages
+
+
+def test_core_that_decides_in_another_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with taped() as reels:
+        Simulation(a_scenario("streaming", False, seed=3), 3).run()
+    monkeypatch.setattr(grants, "counted", lambda *_: iter(()))
+    monkeypatch.setattr(grants, "wait", lambda *_: iter(()))
+    monkeypatch.setattr(grants, "acknowledge", lambda *_: iter(()))
+    (last,) = [step for step in reels[0].replayed() if step.difference is not None]
+    assert last.difference is not None
+    assert (last.difference.was, last.difference.became) == ("Ack", "")

@@ -8,6 +8,7 @@ import sys
 from graphlib import TopologicalSorter
 
 import grimp
+import pytest
 
 from kit.paths import MODULES, PACKAGES
 
@@ -128,3 +129,76 @@ def test_nothing_is_ever_unpickled() -> None:
 def test_every_package_is_typed() -> None:
     for folder in PACKAGES.values():
         assert (folder / "py.typed").exists()
+
+
+def test_nobody_outside_the_core_writes_its_state() -> None:
+    """What is outside says what has happened, as an event; else no tape would have it."""
+    broker = [name for name in MODULES if name.startswith("diloco_broker.")]
+    outside = [name for name in broker if not name.startswith("diloco_broker.core.")]
+    sources = {name: MODULES[name].read_text("utf-8") for name in outside}
+    assert not {name: found for name in sources if (found := written_in_state(sources[name]))}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "self.core.state.config = 3",
+        "state = self.core.state; state.round.number += 1",
+        "a, members = 1, self.site.state.members; members.clear()",
+        "del core.state.orders['a']",
+        "core.state.model.known['a'], b = 1, 2",
+    ],
+)
+def test_whoever_writes_the_state_is_found(source: str) -> None:
+    assert written_in_state(source)
+
+
+def written_in_state(source: str) -> list[str]:
+    """The statements that change something reached by way of a core's `state`."""
+    nodes = list(ast.walk(ast.parse(source)))
+    # Names of the state, or of something in it.
+    aliases = {"state"} if "RunState" in source else set()
+    for node in nodes:
+        for name, value in _assigned(node):
+            if isinstance(name, ast.Name) and value and _reaches_state(value, aliases):
+                aliases.add(name.id)
+    found = []
+    for node in nodes:
+        changed = [target for target, _ in _assigned(node) if not isinstance(target, ast.Name)]
+        if isinstance(node, ast.Delete):
+            changed = node.targets
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changed = [node.func.value] if node.func.attr in CHANGES else []
+        found += [ast.unparse(node) for each in changed if _reaches_state(each, aliases)]
+    return found
+
+
+def _assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr | None]]:
+    """Targets of an assignment, with what each gets, as far as that stands there."""
+    if isinstance(node, ast.AugAssign):
+        return [(node.target, None)]
+    if not isinstance(node, ast.Assign):
+        return []
+    found: list[tuple[ast.expr, ast.expr | None]] = []
+    for target in node.targets:
+        if not isinstance(target, ast.Tuple):
+            found.append((target, node.value))
+        elif isinstance(node.value, ast.Tuple):
+            found += zip(target.elts, node.value.elts, strict=False)
+        else:
+            found += [(each, None) for each in target.elts]
+    return found
+
+
+def _reaches_state(node: ast.expr, aliases: set[str]) -> bool:
+    """Is this something of a core's state: `core.state.round`, `state.orders[name]`?"""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Attribute) and node.attr == "state" and _is_core(node.value):
+            return True
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in aliases
+
+
+def _is_core(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name.strip("_") in {"core", "site", "before"}

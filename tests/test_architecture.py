@@ -28,39 +28,39 @@ UNTOUCHED = {"open", "__import__", "exec", "eval", "print", "input"}
 # Of the broker's state, the one module of `core` that changes each of these: whoever looks for what may
 # have happened to it need not look anywhere else.
 CHANGED_BY = {
-    "is_void": "state.uploads",  # of an upload: what still comes of it is ignored
-    "window": "state.uploads",
-    "deferred": "state.members",  # pushes whose round is not open yet
-    "last_seen": "state.members",
-    "disconnected_at": "state.members",
-    "contested_at": "state.members",
-    "beat_at": "state.members",
-    "moved_at": "state.members",
-    "is_stalled": "state.members",
-    "told_at": "state.members",
-    "current": "state.versions.fragment",
-    "in_progress": "state.versions.store",
-    "old": "state.versions.store",
-    "tags": "state.versions.fragment",
-    "expected": "state.update",  # workers that an open round waits for
-    "donation": "state.model_source",  # the first parameters, on their way in
-    "manifest": "state.model_source",
-    "came_as": "state.model_source",
-    "checkpoint": "state.model_source",
-    "is_done": "state.model_source",
-    "lots": "state.data_sets",  # units of the work queue that count with pushes under way
-    "free": "state.data_sets",
-    "owners": "state.shards",
-    "absent": "state.shards",
-    "unreleased": "rules.rounds",
-    "is_asked": "rules.checkpoints",  # a checkpoint
-    "retry_at": "rules.checkpoints",
-    "to_probe": "rules.liveness",
-    "departed": "rules.joining.admission",
-    "config": "rules.settings",
-    "paused_at": "rules.operator",
-    "stopping": "rules.stopping",
-    "is_over": "rules.ending",
+    "is_void": "rounds.uploads",  # of an upload: what still comes of it is ignored
+    "window": "rounds.uploads",
+    "deferred": "members.members",  # pushes whose round is not open yet
+    "last_seen": "members.members",
+    "disconnected_at": "members.members",
+    "contested_at": "members.members",
+    "beat_at": "members.members",
+    "moved_at": "members.members",
+    "is_stalled": "members.members",
+    "told_at": "members.members",
+    "current": "versions.fragment",
+    "in_progress": "versions.store",
+    "old": "versions.store",
+    "tags": "versions.fragment",
+    "expected": "rounds.round",  # workers that an open round waits for
+    "donation": "members.model_source",  # the first parameters, on their way in
+    "manifest": "members.model_source",
+    "came_as": "members.model_source",
+    "checkpoint": "members.model_source",
+    "is_done": "members.model_source",
+    "lots": "data.data_sets",  # units of the work queue that count with pushes under way
+    "free": "data.data_sets",
+    "owners": "members.shards",
+    "absent": "members.shards",
+    "unreleased": "rounds.sequence",
+    "is_asked": "versions.checkpoints",  # a checkpoint
+    "retry_at": "versions.checkpoints",
+    "to_probe": "members.liveness",
+    "departed": "members.admission",
+    "config": "operations.settings",
+    "paused_at": "operations.commands",
+    "stopping": "operations.stopping",
+    "is_over": "operations.ending",
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "update"}
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.feed import round_line
-from diloco_broker.core.rules.data.units import MOST_LOTS
-from diloco_broker.core.rules.joining.descriptions import AT_A_TIME
-from diloco_broker.core.rules.refusals import CONNECTIONS_REMEMBERED
-from diloco_broker.core.state.data_sets import MOST_DATA_SETS
-from diloco_broker.core.state.run import CAUSES_KEPT, REJECTIONS_KEPT
-from diloco_broker.core.state.versions import MAX_OBSERVERS
+from diloco_broker.core.data.data_sets import MOST_DATA_SETS
+from diloco_broker.core.data.units import MOST_LOTS
+from diloco_broker.core.members.descriptions import AT_A_TIME
+from diloco_broker.core.operations.refusals import CONNECTIONS_REMEMBERED
+from diloco_broker.core.operations.status import round_line
+from diloco_broker.core.state import CAUSES_KEPT, REJECTIONS_KEPT
+from diloco_broker.core.versions.readers import MAX_OBSERVERS
 from diloco_protocol.description import PIECE_BYTES, describe
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import unpack

@@ -14,7 +14,7 @@ import pytest
 from diloco_broker.core import machine
 from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Now, Received
-from diloco_broker.core.rules import refusals
+from diloco_broker.core.operations import refusals
 from diloco_protocol.bitmap import Bitmap
 
 # Time goes on, and a refused message is a sign of life. What is packed once, for all who ask, may be.

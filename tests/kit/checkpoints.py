@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
+from diloco_broker.core.versions.record import FragmentRecord, RunRecord
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import lay_out_plan

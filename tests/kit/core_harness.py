@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.core.feed import EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.gate import Gate
-from diloco_broker.core.state.model_source import InitialModel, Resumption
-from diloco_broker.core.state.update import Barrier
+from diloco_broker.core.members.model_source import InitialModel, Resumption
+from diloco_broker.core.operations.status import EventLog, LoopFigures, snapshot_and_line
+from diloco_broker.core.rounds.round import Barrier
+from diloco_broker.core.sites.gate import Gate
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.storage.checkpoint_format import Checkpoint

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.state.flights import Flight
+from diloco_broker.core.state import Flight
 from diloco_protocol.messages import Progress, Push, Released
 from diloco_protocol.version import Counted, Ledger, VersionId
 from kit.core_harness import Puppet, Stage, a_stage

@@ -19,7 +19,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.core.rules.joining import permissions
+from diloco_broker.core.members import permissions
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_lab.chaos.__main__ import app
 from diloco_lab.chaos.attacks import drill, floods, keyed, peers, poison, watch, words

@@ -2,7 +2,7 @@
 
     make mutants                                    # about 300 faults
     PYTHONPATH=tests python -m mutation.drill --mutants 30 --seed 2
-    PYTHONPATH=tests python -m mutation.drill --only diloco_broker.core.rules.pushes --mutants 0
+    PYTHONPATH=tests python -m mutation.drill --only diloco_broker.core.rounds.pushes --mutants 0
 
 First every test is run once, and it is noted which lines it reaches and how long it takes. Then, for
 each fault, the tests that reach its line are run until one fails, the quickest first. A fault that no

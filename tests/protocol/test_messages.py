@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_broker import BrokerConfig
-from diloco_broker.core.rules.joining.admission import MAX_EXTRA_LENGTH
-from diloco_broker.core.state.members import MAX_HOST_LENGTH
+from diloco_broker.core.members.admission import MAX_EXTRA_LENGTH
+from diloco_broker.core.members.members import MAX_HOST_LENGTH
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES, pack, unpack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry

@@ -15,9 +15,9 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run_record import FragmentRecord
-from diloco_broker.core.state.versions import FragmentVersions
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.versions.fragment import FragmentVersions
+from diloco_broker.core.versions.record import FragmentRecord
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_protocol.messages import Grant, Message, Released, Standing
 from diloco_protocol.version import Ledger, VersionId

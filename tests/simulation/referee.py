@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.rules.reducers import reducer_of
-from diloco_broker.core.state.streaming_round import StreamingRound
-from diloco_broker.core.state.update import Phase
-from diloco_broker.core.state.uploads import UPLOAD_WINDOW
-from diloco_broker.core.state.versions import FragmentVersions
+from diloco_broker.core.rounds.modes import mode_of
+from diloco_broker.core.rounds.round import Phase
+from diloco_broker.core.rounds.streaming import StreamingRound
+from diloco_broker.core.rounds.uploads import UPLOAD_WINDOW
+from diloco_broker.core.versions.fragment import FragmentVersions
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_protocol.messages import Commit, Push, Released
 from diloco_protocol.version import PUSHES_REMEMBERED, VersionId
@@ -178,7 +178,7 @@ class Referee:
 
     def audited(self, audit: effects.RecordVersion) -> None:
         self._audit = audit
-        if reducer_of(self.config).needs_whole:
+        if mode_of(self.config).needs_whole:
             return
         added = self.tensors.added.get(audit.fragment, {})
         keys = [(each.worker_id, each.push.push_id) for each in audit.pushes]
@@ -296,7 +296,7 @@ class Referee:
 
     def _check_contents(self, versions: FragmentVersions, added: dict[Key, set[int]]) -> None:
         """Staged submissions count whole or not at all, and not when they were refused."""
-        if not reducer_of(self.config).needs_whole:
+        if not mode_of(self.config).needs_whole:
             return
         for key, chunks in added.items():
             whole = len(chunks) == len(versions.wires)
@@ -349,7 +349,7 @@ class Referee:
         )
         crowded = max(waiting.values(), default=0)
         demand(crowded <= UPLOAD_WINDOW, "{} chunks of a push wait to be added", crowded)
-        if not reducer_of(config).needs_whole:
+        if not mode_of(config).needs_whole:
             demand(not list(state.submissions), "a streaming round keeps submissions")
             return
         if config.is_async:
@@ -428,7 +428,7 @@ class Referee:
             if record.ending == "counted":
                 demand(all(inside), "it is lost: {}", record)
             elif record.ending is not None:
-                may_be = not any(inside) or not (reducer_of(self.config).needs_whole or all(inside))
+                may_be = not any(inside) or not (mode_of(self.config).needs_whole or all(inside))
                 demand(may_be, "refused, but counted: {}", record)
             elif record.process not in alive and record.whole_at is not None:
                 may_be = all(inside) or self._may_be_pending(core, key, record)

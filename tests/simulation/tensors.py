@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.core.state.versions.reply import Coded
+from diloco_broker.core.versions.reply import Coded
 from diloco_broker.shell.tensor_work.queue import WorkQueue
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import put_back

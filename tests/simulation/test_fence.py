@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from diloco_broker.core.rules.standby import fence as rules
-from diloco_broker.core.state.standby import voters
+from diloco_broker.core.standby import fence as rules
+from diloco_broker.core.standby import voters
 from diloco_broker.standby import core as standby
 from diloco_worker.core import votes
 from simulation.fence import Fence, FenceBroken, Troubles

@@ -14,16 +14,17 @@ import pytest
 
 from diloco_broker.core.effects import Effect, Step
 from diloco_broker.core.machine import Core
-from diloco_broker.core.rules import checkpoints, initial_model, rounds
-from diloco_broker.core.rules.checkpoints import run_record
-from diloco_broker.core.rules.reducers import asynchronous, collect, streaming
-from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.model_source import Resumption, RunModel
-from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import RunRecord
-from diloco_broker.core.state.streaming_round import StreamingRound
-from diloco_broker.core.state.submissions import Submission
-from diloco_broker.core.state.update import Update
+from diloco_broker.core.members import seeding
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.members.model_source import Resumption, RunModel
+from diloco_broker.core.rounds import asynchronous, collect, sequence, streaming
+from diloco_broker.core.rounds.round import Update
+from diloco_broker.core.rounds.streaming import StreamingRound
+from diloco_broker.core.rounds.submissions import Submission
+from diloco_broker.core.state import RunState
+from diloco_broker.core.versions import checkpoints
+from diloco_broker.core.versions.checkpoints import run_record
+from diloco_broker.core.versions.record import RunRecord
 from diloco_broker.storage import resume
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
@@ -271,7 +272,7 @@ STUCK = "no version was released|has a push in flight|stands still|no end within
     [
         ("carry", MERGES_TWICE, "is counted twice"),
         ("streaming", (RunState, "weight_of", lambda *_: 1.0), "weighs 1.0 instead of"),
-        ("streaming", (rounds, "leave", nothing), STUCK),
+        ("streaming", (sequence, "leave", nothing), STUCK),
         ("streaming", (Member, "take_deferred", lambda *_: None), STUCK),
         ("streaming", (Ledger, "with_push", lambda ledger, *_: ledger), "lacks"),
         ("async", (asynchronous, "_may_send", lambda *_: True), "are kept in"),
@@ -302,14 +303,14 @@ def test_broken_broker_is_found_out(
 # Can it fail when the broker comes back?
 
 
-complete_in_earnest = rounds._complete
+complete_in_earnest = sequence._complete
 
 
 def complete_before_it_is_saved(state: RunState, ended: Update) -> Iterator[Effect]:
     yield from complete_in_earnest(state, ended)
     made, state.unreleased = state.unreleased, None
     if made is not None:
-        yield from rounds._release(state, made)
+        yield from sequence._release(state, made)
 
 
 def without_the_version_that_waits(state: RunState, number: int) -> RunRecord:
@@ -351,7 +352,7 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
         (
             "streaming",
             DURABLE,
-            (rounds, "_complete", complete_before_it_is_saved),
+            (sequence, "_complete", complete_before_it_is_saved),
             "is told of and is not on the disk",
         ),
         (
@@ -370,12 +371,12 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
         (
             "carry",
             ADOPT,
-            (initial_model, "_wait_for_others", wait_for_nobody),
+            (seeding, "_wait_for_others", wait_for_nobody),
             "it did not wait for",
         ),
         ("streaming", REWIND, loses("ledger", Ledger()), "has another ledger"),
         ("async", DURABLE, loses("gradients", 0), "is told 0 gradients"),
-        ("streaming", ADOPT, (rounds, "stall", nothing), "and is waited for"),
+        ("streaming", ADOPT, (sequence, "stall", nothing), "and is waited for"),
     ],
 )
 def test_broker_that_comes_back_broken_is_found_out(

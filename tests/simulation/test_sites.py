@@ -9,7 +9,7 @@ import pytest
 
 from diloco_broker.core import events
 from diloco_broker.core.machine import RULES
-from diloco_broker.core.rules.sites import contents
+from diloco_broker.core.sites import contents
 from diloco_broker.relay.unsettled import Unsettled
 from simulation.sites import Pace, RelayHost
 from simulation.tree import Faults, Tree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
-from diloco_broker.core.rules import grants
+from diloco_broker.core.rounds import grants
 from diloco_broker.core.tape import Codec, Draws, Entry, Step, replay, write
 from diloco_broker.shell.effects import Executor
 from simulation import broker
@@ -29,7 +29,7 @@ class Reel:
         state = self._codec.freeze(core.state)
         self._values = [msgpack.packb([self._codec.new_shapes(), state])]
 
-    def note(self, event: Event, now: Now, asked_for: list[Effect] | None) -> None:
+    def note(self, event: Event, now: Now, asked_for: Sequence[Effect] | None) -> None:
         self._values.append(msgpack.packb(write(event, now, asked_for, self._codec)))
 
     def replayed(self) -> Iterator[Step]:

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
-from diloco_broker.core.rules import liveness
+from diloco_broker.core.members import liveness
 from diloco_worker.core.connection import SILENT_BEATS
 from kit.core_harness import a_config
 from simulation.network import Weather

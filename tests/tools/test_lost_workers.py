@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from diloco_broker import Broker
 from diloco_broker.cli.app import app
 from diloco_broker.cli.status_text import as_text
-from diloco_broker.core.rules.sites.listing import listed
+from diloco_broker.core.sites.listing import listed
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat, Leave, decode, encode
 from diloco_protocol.monitor.verdict import Verdict, verdict_on

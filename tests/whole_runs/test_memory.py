@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.core.state import run
-from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL
-from diloco_broker.core.state.versions import fragment
+from diloco_broker.core import state
+from diloco_broker.core.rounds.uploads import UPLOAD_WINDOW_TOTAL
 from diloco_broker.core.story import KEPT, Story
+from diloco_broker.core.versions import fragment
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_protocol.messages import Pull
 from diloco_worker import DiLoCoClient
@@ -284,7 +284,7 @@ def test_workers_that_came_and_went_leave_nothing_behind(
 ) -> None:
     """Ledgers remember the last 128 that have left; with these the state is as large as it gets."""
     monkeypatch.setattr(fragment, "TAGS_KEPT", 64)  # of 1,024 versions it takes minutes
-    monkeypatch.setattr(run, "CAUSES_KEPT", 8)  # and of 1,000 refusals
+    monkeypatch.setattr(state, "CAUSES_KEPT", 8)  # and of 1,000 refusals
     town = Town(**options)
     sizes = []
     warm = 48 if "num_fragments" in options else 18  # each fragment has a ledger

@@ -10,7 +10,7 @@ import typer
 
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.core.effects import Log, Send
-from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state import RunState
 from diloco_broker.core.tape import Step
 from diloco_broker.core.tape import replay as replayed
 from diloco_broker.storage.tape_file import read_tape

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.state.run_record import RunRecord
+from diloco_broker.core.versions.record import RunRecord
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Join, Message, Push

@@ -15,34 +15,37 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
+from diloco_broker.core.data import units
 from diloco_broker.core.effects import Effects
-from diloco_broker.core.rules import (
-    checkpoints,
+from diloco_broker.core.members import (
+    admission,
+    descriptions,
+    liveness,
+    permissions,
+    probes,
+    seeding,
+)
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.members.model_source import InitialModel, Resumption, RunModel
+from diloco_broker.core.operations import (
+    commands,
     ending,
     holding,
-    initial_model,
-    liveness,
-    operator,
-    pulls,
-    pushes,
     refusals,
-    rounds,
     stopping,
     surroundings,
 )
-from diloco_broker.core.rules.data import units
-from diloco_broker.core.rules.joining import admission, descriptions, permissions, probes
-from diloco_broker.core.rules.reducers import close_if_due, decision
-from diloco_broker.core.rules.sites import flights, passing, told
-from diloco_broker.core.rules.standby import fence
-from diloco_broker.core.state.gate import Gate
-from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
-from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.standby.lease import Lease
-from diloco_broker.core.state.standby.watch import Watch
-from diloco_broker.core.state.update import InvariantBroken, Phase
+from diloco_broker.core.rounds import pushes, sequence
+from diloco_broker.core.rounds.modes import close_if_due, decision
+from diloco_broker.core.rounds.round import InvariantBroken, Phase
+from diloco_broker.core.sites import flights, passing, told
+from diloco_broker.core.sites.gate import Gate
+from diloco_broker.core.standby import fence
+from diloco_broker.core.standby.lease import Lease
+from diloco_broker.core.standby.watch import Watch
+from diloco_broker.core.state import RunState
 from diloco_broker.core.story import Story
+from diloco_broker.core.versions import checkpoints, pulls
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
@@ -59,7 +62,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.StoodStill: liveness.stood_still,
     events.WorkDone: pushes.done,
     events.WorkRefused: pushes.refused,
-    events.Stepped: rounds.stepped,
+    events.Stepped: sequence.stepped,
     events.SentUp: flights.sent,
     events.RoundNamed: flights.round_named,
     events.ExpectedFrom: flights.expected_from,
@@ -69,9 +72,9 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.ModelRefused: told.model_refused,
     events.TurnedDown: flights.turned_down,
     events.Paced: flights.paced,
-    events.InitialStored: initial_model.stored,
-    events.InitialRefused: initial_model.refused,
-    events.Saved: rounds.saved,
+    events.InitialStored: seeding.stored,
+    events.InitialRefused: seeding.refused,
+    events.Saved: sequence.saved,
     events.SaveFailed: checkpoints.save_failed,
     events.Stop: stopping.stop,
 }
@@ -79,7 +82,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
 OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
     messages.Join: descriptions.join,
     messages.Describe: descriptions.describe_on,
-    messages.Control: operator.control,
+    messages.Control: commands.control,
     messages.Probe: probes.answer,
     messages.Promise: fence.promise,
 }
@@ -132,7 +135,7 @@ class Core:
         if before is not None:
             state.orders, state.ending = before.state.orders, before.state.ending
         if resumption is not None:
-            initial_model.resume(state, resumption)
+            seeding.resume(state, resumption)
         state.term = max(state.term, term)
 
     @classmethod

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diloco_broker.core import events
-from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.update import InvariantBroken
+from diloco_broker.core.rounds.round import InvariantBroken
+from diloco_broker.core.state import RunState
 from diloco_protocol import messages
 
 KEPT = 200  # of the events that come once a round, and as many of those that come for each chunk

@@ -29,8 +29,8 @@ from diloco_broker.core import effects, events, story
 from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.update import InvariantBroken
-from diloco_broker.core.state.versions.reply import Coded
+from diloco_broker.core.rounds.round import InvariantBroken
+from diloco_broker.core.versions.reply import Coded
 from diloco_protocol.messages import Ack, Chunk, encode
 from diloco_protocol.roles import Peer, Role
 

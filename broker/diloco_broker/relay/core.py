@@ -21,11 +21,11 @@ from typing import Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.rules.joining import permissions
-from diloco_broker.core.rules.sites.told import PASSED_ON
-from diloco_broker.core.state.gate import Gate
-from diloco_broker.core.state.model_source import Resumption
-from diloco_broker.core.state.submissions import Submission
+from diloco_broker.core.members import permissions
+from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.rounds.submissions import Submission
+from diloco_broker.core.sites.gate import Gate
+from diloco_broker.core.sites.told import PASSED_ON
 from diloco_broker.relay.commands import (
     Abandon,
     Answer,

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 from diloco_broker.core.events import Parent
-from diloco_broker.core.rules import orders
-from diloco_broker.core.rules.sites import listing
-from diloco_broker.core.state.run import RunState
+from diloco_broker.core.operations import orders
+from diloco_broker.core.sites import listing
+from diloco_broker.core.state import RunState
 from diloco_protocol.messages import Behind, Heartbeat, Reply
 from diloco_worker.core.session import Session
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from diloco_broker.core.state.versions import OLD_VERSIONS_KEPT
+from diloco_broker.core.versions.fragment import OLD_VERSIONS_KEPT
 from diloco_protocol.messages import Chunk, Message
 
 # Of versions that the broker itself has let go of, bytes: what one reader of ours has credit for.

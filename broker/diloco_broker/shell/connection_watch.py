@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from diloco_broker.core.state.versions import (
+from diloco_broker.core.versions.readers import (
     MAX_OBSERVER_CREDIT,
     MAX_READER_CREDIT,
     WORKER_GOES_ON_WITHIN_S,

@@ -23,10 +23,10 @@ from torch import Tensor
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.effects import Send
-from diloco_broker.core.feed import LoopFigures
 from diloco_broker.core.machine import Core
-from diloco_broker.core.rules import checkpoints
+from diloco_broker.core.operations.status import LoopFigures
 from diloco_broker.core.tape import Draws
+from diloco_broker.core.versions import checkpoints
 from diloco_broker.shell.chunks_on_the_way import piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers

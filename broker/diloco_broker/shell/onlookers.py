@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diloco_broker.core import feed
 from diloco_broker.core.effects import Log, Record, RecordAction, RecordVersion, RoundReport
-from diloco_broker.core.state.run import RunState
+from diloco_broker.core.operations import status
+from diloco_broker.core.state import RunState
 from diloco_broker.storage.audit_log import AuditLog
 from diloco_broker.storage.history import HistoryWriter
 from diloco_protocol.feed import TOPIC
@@ -52,13 +52,13 @@ class Onlookers:
         self,
         state: RunState,
         clock: Callable[[], float],
-        figures: Callable[[], feed.LoopFigures],
+        figures: Callable[[], status.LoopFigures],
         publish: Callable[[bytes], None],
     ) -> None:
         self._state, self._clock, self._figures = state, clock, figures
         self._send = publish
         self.failures = Failures()
-        self._events = feed.EventLog()
+        self._events = status.EventLog()
         self.sequence = 0  # snapshots published
         config, epoch = state.config, state.epoch
         self._audit = AuditLog(Path(config.audit), epoch) if config.audit else None
@@ -81,18 +81,18 @@ class Onlookers:
                 self._tell(Log("warning", f"{by}: {text}."))
                 with self.failures.caught("log of actions"):
                     if self._history is not None:
-                        self._history.act(feed.action_line(self._state, record))
+                        self._history.act(status.action_line(self._state, record))
             case RoundReport():
                 with self.failures.caught("history of the round"):
                     if self._history is not None:
-                        self._history.add(feed.round_line(self._state, record, self._figures()))
+                        self._history.add(status.round_line(self._state, record, self._figures()))
             case RecordVersion():
                 with self.failures.caught("audit"):
                     self._write_audit(record)
 
     def snapshot(self) -> tuple[dict[str, Any], str]:
         """What the feed says now, and the JSON of it."""
-        return feed.snapshot_and_line(
+        return status.snapshot_and_line(
             self._state, self._events, self._figures(), self.sequence, self._clock()
         )
 
@@ -134,7 +134,7 @@ class Onlookers:
         """Write down what the run is when that has changed; say it when lines are lost."""
         if self._history is None:
             return
-        line = feed.start_line(snapshot)
+        line = status.start_line(snapshot)
         reducer = {**line["settings"]["reducer"], "submissions": 0, "waiting": 0}
         changing = {**line, "settings": {**line["settings"], "reducer": reducer}}
         if changing != self._start_line:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.rules.joining import permissions
+from diloco_broker.core.members import permissions
 from diloco_broker.shell.loop import machine_clock
 from diloco_broker.shell.sockets import Incoming, Sockets
 from diloco_broker.standby import core

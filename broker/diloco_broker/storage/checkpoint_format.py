@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from diloco_broker.core.rules.donation import is_sound
-from diloco_broker.core.state.run_record import DataSetRecord, FragmentRecord, RunRecord
+from diloco_broker.core.members.donation import is_sound
+from diloco_broker.core.versions.record import DataSetRecord, FragmentRecord, RunRecord
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import (
     CHUNK_ELEMENTS,

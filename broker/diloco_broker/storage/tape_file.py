@@ -25,7 +25,7 @@ import msgpack
 from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state import RunState
 from diloco_broker.core.tape import FORMAT, Codec, Entry, NotPlain, write
 from diloco_protocol.errors import UsageError
 

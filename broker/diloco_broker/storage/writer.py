@@ -12,8 +12,8 @@ from collections.abc import Callable, Container
 from dataclasses import asdict
 
 from diloco_broker.core.events import Saved, SaveFailed
-from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import RunRecord
+from diloco_broker.core.state import RunState
+from diloco_broker.core.versions.record import RunRecord
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint_format import Checkpoint, TensorStore
 from diloco_broker.storage.folder_lock import FolderLock

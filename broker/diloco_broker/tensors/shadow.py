@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_broker.core.state.versions.reply import Coded
+from diloco_broker.core.versions.reply import Coded
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.tensors.codecs import ENCODERS, as_bytes, checksum, is_finite

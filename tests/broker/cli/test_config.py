@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_broker import BrokerConfig
-from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.rounds.modes import mode_of
 from diloco_protocol import UsageError
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -215,5 +215,5 @@ def test_whole_submissions_are_kept_only_where_an_option_needs_them(
     options: dict[str, Any], why: str
 ) -> None:
     config = BrokerConfig(**options)
-    reducer = reducer_of(config)
+    reducer = mode_of(config)
     assert (reducer.asked_for_by(config), reducer.needs_whole) == (why, bool(why))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.state.dylu import average_speed, sync_every
+from diloco_broker.core.members.dylu import average_speed, sync_every
 from diloco_protocol.messages import Error, Grant, Heartbeat, Notice, Released, Standing, Welcome
 from kit.core_harness import Puppet, Stage, a_stage, alone
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.rules.initial_model import RETURN_WITHIN_S
-from diloco_broker.core.state.model_source import DONOR_PATIENCE_S, InitialModel
+from diloco_broker.core.members.model_source import DONOR_PATIENCE_S, InitialModel
+from diloco_broker.core.members.seeding import RETURN_WITHIN_S
 from diloco_protocol.messages import Error, Push
 from diloco_protocol.version import VersionId
 from diloco_worker.core.connection import LONGEST_BACKOFF_S

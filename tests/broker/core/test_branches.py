@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diloco_broker.core.state.versions import TAGS_KEPT, TAGS_SAVED, WholeVersion
+from diloco_broker.core.versions.fragment import TAGS_KEPT, TAGS_SAVED, WholeVersion
 from diloco_protocol.version import VersionId
 from kit.restarts import a_saved_run, ahead
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Surroundings
-from diloco_broker.core.rules.joining.room import bytes_per_parameter
-from diloco_broker.core.rules.reducers.streaming import MOST_PUSHES
-from diloco_broker.core.state import model_source
+from diloco_broker.core.members import model_source
+from diloco_broker.core.members.room import bytes_per_parameter
+from diloco_broker.core.rounds.streaming import MOST_PUSHES
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Join, Result, Welcome, decode, encode
 from diloco_protocol.records import from_plain

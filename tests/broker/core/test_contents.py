@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.state.versions.forgotten import Forgotten
+from diloco_broker.core.versions.forgotten import Forgotten
 from diloco_broker.storage.audit_log import AuditLog
 from diloco_protocol.messages import Error, Heartbeat, Released, Standing
 from diloco_protocol.version import ABSENT_REMEMBERED, PUSHES_REMEMBERED, Counted, Ledger

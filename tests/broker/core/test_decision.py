@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from diloco_broker.core.rounds import modes
 from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, Why, decide
-from diloco_broker.core.rules import reducers
 from kit.core_harness import Stage, a_run
 
 NOW = 100.0
@@ -114,7 +114,7 @@ def test_round_closes_exactly_when_nothing_speaks_against_it(
     stage = mode()
     stage.passes(10.0)
     before = stage.version().counter
-    monkeypatch.setattr(reducers, "decide", noted)
+    monkeypatch.setattr(modes, "decide", noted)
     for number in range(1, 4):
         for push_id, name in enumerate("abc", 10 * number):
             stage.puppets[name].pulls()

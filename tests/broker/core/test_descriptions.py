@@ -10,11 +10,7 @@ import pytest
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.events import Received, Surroundings
-from diloco_broker.core.rules.joining.descriptions import (
-    AT_A_TIME,
-    GOES_ON_WITHIN_S,
-    WHOLE_WITHIN_S,
-)
+from diloco_broker.core.members.descriptions import AT_A_TIME, GOES_ON_WITHIN_S, WHOLE_WITHIN_S
 from diloco_protocol.description import (
     PIECE_BYTES,
     DescriptionInProgress,

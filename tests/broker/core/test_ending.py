@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.rules.ending import LAST_ROUND_S, LEAVE_WITHIN_S
+from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_protocol.messages import Error, Message, Notice, Push, Released
 from kit.core_harness import a_round, a_run, a_stage
 from kit.restarts import a_saved_run, next_life

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_broker.core.events import Received, Tick
-from diloco_broker.core.feed import round_line
+from diloco_broker.core.operations.status import round_line
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.messages import (
     Chunk,

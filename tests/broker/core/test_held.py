@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Received
-from diloco_broker.core.rules.ending import LAST_ROUND_S, LEAVE_WITHIN_S
-from diloco_broker.core.state.model_source import DONOR_PATIENCE_S
+from diloco_broker.core.members.model_source import DONOR_PATIENCE_S
+from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_protocol.messages import Lease, Promise
 from kit.core_harness import Stage, a_round, a_stage
 from kit.restarts import a_saved_run, holding

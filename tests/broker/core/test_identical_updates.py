@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.rules.sites.listing import listed
+from diloco_broker.core.sites.listing import listed
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat
 from diloco_protocol.monitor.verdict import verdict_on

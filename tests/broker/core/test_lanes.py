@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from diloco_broker.core.events import PeerGone, Received
-from diloco_broker.core.state.versions import MAX_READER_CREDIT, lane_credit
+from diloco_broker.core.versions.readers import MAX_READER_CREDIT, lane_credit
 from diloco_protocol import Bitmap, messages
 from diloco_protocol.messages import Ack, Chunk, Credit, Error, Lane, Rejoin
 from kit.core_harness import Puppet, Stage, alone

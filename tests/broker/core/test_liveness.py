@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Tick
-from diloco_broker.core.rules.liveness import PROBES_A_TICK
+from diloco_broker.core.members.liveness import PROBES_A_TICK
 from diloco_protocol.messages import Notice, Rejoin, Welcome
 from kit.core_harness import Puppet, Stage, a_run, a_stage, alone
 from kit.heartbeats import Beating

@@ -24,7 +24,7 @@ from kit.core_harness import Puppet, a_stage
 CHUNKS = 3
 IDS = ("a", "b", "c")
 # How contributions are reduced, by the number of workers.
-REDUCERS: dict[str, Callable[[int], dict[str, Any]]] = {
+MODES: dict[str, Callable[[int], dict[str, Any]]] = {
     "streaming": lambda workers: {},
     "deterministic": lambda workers: {"deterministic": True},
     "quorum": lambda workers: {"quorum": workers, "grace": 3.0},
@@ -44,7 +44,7 @@ class BrokerLife(RuleBasedStateMachine):
         self.whole: set[tuple[str, int]] = set()
 
     @initialize(
-        workers=st.integers(1, 2), floor=st.integers(1, 2), how=st.sampled_from(sorted(REDUCERS))
+        workers=st.integers(1, 2), floor=st.integers(1, 2), how=st.sampled_from(sorted(MODES))
     )
     def start(self, workers: int, floor: int, how: str) -> None:
         self.how = how
@@ -55,7 +55,7 @@ class BrokerLife(RuleBasedStateMachine):
             by_hand=True,
             heartbeat_timeout=50.0,
             **floors,
-            **REDUCERS[how](max(workers, floor)),
+            **MODES[how](max(workers, floor)),
         )
         self.joins("a")
 

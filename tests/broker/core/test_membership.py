@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Received
-from diloco_broker.core.state.model_source import InitialModel
-from diloco_broker.core.state.uploads import first_window, upload_window
-from diloco_broker.core.state.versions import MAX_OBSERVERS
+from diloco_broker.core.members.model_source import InitialModel
+from diloco_broker.core.rounds.uploads import first_window, upload_window
+from diloco_broker.core.versions.readers import MAX_OBSERVERS
 from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.version import Counted, Ledger, VersionId

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diloco_broker.core.rules.orders import SAVE_WITHIN_S, STOP_WITHIN_S
-from diloco_broker.core.state.orders import MOST_NAMES
+from diloco_broker.core.operations.orders import SAVE_WITHIN_S, STOP_WITHIN_S
+from diloco_broker.core.state import MOST_NAMES
 from diloco_protocol.messages import Heartbeat, Notice
 from kit.core_harness import Puppet, Stage, a_run
 from kit.restarts import a_saved_run, next_life

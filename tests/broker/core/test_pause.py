@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Received, Surroundings, Tick
-from diloco_broker.core.rules.joining.admission import CONTEST_S
-from diloco_broker.core.rules.liveness import BACK_WITHIN_S
+from diloco_broker.core.members.admission import CONTEST_S
+from diloco_broker.core.members.liveness import BACK_WITHIN_S
 from diloco_broker.shell.served_time import COUNTED_S, LONGEST_S, WORTH_SAYING_S, ServedTime
 from diloco_protocol.messages import Error, Join
 from kit.core_harness import Puppet, Stage, a_run

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.core import state
 from diloco_broker.core.effects import Send
 from diloco_broker.core.events import Now, Received
-from diloco_broker.core.state import probes
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import pack, unpack
 from diloco_protocol.messages import LONGEST_PROBE, Error, Message, Probe
@@ -45,13 +45,13 @@ def test_who_measures_on_and_on_gets_a_share_that_grows_with_time(stage: Stage) 
         count = 0
         while isinstance(answer(stage, Probe(count)).message, Probe):
             count += 1
-            assert count <= 2 * probes.AT_ONCE, "there is no bound"
+            assert count <= 2 * state.PROBES_AT_ONCE, "there is no bound"
         return count
 
-    assert answered() == probes.AT_ONCE
+    assert answered() == state.PROBES_AT_ONCE
     refusal = answer(stage, Probe(1)).message
     assert isinstance(refusal, Error) and refusal.code == "not_allowed"
     stage.now += 10
-    assert answered() == 10 * probes.A_SECOND
+    assert answered() == 10 * state.PROBES_A_SECOND
     stage.now += 1e6
-    assert answered() == probes.AT_ONCE, "more is saved than one measurement of all takes"
+    assert answered() == state.PROBES_AT_ONCE, "more is saved than one measurement of all takes"

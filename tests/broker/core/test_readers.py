@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_broker.core.events import Received
-from diloco_broker.core.state.versions import (
+from diloco_broker.core.versions.readers import (
     MAX_OBSERVER_CREDIT,
     MAX_READER_CREDIT,
     OBSERVER_GOES_ON_WITHIN_S,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.events import ConnectionEnded, Malformed
-from diloco_broker.core.rules.refusals import NOISE_OF_A_STRANGER
-from diloco_broker.core.state.run import CAUSES_KEPT, SAID_AGAIN_AFTER_S
+from diloco_broker.core.operations.refusals import NOISE_OF_A_STRANGER
+from diloco_broker.core.state import CAUSES_KEPT, SAID_AGAIN_AFTER_S
 from kit.core_harness import Stage, a_manifest
 
 BAD = "The header is not a msgpack map (ExtraData)."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_broker.core.state.versions.reply import LONGEST_CHAIN, Chain, Coded, Reply
+from diloco_broker.core.versions.reply import LONGEST_CHAIN, Chain, Coded, Reply
 from diloco_protocol.version import VersionId
 
 WHOLE = bytes(100)

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_broker.core.effects import Finish
 from diloco_broker.core.events import Stop
-from diloco_broker.core.state.uploads import FIRST_WINDOW, UPLOAD_WINDOW
+from diloco_broker.core.rounds.uploads import FIRST_WINDOW, UPLOAD_WINDOW
 from diloco_protocol import messages
 from diloco_protocol.version import VersionId
 from kit.core_harness import Puppet, Stage, a_stage, alone

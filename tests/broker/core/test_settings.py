@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import OuterGroups, Stop, Surroundings
-from diloco_broker.core.state.update import Phase
+from diloco_broker.core.rounds.round import Phase
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.messages import Notice
 from kit.core_harness import Puppet, Stage, a_run, a_stage

@@ -10,9 +10,9 @@ import pytest
 
 from diloco_broker.core import events
 from diloco_broker.core.events import Parent
-from diloco_broker.core.feed import MOST_LISTED, round_line
-from diloco_broker.core.rules import orders
-from diloco_broker.core.rules.sites import listing
+from diloco_broker.core.operations import orders
+from diloco_broker.core.operations.status import MOST_LISTED, round_line
+from diloco_broker.core.sites import listing
 from diloco_protocol.messages import (
     MOST_BEHIND,
     MOST_LEVELS,

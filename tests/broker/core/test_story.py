@@ -9,8 +9,8 @@ import weakref
 import pytest
 
 from diloco_broker.core import events
-from diloco_broker.core.rules import grants
-from diloco_broker.core.state.update import InvariantBroken
+from diloco_broker.core.rounds import grants
+from diloco_broker.core.rounds.round import InvariantBroken
 from diloco_broker.core.story import KEPT, CoreError
 from diloco_protocol.messages import Chunk, Heartbeat, Pull, Push
 from kit.core_harness import Puppet, Stage, a_stage

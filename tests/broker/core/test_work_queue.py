@@ -8,9 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from diloco_broker.core.rules.data import units
-from diloco_broker.core.state import data_sets
-from diloco_broker.core.state.data_sets import DataSet
+from diloco_broker.core.data import data_sets, units
+from diloco_broker.core.data.data_sets import DataSet
 from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Error, Lot, Result, Standing, Take
 from kit.core_harness import a_run, a_stage

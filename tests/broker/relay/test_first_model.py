@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from diloco_broker.core.events import ModelRefused
-from diloco_broker.core.state.gate import Gate
-from diloco_broker.core.state.model_source import DONOR_PATIENCE_S
+from diloco_broker.core.members.model_source import DONOR_PATIENCE_S
+from diloco_broker.core.sites.gate import Gate
 from diloco_broker.relay.core import held_by
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco_broker.core.state.versions import MAX_OBSERVER_CREDIT, OLD_VERSIONS_KEPT
+from diloco_broker.core.versions.fragment import OLD_VERSIONS_KEPT
+from diloco_broker.core.versions.readers import MAX_OBSERVER_CREDIT
 from diloco_broker.shell.chunks_on_the_way import (
     STRANGERS_MAY_KEEP,
     ChunksOnTheWay,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from diloco_broker.core.state.versions import MAX_OBSERVER_CREDIT, OLD_VERSIONS_KEPT
+from diloco_broker.core.versions.fragment import OLD_VERSIONS_KEPT
+from diloco_broker.core.versions.readers import MAX_OBSERVER_CREDIT
 from diloco_broker.shell.chunks_on_the_way import STRANGERS_MAY_KEEP, Piece
 from diloco_broker.shell.connection_watch import (
     ALL_STRANGERS_MAY_LEAVE,

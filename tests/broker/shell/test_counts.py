@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.core.state.uploads import UPLOAD_WINDOW
+from diloco_broker.core.rounds.uploads import UPLOAD_WINDOW
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import Kind, Manifest, Segment, TensorEntry, lay_out

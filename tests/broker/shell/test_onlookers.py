@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.core import feed
-from diloco_broker.core.feed import EventLog
+from diloco_broker.core.operations import status
+from diloco_broker.core.operations.status import EventLog
 from diloco_broker.shell import loop, onlookers
 from diloco_broker.storage.audit_log import AuditLog
 from kit.raw_worker import RawWorker, one_tensor
@@ -38,10 +38,10 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]
 @pytest.mark.parametrize(
     ("where", "name", "what"),
     [
-        (feed, "snapshot_and_line", "feed"),
-        (feed, "start_line", "feed"),
-        (feed, "round_line", "history of the round"),
-        (feed, "action_line", "log of actions"),
+        (status, "snapshot_and_line", "feed"),
+        (status, "start_line", "feed"),
+        (status, "round_line", "history of the round"),
+        (status, "action_line", "log of actions"),
         (EventLog, "add", "history of an event"),
         (AuditLog, "add", "audit"),
     ],

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_broker.core.effects import DropInitial, Fold, Send, Step, StoreInitial, TensorWork
-from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL, Window
+from diloco_broker.core.rounds.uploads import UPLOAD_WINDOW_TOTAL, Window
 from diloco_broker.shell.effects import Acks
 from diloco_broker.shell.tensor_work.queue import PASSED_BY, WorkQueue
 from diloco_protocol.messages import Ack

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from diloco_broker.core.state.standby.lease import SAFETY
+from diloco_broker.core.standby.lease import SAFETY
 from diloco_broker.standby.core import (
     AGAIN_S,
     STAYS_FOR,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco_broker.core.state.data_sets import DataSets
-from diloco_broker.core.state.run_record import DataSetRecord
+from diloco_broker.core.data.data_sets import DataSets
+from diloco_broker.core.versions.record import DataSetRecord
 from diloco_broker.storage import checkpoint, checkpoint_format
 from diloco_broker.storage.checkpoint import Damaged
 from diloco_protocol.data.spans import MOST_RANGES

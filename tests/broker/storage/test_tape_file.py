@@ -66,8 +66,8 @@ def test_replay_stops_at_a_round_and_tells_the_story_of_a_worker(tmp_path: Path)
 
 def test_first_difference_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path / "tape")
-    monkeypatch.setattr("diloco_broker.core.rules.grants.counted", lambda *_: iter(()))
-    monkeypatch.setattr("diloco_broker.core.rules.grants.grant", lambda *_, **__: iter(()))
+    monkeypatch.setattr("diloco_broker.core.rounds.grants.counted", lambda *_: iter(()))
+    monkeypatch.setattr("diloco_broker.core.rounds.grants.grant", lambda *_, **__: iter(()))
     code, text = replayed(tmp_path / "tape")
     assert code == 1
     assert "Push of a" in text and "Grant" in text

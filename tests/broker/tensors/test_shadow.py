@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diloco_broker.core.events import Stepped
-from diloco_broker.core.state.versions.reply import Coded
+from diloco_broker.core.versions.reply import Coded
 from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import FragmentTensors, Parameters
 from diloco_broker.tensors.shadow import SHADOW

@@ -12,7 +12,7 @@ import torch
 
 import diloco_tools.demo.train as demo_train
 from diloco_broker import Broker, BrokerConfig
-from diloco_broker.core.state.dylu import sync_every
+from diloco_broker.core.members.dylu import sync_every
 from diloco_lab.evidence import training
 from diloco_lab.evidence.conduct import measure
 from diloco_lab.evidence.training import KEPT, LOST, DiLoCoRun, lost_in

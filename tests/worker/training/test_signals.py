@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from diloco_broker import Broker
-from diloco_broker.core.state.streaming_round import StreamingRound
+from diloco_broker.core.rounds.streaming import StreamingRound
 from diloco_protocol.messages import Leave
 from diloco_worker.shell.sigterm import EXIT_CODE, Termination
 from kit.process_kit import Processes, a_free_address

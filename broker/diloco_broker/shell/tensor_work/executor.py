@@ -15,8 +15,8 @@ from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules.reducers import reducer_of
-from diloco_broker.core.state.model_source import Resumption
+from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.shell.tensor_work.queue import WorkQueue
 from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.storage.checkpoint_format import Checkpoint
@@ -121,7 +121,7 @@ class TensorExecutor:
                 trim=config.trim,
                 share=share_of(config),
                 preallocate=self._pool_sizes(layout),
-                is_round=reducer_of(config).has_rounds,
+                is_round=mode_of(config).has_rounds,
                 initial=self.initial,
                 schedule=config.outer_schedule,
             )
@@ -178,7 +178,7 @@ class TensorExecutor:
         """What to have memory at hand for; a checkpoint's tensors are there already."""
         if self._checkpoint is not None:
             return []
-        means = not reducer_of(self._config).needs_whole
+        means = not mode_of(self._config).needs_whole
         return pool_sizes(layout, remembered=self._outer.remembers, means=means)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.tensors.outer.chunked import Buffered, ChunkOuter, DelayedNesterov, Nesterov, Sgd
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
@@ -48,7 +48,7 @@ def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:
 
 def share_of(config: BrokerConfig) -> float:
     """What one gradient is worth: 1 where it is a round's mean, 1/workers where it is one worker's."""
-    return 1.0 if reducer_of(config).has_rounds else 1 / config.workers
+    return 1.0 if mode_of(config).has_rounds else 1 / config.workers
 
 
 def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = None) -> Outer:

@@ -1,0 +1,1 @@
+"""The work queue: units of data sets, handed out and counted."""

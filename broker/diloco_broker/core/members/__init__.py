@@ -1,0 +1,1 @@
+"""Who takes part: joining, signs of life, and the parameters that newcomers bring."""

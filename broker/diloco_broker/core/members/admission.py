@@ -1,0 +1,335 @@
+"""Who takes part: workers that join, come back on a new connection, and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from diloco_broker.core import effects, events
+from diloco_broker.core.data import units
+from diloco_broker.core.members import compatibility, donation, room, seeding
+from diloco_broker.core.members.members import MAX_HOST_LENGTH, Member
+from diloco_broker.core.operations import ending, orders
+from diloco_broker.core.rounds import sequence
+from diloco_broker.core.rounds.modes import mode_of
+from diloco_broker.core.sites import listing
+from diloco_broker.core.standby import fence
+from diloco_broker.core.state import Departure, RunState
+from diloco_protocol import messages
+from diloco_protocol.errors import Code, ProtocolError, UsageError
+from diloco_protocol.fragments import FragmentPlan
+from diloco_protocol.manifest import Manifest, differences, summarise
+from diloco_protocol.roles import Role
+
+Scalar = str | int | float | None
+MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worker
+# How long the answer to "are you alive?" counts when another worker asks for the same id.
+CONTEST_S = 30.0
+
+
+def join(
+    state: RunState,
+    route: effects.Route,
+    join: messages.Join,
+    manifest: Manifest,
+    plan: tuple[int, ...] | None = None,
+) -> effects.Effects:
+    """A worker asks to take part, for the first time or again on new connections.
+
+    `plan`: what the user's function has made of its model, once that was asked.
+    """
+    manifest = state.model.as_known(manifest)
+    _check_sound(state, join, manifest)
+    gate = state.gate
+    if gate is not None:
+        gate.check(join, manifest)
+        gate.brings(manifest)
+        if not gate.is_open:
+            error = messages.Error(Code.NO_MODEL, gate.wait, retry=True, about=join.kind)
+            yield effects.Send(route, error)
+            return
+    _check_fit(state, join, manifest)
+    plan = _plan(state, manifest) if plan is None else plan
+    member = state.members.named(join.worker_id)
+    if plan is None:
+        yield effects.SplitModel(route, join, manifest)
+    elif member is not None and not member.comes_back_as(join):
+        yield from _contest(member, route, state.now)
+    else:
+        # Of more fragments than there are, the frozen one included, nobody has a version.
+        known = join.versions[: state.config.num_fragments + 1]
+        yield from _let_in(state, route, replace(join, versions=known), manifest, plan)
+
+
+def _let_in(
+    state: RunState,
+    route: effects.Route,
+    join: messages.Join,
+    manifest: Manifest,
+    plan: tuple[int, ...],
+) -> effects.Effects:
+    member = state.members.named(join.worker_id)
+    state.model.forgive(join.worker_id)
+    session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
+    if member is None:
+        member = state.members.admit(join, session, route, state.now, state.run_time)
+        yield from _is_new(state, member, join)
+    else:
+        if state.model.donation.donor == member.worker_id and member.versions != join.versions:
+            yield from donation.abandon(state)  # it was asked for what it said that it held
+        state.versions.forget(member.bulk)
+        state.members.renew(member, join, session, route, state.now)
+        yield effects.info(f"{join.worker_id} is back on a new connection.")
+    if state.model.manifest != manifest:
+        layout = state.model.settle_manifest(manifest, plan, state.run_config, join.digest)
+        state.versions.set_layout(layout.all)
+    first_round = _first_round(state, member)
+    yield from seeding.tell_of_branches(state, join.worker_id, join.versions)
+    yield effects.Send(route, _welcome(state, member, first_round, plan))
+    yield from ending.tell(state, member)
+    yield from orders.tell(state, member)
+    if any(join.versions) and not state.model.is_done:
+        state.model.holder_lost_at = None
+        donor = state.members.named(state.model.donation.donor or "")
+        is_new_run = donor is not None and not any(donor.versions)
+        if is_new_run or state.model.donation.is_loading:  # one that exists comes first
+            why = f"{join.worker_id} holds a version of a run, which goes on instead of a new one."
+            yield from seeding.abandon_donation(state, why)
+            return
+    yield from seeding.seek(state)
+
+
+def _is_new(state: RunState, member: Member, join: messages.Join) -> effects.Effects:
+    config = state.config
+    state.sites_away.pop(join.worker_id, None)
+    state.absences.joined(member)
+    listing.are_here(state, [join.worker_id])
+    if join.worker_id in state.model.known:
+        member.goes_on_from(state.model.known[join.worker_id])
+    yield effects.info(f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
+    remark = compatibility.remark(config, join)
+    if remark is not None:
+        yield effects.info(remark)
+    if not mode_of(config).has_rounds and len(state.members) > config.workers:
+        yield effects.warning(
+            f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
+            f"the outer optimizer counts on {config.workers}. Start it with --workers "
+            f"{len(state.members)}."
+        )
+
+
+def _welcome(
+    state: RunState, member: Member, first_round: int, plan: tuple[int, ...]
+) -> messages.Welcome:
+    shard, num_shards = state.shards.slot(member.worker_id, state.config.workers)
+    around = state.surroundings
+    return messages.Welcome(
+        session=member.session,
+        epoch=state.epoch,
+        config=state.run_config,
+        first_round=first_round,
+        run=state.model.run if state.model.is_done else None,
+        versions=tuple(each.version for each in state.versions.trained),
+        feed=around.feed_address,
+        plan=plan if state.config.num_fragments > 1 else (),
+        shard=shard,
+        num_shards=num_shards,
+        ipc=around.own_address,
+        bound=around.bound if around.own_address is not None else None,
+        term=state.term,
+        lease=None if state.standby is None else state.standby.lease.seconds,
+    )
+
+
+def _run_is_settled(state: RunState) -> bool:
+    """False while a worker that started afresh gives parameters: an older run may still turn up."""
+    model = state.model
+    donor = state.members.named(model.donation.donor or "")
+    return model.is_done or bool(model.restored) or (donor is not None and any(donor.versions))
+
+
+def _first_round(state: RunState, member: Member) -> int:
+    """The first round expected of this worker; it is entered in the open one where that waits."""
+    round_ = state.round
+    if round_ is None:
+        # At least: an estimate that is too high would make the worker leave rounds out.
+        return state.model.resumed_number or 0
+    if round_.barrier is None:
+        return round_.number  # it says only which fragment to begin with
+    # At a site a round opens before the version of the last one is here: it is as good as a closing one.
+    is_new = bool(state.flights) and not state.closing and not round_.begun
+    if state.below_floor or is_new:
+        round_.barrier.expect(member.worker_id)
+    return round_.number + (member.worker_id not in round_.barrier.expected)
+
+
+def _check_sound(state: RunState, join: messages.Join, manifest: Manifest) -> None:
+    """Raise ProtocolError for a worker that could take part in no run of this broker."""
+    if state.stopping is not None:
+        what = "restarts" if state.stopping.restarting else "is stopping because the run is over"
+        raise ProtocolError(Code.STOPPING, f"The broker {what}: {state.stopping.reason}.")
+    if not messages.is_worker_id(join.worker_id):
+        raise ProtocolError(
+            Code.BAD_HEADER,
+            f"The worker id {join.worker_id!r:.80} must be 1 to {messages.LONGEST_WORKER_ID} printable "
+            "characters.",
+        )
+    for name, pairs in (("extra", join.extra), ("wants", join.wants)):
+        if not all(isinstance(value, Scalar) for value in pairs.values()):
+            text = f"`{name}` may hold texts, numbers, true, false and nil only."
+            raise ProtocolError(Code.BAD_HEADER, text)
+    if len(join.host) > MAX_HOST_LENGTH or len(str(dict(join.extra))) > MAX_EXTRA_LENGTH:
+        raise ProtocolError(
+            Code.BAD_HEADER,
+            f"`host` may have {MAX_HOST_LENGTH} characters and `extra`, which displays show, "
+            f"{MAX_EXTRA_LENGTH}; send less.",
+        )
+    fence.check_join(state)
+    room.check_number(state, join)
+    if not 1 <= join.processes <= messages.MOST_PROCESSES:
+        text = f"A worker has 1 to {messages.MOST_PROCESSES} processes, this one {join.processes}."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    unsound = [version for version in join.versions if version and not donation.is_sound(version)]
+    if unsound:
+        text = f"The worker says that it holds {unsound[0]!r:.200}, which cannot name a version."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    problems = manifest.problems()
+    if problems:
+        text = f"The model cannot be trained: {summarise(problems)}."
+        raise ProtocolError(Code.MODEL_DIFFERS, text)
+
+
+def _check_fit(state: RunState, join: messages.Join, manifest: Manifest) -> None:
+    """Raise ProtocolError for a worker that does not fit the run."""
+    compatibility.check_wants(state.config, join)
+    compatibility.check_relay(state.config, join)
+    if join.run in state.model.moved_aside:
+        raise ProtocolError(
+            Code.RUN_DIFFERS,
+            f"The worker belongs to run {join.run}, which --fresh moved aside; restart the worker to "
+            "join the new run.",
+        )
+    run = state.model.run if _run_is_settled(state) else None
+    if join.run is not None and run is not None and join.run != run:
+        raise ProtocolError(
+            Code.RUN_DIFFERS,
+            f"The worker belongs to run {join.run}, this broker serves run {run}; restart the "
+            "worker to begin from this run's parameters.",
+        )
+    _check_manifest(state, manifest)
+
+
+def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...] | None:
+    """The fragment of each tensor; None where the user's function says it.
+
+    Raises ProtocolError where the model cannot be split so.
+    """
+    if state.model.manifest == manifest:
+        return state.model.plan
+    if state.gate is not None and state.gate.plan:
+        return state.gate.plan
+    if state.surroundings.has_own_split:
+        return None
+    config = state.config
+    try:
+        plan = FragmentPlan.of(manifest, config.num_fragments, config.fragment_pattern)
+        return plan.numbers(manifest)
+    except UsageError as error:
+        raise ProtocolError(Code.MODEL_DIFFERS, str(error)) from None
+
+
+def _check_manifest(state: RunState, manifest: Manifest) -> None:
+    model = state.model
+    is_under_way = model.is_done or model.donation.is_loading or bool(model.restored)
+    is_settled = len(state.members) or is_under_way
+    if model.manifest is not None and model.manifest != manifest and is_settled:
+        clauses = differences(model.manifest, manifest)
+        text = f"The worker's model differs from the run's: {summarise(clauses)}."
+        if state.resumed:
+            text += (
+                f" The broker resumed {state.resumed}; to begin a new run, start it with --fresh or "
+                "another --save-dir."
+            )
+        raise ProtocolError(Code.MODEL_DIFFERS, text)
+    clauses = model.mismatches(manifest)
+    if clauses:
+        text = f"The worker's model differs from the broker's model file: {summarise(clauses)}."
+        raise ProtocolError(Code.MODEL_DIFFERS, text)
+    if model.manifest != manifest:
+        room.check_size(state, manifest)
+
+
+def _contest(member: Member, route: effects.Route, now: float) -> effects.Effects:
+    """Another worker wants this id: find out whether the one that has it is alive."""
+    life, figures = member.liveness, member.figures
+    age = now - life.last_seen
+    if life.contested_at is not None and now - life.contested_at > CONTEST_S:
+        life.contest(None)
+    is_alive = life.contested_at is not None and life.last_seen > life.contested_at
+    if is_alive:
+        life.contest(None)
+        text = (
+            f"A worker named {member.worker_id!r} is alive on {figures.host or 'some host'} "
+            f"(pid {figures.pid}); give this one another worker_id (a relay: --name)."
+        )
+        yield effects.warning(f"Refused a second worker named {member.worker_id!r}.")
+    else:
+        if life.contested_at is None:
+            life.contest(now)
+        text = (
+            f"A worker named {member.worker_id!r} was heard {age:.1f} s ago; if it is gone, its "
+            "place will be free soon."
+        )
+        yield member.tell(messages.Notice("ping"))
+    error = messages.Error(Code.ID_TAKEN, text, retry=not is_alive, about="join")
+    yield effects.Send(route, error)
+
+
+def remove(state: RunState, member: Member, why: str) -> effects.Effects:
+    """A worker is gone; what it delivered stays, what it owed is not waited for."""
+    state.members.remove(member)
+    state.shards.leave(member.worker_id)
+    orders.gone(state, member.worker_id)
+    state.departed = Departure(member.worker_id, why)
+    state.versions.forget(member.bulk)
+    if state.model.donation.donor == member.worker_id:
+        yield from seeding.abandon_donation(state)
+    state.model.forgive(member.worker_id)  # or the names of all that ever came would be kept
+    if not len(state.members) and state.model.forget_claim():
+        state.versions.set_layout(())
+    yield from sequence.leave(state, member.worker_id)
+    units.leave(state, member.worker_id)
+
+
+def kick(state: RunState, member: Member) -> effects.Effects:
+    """Remove a worker that an operator does not want; it is told."""
+    text = f"{member.worker_id} was removed from the run by an operator."
+    yield member.tell(messages.Notice("kicked", text))
+    yield from remove(state, member, "an operator removed it")
+    state.absences.left_properly(member)
+
+
+def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
+    """Keys were taken back: those who trained under them are gone at once."""
+    for peer in sorted(event.peers, key=str):
+        yield effects.warning(f"The key of {peer} was revoked.")
+        member = state.members.named(peer.name) if peer.role is Role.WORKER else None
+        if member is not None:
+            yield from remove(state, member, "its key was revoked")
+            state.absences.left_properly(member)
+
+
+def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:
+    why = message.reason[:200]
+    yield effects.info(f"{member.worker_id} leaves: {why or 'it is done'}.")
+    if not any(member.worker_id in each.ledger.pushes for each in state.versions.trained):
+        yield effects.warning(
+            f"{member.worker_id} left without having closed a round: the run has none of its steps."
+        )
+    fence.left(state, member)
+    yield from remove(state, member, why)
+    if not why:
+        state.absences.left_properly(member)
+    elif member.has_trained:
+        state.absences.died(member, why, state.now)
+    else:
+        state.absences.will_return(member)

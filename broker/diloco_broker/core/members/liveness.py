@@ -1,0 +1,166 @@
+"""Who is alive: heartbeats, workers that stand still, broken connections, deaths."""
+
+from __future__ import annotations
+
+from diloco_broker.core import effects, events
+from diloco_broker.core.members import admission, compatibility, descriptions, seeding
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.operations import orders
+from diloco_broker.core.rounds import sequence
+from diloco_broker.core.sites import listing
+from diloco_broker.core.standby import fence
+from diloco_broker.core.state import RunState
+from diloco_broker.core.versions import pulls
+from diloco_protocol import messages
+
+# A worker that was silent for so long is sent a word, so that a broken connection shows itself.
+PROBE_AFTER_S = 1.0
+# When a connection was closed, each worker is sent a word to find out whose; so many at a time.
+PROBES_A_TICK = 64
+# Observers send no heartbeats; one that is gone is found out by sending it a word now and then.
+PROBE_OBSERVERS_S = 10.0
+# After the broker has stood still, a worker whose connection broke has at least so long to come back: it
+# tries again every 2 s, and a connection that nothing has answered is given up after 3 s.
+BACK_WITHIN_S = 6.0
+
+
+def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.Effects:
+    """A sign of life, with the step count: a training loop that hangs shows in it."""
+    figures, life = member.figures, member.liveness
+    has_moved = figures.take(beat, state.now)
+    is_empty = member.is_relay and beat.workers == 0
+    if member.is_relay and beat.workers is not None:
+        member.workers = min(beat.workers, state.config.max_workers)
+    listing.heard(state, member, beat)
+    life.beat(state.now, has_moved=has_moved)
+    if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
+        figures.has_warned = True
+        yield effects.warning(f"{member.worker_id} warns: {figures.warning}")
+    if beat.saved:
+        yield from orders.answered(state, member, beat.saved)
+    limit = state.config.stall_timeout
+    if is_empty:
+        if not life.is_stalled:
+            yield from _stall(
+                state, member, f"Relay {member.worker_id} has no workers", "one is there"
+            )
+    elif has_moved:
+        yield from mark_active(state, member)
+    elif limit and not life.is_stalled and life.stood_still() > limit:
+        stood = f"has stood at step {figures.step} for {life.stood_still():.0f} s"
+        text = f"{member.worker_id} {stood} though it sends heartbeats"
+        yield from _stall(state, member, text, "it goes on")
+    number = state.round.number if state.round else 0
+    steps = compatibility.sync_every_of(state, member) if state.config.dylu else None
+    if (state.alive.round, state.alive.sync_every) != (number, steps):
+        state.alive = messages.Notice("alive", round=number, sync_every=steps)
+    yield member.tell(state.alive)
+
+
+def _stall(state: RunState, member: Member, what: str, until: str) -> effects.Effects:
+    """A worker does not train: others go on without it, unless their round needs more workers."""
+    member.liveness.stall()
+    follows = tuple(sequence.stall(state, member.worker_id))
+    goes_on = state.round is not None and not sequence.is_lacking(state)
+    waits = f"; the others do not wait for it until {until}" if goes_on else ""
+    yield effects.warning(f"{what}{waits}.")
+    yield from follows
+
+
+def mark_active(state: RunState, member: Member) -> effects.Effects:
+    """A worker makes progress. One that stood still is expected again: from the next round, or at once
+    below the floor."""
+    if member.liveness.move(state.now):
+        step = member.figures.step
+        yield effects.info(f"{member.worker_id} trains again, at step {step}.")
+        yield from sequence.expect_all(state)
+
+
+def peer_gone(state: RunState, event: events.PeerGone) -> effects.Effects:
+    """A connection does not exist any more; its worker has a moment to come back."""
+    state.versions.forget(event.route)
+    member = state.members.on_route(event.route)
+    if member is not None and event.route != member.control:
+        member.lose_lanes()
+    if member is not None and member.liveness.disconnected_at is None:
+        member.liveness.disconnect(state.now)
+        yield effects.info(f"A connection of {member.worker_id} broke.")
+
+
+def stood_still(state: RunState, event: events.StoodStill) -> effects.Effects:
+    """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
+    state.back_at = state.now
+    own = ", or a step of its torch optimizer took that long" if state.has_own_optimizer else ""
+    yield effects.warning(
+        f"The broker stood still for {event.seconds:.0f} s: its process was stopped, or its machine "
+        f"slept or was overloaded{own}. That time counts against no worker; workers whose connections "
+        f"broke meanwhile have {BACK_WITHIN_S:g} s to come back."
+    )
+
+
+def tick(state: RunState, event: events.Tick) -> effects.Effects:
+    """Time has passed: who is dead, who should be tried?"""
+    now = state.now
+    state.absences.tick(now)
+    if event.lost:
+        due = set(state.to_probe)
+        state.to_probe += [
+            m.worker_id
+            for m in state.members
+            if m.liveness.disconnected_at is None and m.worker_id not in due
+        ]
+    for name in state.to_probe[:PROBES_A_TICK]:
+        found = state.members.named(name)
+        if found is not None:
+            yield found.tell(messages.Notice("alive"))
+    del state.to_probe[:PROBES_A_TICK]
+    timeout = state.config.heartbeat_timeout
+    for member in state.members:
+        silent = now - member.liveness.last_seen
+        if _is_given_up(state, member):
+            yield from _evict(state, member, "its connection closed and it did not come back")
+        elif timeout and silent > timeout and not _may_be_on_its_way(state):
+            yield from _evict(state, member, f"nothing was heard from it for {silent:.0f} s")
+        elif silent > PROBE_AFTER_S and now - member.liveness.probed_at > PROBE_AFTER_S:
+            # A dead connection shows only when something is sent on it.
+            member.liveness.probed_at = now
+            yield member.tell(messages.Notice("alive"))
+    yield from fence.tick(state)
+    for member in fence.sends_away(state):
+        text = "This broker has no lease, so another one may have the run; join again."
+        yield member.tell(messages.Rejoin(state.epoch, text))
+        yield from admission.remove(state, member, "the broker has no lease")
+        state.absences.will_return(member)
+    yield from sequence.tick(state)
+    yield from orders.tick(state)
+    yield from pulls.give_up(state)
+    descriptions.give_up(state)
+    for reader in state.versions.observers:
+        if now - reader.probed_at > PROBE_OBSERVERS_S:
+            reader.probed_at = now
+            yield effects.Send(reader.announce, messages.Notice("alive"))
+    yield from seeding.seek(state)
+
+
+def _is_given_up(state: RunState, member: Member) -> bool:
+    """Has its connection been broken for longer than it may be?"""
+    broken, grace = member.liveness.disconnected_at, state.config.disconnect_grace
+    is_over = broken is not None and state.now >= broken + grace
+    return is_over and not _may_be_on_its_way(state)
+
+
+def _may_be_on_its_way(state: RunState) -> bool:
+    """Has the broker stood still, and so lately that a worker may still be coming back to it?"""
+    return state.back_at is not None and state.now < state.back_at + BACK_WITHIN_S
+
+
+def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
+    state.totals.deaths += 1
+    site = f"; workers behind this relay: {member.workers}" if member.is_relay else ""
+    yield effects.warning(f"{member.worker_id} counts as dead: {why}{site}.")
+    if member.workers:
+        listing.is_away(state, member)
+    if any(member.versions) and not state.model.is_done:
+        state.model.holder_lost_at = state.run_time
+    yield from admission.remove(state, member, why)
+    state.absences.died(member, why, state.now)

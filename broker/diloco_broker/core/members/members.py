@@ -1,0 +1,389 @@
+"""Who is here: sessions, connections, signs of life.
+
+A session is one stay of a worker: a 128-bit token drawn at joining, the control connection it joined
+on, and the bulk connection it bound later. Connections come and go; whoever shows the token is the
+worker, on the connection that it joined on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.core import effects
+from diloco_broker.core.members.dylu import average_speed
+from diloco_broker.core.rounds.uploads import Account, Uploads
+from diloco_protocol import messages
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.version import VersionId
+
+MAX_HOST_LENGTH = 255
+MAX_WARNING_LENGTH = 300
+MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
+
+
+def own_sync_every(wants: Mapping[str, Any]) -> int | None:
+    """H that a worker has asked for; None where it takes what the broker says."""
+    asked = wants.get("sync_every")
+    return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
+
+
+@dataclass
+class Liveness:
+    """Signs of life of a worker. Times are the core's clock."""
+
+    last_seen: float  # when anything came from it
+    probed_at: float  # when it was last sent a word to see whether its connection is there
+    beat_at: float  # its last heartbeat
+    moved_at: float  # the last one that showed progress
+    disconnected_at: float | None = None  # when its connection broke; None while it is there
+    contested_at: float | None = None  # when another worker asked for its id
+    is_stalled: bool = False  # it stands still, and the others do not wait for it
+
+    def hear(self, now: float) -> None:
+        self.last_seen = now
+        self.disconnected_at = None
+
+    def disconnect(self, now: float) -> None:
+        self.disconnected_at = now
+
+    def contest(self, now: float | None) -> None:
+        """Another worker asks for its id; None when that is settled."""
+        self.contested_at = now
+
+    def beat(self, now: float, *, has_moved: bool) -> None:
+        self.beat_at = now
+        if has_moved:
+            self.moved_at = now
+
+    def stall(self) -> None:
+        self.is_stalled = True
+
+    def move(self, now: float) -> bool:
+        """It makes progress. Returns whether it stood still before."""
+        was_stalled, self.is_stalled, self.moved_at = self.is_stalled, False, now
+        return was_stalled
+
+    def stood_still(self) -> float:
+        """Seconds without a step while it said that it trains, as of its last heartbeat."""
+        return self.beat_at - self.moved_at
+
+
+@dataclass(frozen=True)
+class SentUpdate:
+    """The last whole update of a worker for one fragment, by which others are recognised as the same."""
+
+    base: VersionId | None
+    fingerprint: int  # as `tensors.fingerprint` has it
+
+
+@dataclass
+class Figures:
+    """What displays show of a worker: what it last told about itself, and what it has contributed."""
+
+    host: str = ""
+    pid: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0  # optimizer steps in all
+    inner_step: int = 0  # and in its present cycle
+    told_at: float | None = None  # when it told of its inner step; None: the broker concluded it
+    state: str = "joining"
+    steps_per_s: float | None = None
+    speed: float | None = None  # `steps_per_s` as an average over heartbeats
+    loss: float | None = None
+    tokens: int = 0
+    warning: str | None = None  # a sentence, as long as it holds
+    has_warned: bool = False
+    merge_delay: int | None = None  # steps from slot to merge, of the last merge it told of
+    pushes: int = 0  # taken in
+    rejected: int = 0
+    # Euclidean length of its last whole push of each fragment, as the broker found it; the last push is
+    # the last entry.
+    norms: dict[int, float] = field(default_factory=dict)
+    sent: dict[int, SentUpdate] = field(default_factory=dict)  # by fragment
+    same_as: str | None = (
+        None  # another worker, whose last update from the same version was the same
+    )
+    is_known_as_alike: bool = False  # that has been said of it
+    staleness: int = 0
+    last_round: int | None = None
+    # When a version last took in work of this worker; `staleness` is that work's.
+    counted_at: float | None = None
+
+    def take(self, beat: messages.Heartbeat, now: float) -> bool:
+        """Take over what a heartbeat tells. Returns whether the worker has made progress."""
+        has_moved = beat.step != self.step or beat.state != "training" or self.told_at is None
+        self.told_at = now
+        self.step = beat.step
+        self.inner_step = beat.inner_step
+        self.state = beat.state[:MAX_STATE_LENGTH]
+        self.steps_per_s = beat.steps_per_s
+        self.speed = average_speed(self.speed, beat.steps_per_s)
+        self.loss = beat.loss if beat.loss is not None else self.loss
+        self.tokens = max(self.tokens, beat.tokens)
+        self.warning = beat.warning[:MAX_WARNING_LENGTH] if beat.warning else None
+        if beat.merge_delay is not None:
+            self.merge_delay = beat.merge_delay
+        return has_moved
+
+    def push_begins(self, push: messages.Push, number: int | None) -> None:
+        """A push is taken in, for round `number` where there are common rounds."""
+        self.pushes += 1
+        self.state = "pushing"
+        self.inner_step, self.told_at = push.steps, None
+        self.loss = push.loss if push.loss is not None else self.loss
+        if number is not None:
+            self.last_round = number
+
+    def push_counts(self, staleness: int, now: float) -> None:
+        """A version with work of this worker is on its way to it, and it will train on from there,
+        unless it has said since its push that it trains."""
+        if self.state != "training" or self.told_at is None:
+            self.inner_step, self.told_at = 0, None
+        self.state = "training"
+        self.staleness, self.counted_at = staleness, now
+
+    def is_measured(self, fragment: int, norm: float) -> None:
+        self.norms.pop(fragment, None)
+        self.norms[fragment] = norm
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A connection for chunks of a worker of several processes."""
+
+    route: effects.Route
+    shares: tuple[Bitmap, ...]  # by fragment, the chunks that come and go on it
+    credit: int  # that it was bound with
+
+
+@dataclass
+class Member:
+    """A worker that has joined."""
+
+    worker_id: str
+    session: bytes  # the token of this stay
+    control: effects.Route
+    joined_at: float  # run time
+    liveness: Liveness
+    bulk: effects.Route | None = None  # None until a credit has come on it
+    # Of a relay: how many workers are behind it, and whose pushes were in its last.
+    workers: int | None = None
+    behind: frozenset[str] = frozenset()
+    # Who they are and how they do, as its last heartbeat told, and when that was.
+    listed: tuple[messages.Behind, ...] = ()
+    listed_at: float = 0.0
+    processes: int = 1
+    voter: int | None = None  # of this life of the worker
+    # Of several processes: the other connections for chunks that are bound, by index from 1 on.
+    lanes: dict[int, Binding] = field(default_factory=dict)
+    sync_every: int | None = None  # H of its own; None where it takes the run's
+    versions: tuple[VersionId | None, ...] = ()  # by fragment, what it held when it joined
+    # By fragment, a push whose round is not open yet.
+    deferred: dict[int, messages.Push] = field(default_factory=dict)
+    # By fragment, those that came before the bulk connection.
+    early_pulls: dict[int, messages.Pull] = field(default_factory=dict)
+    uploads: Uploads = field(default_factory=Uploads)
+    figures: Figures = field(default_factory=Figures)
+    account: Account = field(default_factory=Account)
+
+    @property
+    def is_relay(self) -> bool:
+        return self.workers is not None
+
+    @property
+    def has_trained(self) -> bool:
+        """Has it taken part, be it with one step?"""
+        return self.figures.step > 0 or self.figures.pushes > 0
+
+    def comes_back_as(self, join: messages.Join) -> bool:
+        """Whether this join is from the same process on new connections.
+
+        It shows its session token. If its welcome was lost it has none, but its voter number is known.
+        """
+        is_same_process = join.voter is not None and join.voter == self.voter
+        return join.session == self.session or is_same_process
+
+    def is_before(self, worker_id: str) -> bool:
+        """Is that worker, or relay, behind this relay, as far as is known?"""
+        return worker_id in self.behind or any(e.worker_id == worker_id for e in self.listed)
+
+    @property
+    def stands_for(self) -> int:
+        """How many workers it is, for displays: one, or those behind a relay."""
+        return 1 if self.workers is None else self.workers
+
+    def tell(self, message: messages.Message) -> effects.Send:
+        return effects.Send(self.control, message)
+
+    @property
+    def routes(self) -> list[effects.Route]:
+        """Its connections, as far as they are known."""
+        found = [self.control, *(each.route for each in self.lanes.values())]
+        return found if self.bulk is None else [*found, self.bulk]
+
+    def lose_lanes(self) -> None:
+        """One of several is gone, so all are void: the worker opens them anew, and joins again."""
+        if self.processes > 1:
+            self.bulk = None
+            self.lanes.clear()
+
+    def takes_chunks_on(self, route: effects.Route) -> bool:
+        """Whether chunks that come on this connection are this worker's, as things stand."""
+        is_bound = route == self.bulk or any(each.route == route for each in self.lanes.values())
+        return self.processes == 1 or is_bound
+
+    def lane_of(self, route: effects.Route) -> int:
+        """The lane that a connection is; 0 for one that is not bound."""
+        return next((i for i, each in self.lanes.items() if each.route == route), 0)
+
+    def defer(self, push: messages.Push) -> None:
+        """This push waits for its turn; it takes the place of an earlier one of its fragment."""
+        self.deferred[push.fragment] = push
+
+    def take_deferred(self, fragment: int) -> messages.Push | None:
+        """The push of a fragment that waits, which does so no longer."""
+        return self.deferred.pop(fragment, None)
+
+    def forget_work(self) -> None:
+        """Drop all that was under way: it is gone, or has to be sent again on new connections."""
+        self.uploads.clear()
+        self.deferred.clear()
+        self.early_pulls.clear()
+
+    def unfinished_pushes(self) -> list[messages.Push]:
+        """Pushes under way, whole, or waiting for their turn, that no version contains."""
+        waiting = list(self.deferred.values())
+        return waiting + [each.push for each in self.uploads if not each.is_void]
+
+    def has_unfinished(self, push: messages.Push) -> bool:
+        key = push.fragment, push.push_id
+        return any((each.fragment, each.push_id) == key for each in self.unfinished_pushes())
+
+    def begins(self, push: messages.Push, number: int | None) -> None:
+        self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
+        self.figures.push_begins(push, number)
+        if push.contents is not None:
+            self.behind = frozenset(push.contents)
+
+    def counts(self, push: messages.Push, staleness: int, now: float) -> None:
+        """A push is in a version that is being released."""
+        self.uploads.void(push.fragment, push.push_id)
+        self.figures.push_counts(staleness, now)
+        self.account.staleness[push.fragment] = staleness
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "pushes": self.figures.pushes,
+            "rejected": self.figures.rejected,
+            "bytes_up": self.account.bytes_up,
+            "bytes_down": self.account.bytes_down,
+        }
+
+    def goes_on_from(self, counters: Mapping[str, int]) -> None:
+        """Count on from what a checkpoint has of this worker."""
+        self.figures.pushes = counters.get("pushes", 0)
+        self.figures.rejected = counters.get("rejected", 0)
+        self.account.bytes_up = counters.get("bytes_up", 0)
+        self.account.bytes_down = counters.get("bytes_down", 0)
+
+
+class Membership:
+    """The members, by session token and by worker id; each live id occurs once."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[bytes, Member] = {}
+        self._by_id: dict[str, Member] = {}
+        self.gone = 0  # how many have been removed
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._by_id
+
+    def named(self, worker_id: str) -> Member | None:
+        return self._by_id.get(worker_id)
+
+    def with_session(self, session: bytes) -> Member | None:
+        return self._by_session.get(session)
+
+    @property
+    def known(self) -> set[str]:
+        """Ids of those that are here, and of those behind relays as their last pushes named them."""
+        return {name for m in self._by_id.values() for name in (m.worker_id, *m.behind)}
+
+    def relay_of(self, worker_id: str) -> Member | None:
+        """The relay here that a worker, or a relay, is behind, as far as is known."""
+        return next((m for m in self if m.is_relay and m.is_before(worker_id)), None)
+
+    @property
+    def workers(self) -> int:
+        """How many are here; of a relay, those behind it."""
+        return sum(member.stands_for for member in self._by_id.values())
+
+    def routes(self) -> set[effects.Route]:
+        """The connections of all members."""
+        return {route for m in self._by_id.values() for route in m.routes}
+
+    def on_route(self, route: effects.Route) -> Member | None:
+        return next((m for m in self._by_id.values() if route in m.routes), None)
+
+    def admit(
+        self,
+        join: messages.Join,
+        session: bytes,
+        route: effects.Route,
+        now: float,
+        run_time: float,
+    ) -> Member:
+        member = Member(
+            join.worker_id,
+            session,
+            route,
+            joined_at=run_time,
+            liveness=Liveness(now, now, now, now),
+            sync_every=own_sync_every(join.wants),
+            versions=join.versions,
+            processes=join.processes,
+            workers=join.workers,
+            voter=join.voter,
+            figures=Figures(join.host[:MAX_HOST_LENGTH], join.pid, join.extra),
+        )
+        self._by_session[session] = member
+        self._by_id[join.worker_id] = member
+        return member
+
+    def renew(
+        self, member: Member, join: messages.Join, session: bytes, route: effects.Route, now: float
+    ) -> None:
+        """The same worker on new connections: all credits of the old ones are void."""
+        del self._by_session[member.session]
+        self._by_session[session] = member
+        member.session = session
+        member.control = route
+        member.bulk = None
+        member.processes, member.workers = join.processes, join.workers
+        member.voter = join.voter
+        member.lanes.clear()
+        member.liveness.hear(now)
+        member.liveness.probed_at = now
+        member.sync_every = own_sync_every(join.wants)
+        member.versions = join.versions
+        member.forget_work()
+
+    def remove(self, member: Member) -> None:
+        self.gone += 1
+        del self._by_session[member.session]
+        del self._by_id[member.worker_id]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the two indexes disagree; for tests."""
+        assert {id(m) for m in self._by_id.values()} == {id(m) for m in self._by_session.values()}
+        for worker_id, member in self._by_id.items():
+            assert member.worker_id == worker_id
+            assert self._by_session[member.session] is member

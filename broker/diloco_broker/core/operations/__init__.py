@@ -1,0 +1,1 @@
+"""What operators see and change, and how a run ends."""

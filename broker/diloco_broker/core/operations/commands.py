@@ -1,0 +1,297 @@
+"""What operators ask for: each request is answered by a `result` with a sentence that states the effect.
+
+What changes the run is written into the log of control actions, with who asked for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from diloco_broker.core import effects
+from diloco_broker.core.members import admission
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.operations import orders, settings
+from diloco_broker.core.rounds import sequence
+from diloco_broker.core.state import RunState
+from diloco_broker.core.versions import checkpoints
+from diloco_protocol import messages
+from diloco_protocol.chunks import Segment
+from diloco_protocol.errors import UsageError
+from diloco_protocol.packed import Packed, pack_with
+from diloco_protocol.records import to_plain
+
+LONGEST_FILE = 1 << 62  # bytes; systems know no longer ones
+PARENT = b""  # the route of what a relay does as its parent says
+WHO = "who"  # the argument in which operators name themselves
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an operator asks for, and on which connection. `is_proven`: a key says who they are."""
+
+    route: effects.Route
+    control: messages.Control
+    is_proven: bool
+
+    @property
+    def who(self) -> str:
+        who = self.control.arguments.get(WHO)
+        return (who if isinstance(who, str) and who else "an operator")[:100]
+
+    def noted(
+        self, what: str, text: str, before: Any = None, after: Any = None
+    ) -> effects.RecordAction:
+        return effects.RecordAction(self.who, what, before, after, text, self.is_proven)
+
+    def yes(self, text: str, **data: Any) -> effects.Send:
+        return effects.Send(self.route, messages.Result(self.control.request, True, text, data))
+
+    def no(self, text: str) -> effects.Send:
+        return effects.Send(self.route, messages.Result(self.control.request, False, text))
+
+
+def control(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
+    request = Request(route, control, is_proven=state.config.keys is not None)
+    if control.action in REQUESTS:
+        yield from REQUESTS[control.action](state, request)
+        return
+    known = f"{', '.join(ACTIONS[:-1])} and {ACTIONS[-1]}"
+    yield request.no(
+        f"This broker knows no control action {control.action!r:.60}; it knows {known}."
+    )
+
+
+def _manifest(state: RunState, request: Request) -> effects.Effects:
+    layout, description = state.model.layout, state.model.description
+    if layout is None or description is None:
+        yield request.no("The broker has no model yet; the first worker that joins brings it.")
+        return
+    elements = sum(each.lengths[Segment.PARAMETERS] for each in layout.fragments)
+    others = {
+        "config": to_plain(state.run_config),
+        "plan": state.model.plan if state.config.num_fragments > 1 else (),
+        "pattern": state.fragment_pattern,
+    }
+    # 50 bytes ask for it, and it may be megabytes: it is packed already.
+    data = Packed(pack_with(others, {"manifest": description.packed}))
+    text = f"The model has {elements} trainable parameters."
+    yield effects.Send(request.route, messages.Result(request.control.request, True, text, data))
+
+
+def _save(state: RunState, request: Request) -> effects.Effects:
+    if state.parent is not None:
+        yield request.no(f"A relay saves nothing: ask the broker at {state.parent.address}.")
+    elif state.config.save_dir is None:
+        yield request.no(_SAVES_NOTHING)
+    elif state.round is None:
+        yield request.no("There is nothing to save yet: the run has no parameters.")
+    else:
+        yield from checkpoints.save_soon(state)
+        yield request.noted("save", "a checkpoint is asked for")
+        yield request.yes(
+            f"A checkpoint is being written to {state.config.save_dir}; see the log and the feed."
+        )
+
+
+def _checkpoint(state: RunState, request: Request) -> effects.Effects:
+    """Which files the newest checkpoint has, and sizes and sums of them."""
+    if state.config.save_dir is None:
+        yield request.no(_SAVES_NOTHING)
+    else:
+        yield effects.ReadCheckpoint(request.route, request.control.request)
+
+
+def _piece(state: RunState, request: Request) -> effects.Effects:
+    """Some bytes of a file of a checkpoint."""
+    given = request.control.arguments
+    name, file, offset = (given.get(each) for each in ("checkpoint", "file", "offset"))
+    if state.config.save_dir is None:
+        yield request.no(_SAVES_NOTHING)
+    elif (
+        isinstance(name, str)
+        and isinstance(file, str)
+        and isinstance(offset, int)
+        and 0 <= offset < LONGEST_FILE
+    ):
+        yield effects.ReadCheckpoint(request.route, request.control.request, name, file, offset)
+    else:
+        yield request.no(
+            "A piece is asked for with checkpoint and file, as the action 'checkpoint' names them, and "
+            "offset, in bytes from 0."
+        )
+
+
+def _kick(state: RunState, request: Request) -> effects.Effects:
+    name = request.control.arguments.get("worker")
+    member = state.members.named(name) if isinstance(name, str) else None
+    if member is None and isinstance(name, str) and (relay := state.members.relay_of(name)):
+        yield from _kick_behind(state, request, relay, name)
+        return
+    if isinstance(name, str) and member is None and state.absences.kicked(name):
+        yield request.noted("kick", f"{name}, which is dead, is no longer missed", name)
+        yield request.yes(f"{name} is dead; the run no longer counts on it.")
+        return
+    if member is None:
+        names = [n for m in state.members for n in (m.worker_id, *(e.worker_id for e in m.listed))]
+        here = ", ".join(names)[:300] or "nobody"
+        yield request.no(f"No worker named {name!r:.80} is here; here: {here}.")
+        return
+    yield request.noted("kick", f"{member.worker_id} removed from the run", member.worker_id)
+    yield from admission.kick(state, member)
+    left = state.members.workers
+    then = "It trains on alone, or stops, and may join again when it is started again."
+    if member.is_relay:
+        then = f"The relay ends; workers behind it, {member.workers} now, wait for another."
+    yield request.yes(
+        f"{member.worker_id} was removed; {left} {'worker is' if left == 1 else 'workers are'} left. "
+        f"{then}"
+    )
+
+
+def _kick_behind(state: RunState, request: Request, relay: Member, name: str) -> effects.Effects:
+    """The relay does it, or the relay behind it that knows the worker."""
+    text = f"Relay {relay.worker_id} is asked to remove {name}"
+    yield request.noted("kick", text, name)
+    yield relay.tell(messages.Notice("kick", f"{text}.", worker_id=name))
+    yield request.yes(f"{text}; it is gone when it no longer stands below {relay.worker_id}.")
+
+
+def _set(state: RunState, request: Request) -> effects.Effects:
+    arguments = {name: value for name, value in request.control.arguments.items() if name != WHO}
+    try:
+        if request.route != PARENT:
+            settings.check_site(state, arguments)
+        changes = settings.changes(state, arguments)
+    except UsageError as error:
+        yield request.no(str(error))
+        return
+    if not changes:
+        yield request.yes("Nothing changes: it is set to that already.")
+        return
+    when, remark = settings.first_use(state), settings.remark(state, changes)
+    for change in changes:
+        text, what = f"{change.text}{when}", f"set {change.name}"
+        yield request.noted(what, text, change.before, change.after)
+    settings.want(state, changes)
+    if not state.closing:
+        yield from settings.take_effect(state)
+        yield from sequence.expect_all(state)  # more workers may be needed than were
+    said = "; ".join(change.text for change in changes)
+    again = settings.after_restart(state, changes)
+    text = f"{said[0].upper()}{said[1:]}{when}.{remark}{again}"
+    yield request.yes(text, changes=[asdict(change) for change in changes])
+
+
+def _pause(state: RunState, request: Request) -> effects.Effects:
+    if state.paused_at is not None:
+        yield request.yes("The run is paused already; go on with: diloco-broker resume")
+        return
+    state.paused_at = state.now
+    yield request.noted("pause", "the run is paused")
+    closing = state.closing
+    first = f"Round {closing.number} is being finished; then n" if closing else "N"
+    yield request.yes(
+        f"{first}o round closes: workers train to their next boundary and wait there. Go on with: "
+        "diloco-broker resume"
+    )
+
+
+def _resume(state: RunState, request: Request) -> effects.Effects:
+    if state.paused_at is None:
+        yield request.yes("The run is not paused.")
+        return
+    paused_s = state.now - state.paused_at
+    state.paused_at = None
+    yield request.noted("resume", f"the run goes on after {paused_s:.0f} s")
+    yield request.yes(f"The run goes on; it was paused for {paused_s:.0f} s.")
+
+
+def _shutdown(state: RunState, request: Request) -> effects.Effects:
+    restarting = request.control.arguments.get("restarting", False)
+    if not isinstance(restarting, bool):
+        yield request.no(f"restarting is {restarting!r:.40}; it must be true or false.")
+        return
+    if state.stopping is not None:
+        what = "to come back" if state.stopping.restarting else "for good"
+        text = f"The broker is stopping already, {what}: {state.stopping.reason}."
+        yield request.yes(text) if restarting == state.stopping.restarting else request.no(text)
+        return
+    finish = f"finishes round {state.closing.number}, " if state.closing else ""
+    saves = f"saves to {state.config.save_dir}, " if state.config.save_dir else "saves nothing, "
+    what = "the broker restarts" if restarting else "the run is over, the broker stops"
+    noted = request.noted("restart" if restarting else "shutdown", what)
+    yield noted
+    then = "The run is over: the workers' scripts are told to end."
+    if restarting:
+        then = "Workers train on and come back to the broker that is started next."
+    if state.parent is not None and not restarting:
+        then = "They are told to end; the run goes on without this site."
+    yield request.yes(f"The broker {finish}{saves}tells its workers and stops. {then}")
+    yield effects.End(f"{noted.by} asked for it", restarting)
+
+
+def _promote(state: RunState, request: Request) -> effects.Effects:
+    """To a hub: there is no standby any more, and it goes on without a lease."""
+    watch, force = state.standby, request.control.arguments.get("force", False)
+    if not isinstance(force, bool):
+        yield request.no(f"force is {force!r:.40}; it must be true or false.")
+    elif state.parent is not None:
+        yield request.no(
+            f"This is a relay, which has no standby and is none: ask the broker at "
+            f"{state.parent.address}."
+        )
+    elif watch is None:
+        text = f"This broker has the run, with term {state.term}; it is no hub with a standby."
+        yield request.yes(text, is_over=True)
+    elif watch.lease.superseded_by is not None:
+        yield request.no("This hub was replaced by its standby, which has the run now.")
+    elif watch.hears_standby and not force:
+        yield request.no(
+            f"The standby of this hub ({watch.lease.standby}) is there. To hand the run over to it, "
+            "give its own address alone. If it is to go, stop it and ask again in "
+            f"{watch.lease.seconds:g} s; with --force this hub goes on alone at once."
+        )
+    else:
+        watch.lease.goes_on_alone()
+        text = "this hub goes on without a lease, until a standby comes"
+        yield request.noted("promote", text)
+        yield request.yes(
+            "This hub goes on alone, without a lease, until a standby comes. If its standby should have "
+            "taken over after all, stop this one: there would be two."
+        )
+
+
+def _order(state: RunState, request: Request) -> effects.Effects:
+    """Give an order to all workers; with its number, ask only how things stand with it."""
+    action = request.control.action
+    if request.control.arguments.get("order") is None:
+        yield request.noted(action, f"each worker is asked to {orders.WHAT[action]}")
+        yield from orders.give(state, action)
+    elif action not in state.orders:
+        name = action.replace("_", "-")
+        text = f"This broker has been given no {name} since it was started; give it again."
+        yield request.no(text)
+        return
+    found = orders.standing(state, action)
+    text = "; ".join(f"{what}: {', '.join(found[what])}" for what in _REPLIES if found.get(what))
+    yield request.yes(text or "No worker is here.", **found)
+
+
+_SAVES_NOTHING = "This broker saves nothing; start it with --save-dir DIR."
+_REPLIES = ("saved", "left", "waiting")
+REQUESTS = {
+    "promote": _promote,
+    "manifest": _manifest,
+    "save": _save,
+    "checkpoint": _checkpoint,
+    "piece": _piece,
+    "kick": _kick,
+    "set": _set,
+    "pause": _pause,
+    "resume": _resume,
+    "shutdown": _shutdown,
+    orders.SAVE: _order,
+    orders.STOP: _order,
+}
+ACTIONS = ("status", *REQUESTS)  # `status` is answered by the loop, which has figures of its own

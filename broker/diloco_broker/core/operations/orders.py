@@ -1,0 +1,117 @@
+"""Orders of an operator to all workers: save now, or stop. Each is pending until all have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from diloco_broker.core import effects
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.state import Order, RunState
+from diloco_protocol.messages import MOST_BEHIND, Notice, Reply
+
+SAVE, STOP = "save_all", "stop_all"
+WHAT = {SAVE: "save", STOP: "stop"}
+# How long workers have to save: a script may wait for a round before it looks whether it should.
+SAVE_WITHIN_S = 600.0
+# How long they have to stop by themselves, and at least twice as long as the last round took.
+STOP_WITHIN_S = 60.0
+
+
+def give(state: RunState, action: str, number: int | None = None) -> effects.Effects:
+    """Tell everybody who is here; an order of the same kind that is pending is replaced.
+
+    `number`: at a relay, that of its parent's order.
+    """
+    if number is None:
+        number = state.draw() % (1 << 31) + 1  # not that of another life of the broker
+    within_s = SAVE_WITHIN_S
+    if action == STOP:
+        within_s = max(STOP_WITHIN_S, 2 * state.last_report.seconds if state.last_report else 0.0)
+    order = Order(number, f"An operator asks each worker to {WHAT[action]}.", state.now + within_s)
+    state.orders[action] = order
+    if state.first_round_pending:  # those of the run's last life may be on their way back
+        order.waiting.update(name for name in state.model.known if name not in state.members)
+    for member in state.members:
+        yield from _tell(member, action, order)
+
+
+def tell(state: RunState, member: Member) -> effects.Effects:
+    """A worker joins, or is back: what is pending concerns it, unless it has done it."""
+    for action, order in state.orders.items():
+        if order.is_pending and member.worker_id not in order.saved:
+            yield from _tell(member, action, order)
+
+
+def tick(state: RunState) -> effects.Effects:
+    """Time has passed: an order is not pending for ever.
+
+    A worker that has not stopped may wait for a round that never closes, now that others have left.
+    What it has sent stays in that round; `shutdown` ends the wait at its boundary.
+    """
+    for action, order in state.orders.items():
+        if not order.is_pending or state.now < order.until:
+            continue
+        order.is_given_up = True
+        names = ", ".join(order.unanswered)[:300]
+        yield effects.warning(f"No answer to {action.replace('_', '-')} from {names}.")
+        for member in state.members:
+            # A relay does so to its own.
+            if action == STOP and member.worker_id in order.waiting and not member.is_relay:
+                yield member.tell(Notice("shutdown", order.text))
+
+
+def answered(state: RunState, member: Member, number: int) -> effects.Effects:
+    """A heartbeat says which order to save its script has carried out last."""
+    order = state.orders.get(SAVE)
+    if order is not None and order.number == number and member.worker_id in order.waiting:
+        order.settle(member.worker_id, is_gone=False)
+        yield effects.info(f"{member.worker_id} has saved, as an operator asked.")
+
+
+def replied(state: RunState, member: Member, replies: Sequence[Reply]) -> None:
+    """A relay tells how those behind it stand with what was asked."""
+    for reply in replies[: len(WHAT)]:
+        order = state.orders.get(reply.action)
+        if order is not None and order.number == reply.order and member.worker_id in order.waiting:
+            order.tells(member.worker_id, reply)
+
+
+def replies(state: RunState) -> tuple[Reply, ...]:
+    """At a relay: how those behind it stand with what its parent has asked."""
+    return tuple(
+        Reply(
+            action,
+            order.number,
+            tuple(order.unanswered[:MOST_BEHIND]),
+            tuple(sorted(order.saved)[:MOST_BEHIND]),
+            tuple(sorted(order.left)[:MOST_BEHIND]),
+        )
+        for action, order in state.orders.items()
+    )
+
+
+def gone(state: RunState, worker_id: str) -> None:
+    """A worker is not here any more."""
+    for order in state.orders.values():
+        if worker_id in order.waiting:
+            order.settle(worker_id, is_gone=True)
+
+
+def standing(state: RunState, action: str) -> dict[str, Any]:
+    """How things stand with the newest order of this kind, for operators."""
+    order = state.orders.get(action)
+    if order is None:
+        return {}
+    return {
+        "order": order.number,
+        "waiting": order.unanswered,
+        "saved": sorted(order.saved),
+        "left": sorted(order.left),
+    }
+
+
+def _tell(member: Member, action: str, order: Order) -> effects.Effects:
+    order.waiting.add(member.worker_id)
+    order.left.discard(member.worker_id)
+    yield member.tell(Notice(action, order.text, round=order.number))

@@ -1,0 +1,88 @@
+"""What becomes of a message that cannot be accepted."""
+
+from __future__ import annotations
+
+from diloco_broker.core import effects, events
+from diloco_broker.core.members import seeding
+from diloco_broker.core.operations import stopping
+from diloco_broker.core.rounds import sequence
+from diloco_broker.core.state import RunState
+from diloco_protocol import messages
+from diloco_protocol.errors import Code, ProtocolError
+
+# Messages that cannot be read, after which the connection of somebody who has not joined is ended.
+NOISE_OF_A_STRANGER = 20
+CONNECTIONS_REMEMBERED = 1000
+# What a refusal may be worth trying again for.
+WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL, Code.UNDER_WAY, Code.STANDBY})
+
+
+def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
+    state.totals.malformed += 1
+    yield effects.Send(event.route, messages.Error(event.code, event.sentence))
+    text = f"A message that cannot be read was refused: {event.sentence}"
+    yield from _say(state, event.code, text, is_listed=False)
+    if state.members.on_route(event.route) is None:
+        noisy = state.refusals.noisy
+        noisy[event.route] += 1
+        if noisy[event.route] >= NOISE_OF_A_STRANGER:
+            del noisy[event.route]
+            yield effects.Disconnect(event.route)
+        elif len(noisy) > CONNECTIONS_REMEMBERED:
+            noisy.clear()
+
+
+def connection_ended(state: RunState, event: events.ConnectionEnded) -> effects.Effects:
+    state.totals.ended_connections += 1
+    # Figures differ each time, so the cause is what comes without them.
+    yield from _say(state, "connection", f"A connection was ended: {event.why}.", is_listed=False)
+
+
+def refuse(
+    state: RunState, route: effects.Route, message: messages.Message, error: ProtocolError
+) -> effects.Effects:
+    """A message cannot be accepted: its sender is told why, and others only of what concerns them."""
+    push_id = None
+    who = f" of {message.worker_id[:64]}" if isinstance(message, messages.Join) else ""
+    retry = error.code in WORTH_A_RETRY
+    if isinstance(message, messages.Push | messages.Chunk | messages.Commit):
+        push_id = message.push_id
+        member = state.members.with_session(message.session or b"")
+        if not retry:  # "not now" loses nothing, and is no refusal
+            state.reject(member.worker_id if member else "", error.code.value, str(error))
+        if member is not None:
+            member.figures.rejected += not retry
+            who = f" of {member.worker_id}"
+            route = member.control
+        is_donation = getattr(message, "purpose", None) is messages.Purpose.DONATION
+        if is_donation and member:
+            yield from seeding.reject_donor(state, member)
+    is_over = error.code == Code.UNDER_WAY or (not retry and error.code != Code.LATE)
+    if isinstance(message, messages.Push) and is_over:
+        yield from _skip_this_round(state, message)
+    if isinstance(message, messages.Join) and error.code == Code.STOPPING:
+        assert state.stopping is not None
+        # It was on its way when the others were told.
+        yield effects.Send(route, stopping.farewell(state.stopping))
+    yield effects.Send(route, messages.Error(error.code, str(error), retry, push_id, message.kind))
+    if not retry:
+        # Whoever joins may take another name each time.
+        whose = "" if isinstance(message, messages.Join) else who
+        cause = f"{message.kind}{whose} {error.code.value}"
+        yield from _say(
+            state, cause, f"Refused a {message.kind}{who}: {error}", is_listed=bool(who)
+        )
+
+
+def _say(state: RunState, cause: str, text: str, *, is_listed: bool) -> effects.Effects:
+    """Warn of it, if it was not done just now."""
+    said = state.refusals.to_say(cause, text, state.now)
+    if said is not None:
+        yield effects.warning(said, is_listed=is_listed)
+
+
+def _skip_this_round(state: RunState, push: messages.Push) -> effects.Effects:
+    member = state.members.with_session(push.session)
+    known = range(len(state.versions.fragments) - 1)
+    if member is not None and push.purpose is messages.Purpose.GRADIENT and push.fragment in known:
+        yield from sequence.skip_this_round(state, member.worker_id, push.fragment)

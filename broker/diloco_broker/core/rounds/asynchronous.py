@@ -1,0 +1,245 @@
+"""Asynchronous mode: each submission is an outer step of its own as soon as it is whole.
+
+There are no rounds. A few *slots* bound how many submissions are on their way at a time; the others
+wait for their turn with a grant that says so. A slot whose submission makes no progress goes to the next
+in line. With a grace window (Liu et al. 2024, arXiv 2401.09135, algorithm 2) the first whole submission
+waits for others; those of one fragment are then applied one after the other into one version, so that
+all of them get the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.effects import Effects, warning
+from diloco_broker.core.events import WorkRefused
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.rounds import collect, grants, lines, norms, staged
+from diloco_broker.core.rounds.decision import Tally
+from diloco_broker.core.rounds.round import Phase
+from diloco_broker.core.rounds.submissions import StagedUpdate, Submission, Submissions
+from diloco_broker.core.rounds.uploads import Upload, Window
+from diloco_broker.core.sites import contents
+from diloco_broker.core.state import RunState
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.errors import Code
+from diloco_protocol.messages import Push
+
+WAIT_TEXT = "Others are sending; this push gets its turn when one of them is done."
+
+
+@dataclass
+class AsyncUpdate(StagedUpdate):
+    """A submission, or those of one grace window, applied to the fragment of the first."""
+
+    submissions: Submissions = field(default_factory=Submissions)  # all there are
+
+    @property
+    def begun(self) -> set[str]:
+        return {s.worker_id for s in self.chosen}
+
+    @property
+    def participating(self) -> set[str]:
+        return {s.worker_id for s in self.submissions}
+
+    def has_all_of(self, worker_id: str) -> bool:
+        return any(s.is_whole for s in self.submissions if s.worker_id == worker_id and not s.is_up)
+
+    def apply(self, chosen: tuple[Submission, ...], size: int) -> None:
+        self.phase = Phase.CLOSING
+        self.chosen, self.fragment, self.size = chosen, chosen[0].push.fragment, size
+        self.stepped = Bitmap(size)
+
+
+find, done, commit = collect.find, collect.done, collect.commit
+tell = lines.applied
+
+
+def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
+    """A submission in each slot; in a window whole ones leave their slots, and wait as in rounds."""
+    if config.grace:
+        return staged.room_needed(config, sizes)
+    return config.staging_slots, "slot", max(sizes)
+
+
+def _update(state: RunState) -> AsyncUpdate:
+    assert isinstance(state.round, AsyncUpdate)
+    return state.round
+
+
+def open_round(state: RunState, number: int) -> Effects:
+    """The next update; until it is known what it applies, it counts as that of the fragment in turn."""
+    if state.round is not None:
+        collect.forget(state, _update(state).chosen)
+    fragment, size = state.coming(number)
+    state.round = AsyncUpdate(number, fragment, size, state.run_time, submissions=state.submissions)
+    yield from ()
+
+
+def offer(state: RunState, member: Member, push: Push) -> Effects:
+    """A worker offers a push: give it a slot, or let it wait for one."""
+    sharing = state.config.staging_slots
+    if (yield from collect.comes_again(state, member, push, sharing=sharing)):
+        return
+    collect.abandon_others(state, member, push)
+    queue = state.submissions.queue
+    text = _too_old(state, member.worker_id, push)
+    if text is not None:  # it is over, and so is the one that it has taken the place of
+        yield from _refuse(state, member, push, text)
+    elif _may_send(state, member, push) and not queue:
+        yield from collect.begin(state, member, push, sharing=sharing)
+    else:
+        place = (member.worker_id, push.fragment)
+        if place not in queue:
+            queue.append(place)
+        yield from grants.wait(member, push, WAIT_TEXT, None)
+        yield from _hand_out_slots(state)
+
+
+def check(state: RunState, member: Member, push: Push) -> None:
+    """Nothing is wrong with a push on its own; one that is too old is refused in `offer`."""
+
+
+def _refuse(state: RunState, member: Member, push: Push, text: str) -> Effects:
+    """A push is too old to be applied: nothing of it is taken."""
+    member.take_deferred(push.fragment)
+    member.uploads.begin(Upload(push, (Window(),) * member.processes))
+    key = (member.worker_id, push.push_id)
+    yield from grants.refuse(state, push.fragment, key, Code.STALE, text)
+
+
+def _hand_out_slots(state: RunState) -> Effects:
+    """Those that wait longest send next."""
+    queue = state.submissions.queue
+    for place in list(queue):
+        worker_id, fragment = place
+        member = state.members.named(worker_id)
+        push = member.deferred.get(fragment) if member else None
+        if member is None or push is None:
+            queue.remove(place)  # gone, or back on another connection: it asks again
+        elif _may_send(state, member, push):
+            queue.remove(place)
+            member.take_deferred(fragment)
+            text = _too_old(state, worker_id, push)
+            if text is not None:
+                yield from _refuse(state, member, push, text)
+            elif state.standing(member, push).is_full:
+                yield from grants.counted(member, push)
+            else:
+                yield from collect.begin(state, member, push, sharing=state.config.staging_slots)
+
+
+def _may_send(state: RunState, member: Member, push: Push) -> bool:
+    """Is there a slot, and nothing whole of this worker and fragment waiting to be applied?"""
+    # With a grace window whole submissions wait for each other, so they must not fill the slots.
+    windowed = state.config.grace > 0
+    taken = sum(not (s.is_up or (windowed and s.is_whole)) for s in state.submissions)
+    free = taken < state.config.staging_slots
+    return free and not collect.has_whole(state, member, push)
+
+
+def refused(state: RunState, event: WorkRefused) -> Effects:
+    """A chunk was not finite: nothing of its push counts, and its slot is free."""
+    yield from collect.refused(state, event)
+    yield from _hand_out_slots(state)
+
+
+def leave(state: RunState, worker_id: str) -> Effects:
+    """A worker is gone: what is whole counts, what is not leaves its slot."""
+    collect.leave(state, worker_id)
+    yield from _hand_out_slots(state)
+
+
+do_without = leave  # here nobody is waited for
+
+
+def tick(state: RunState) -> Effects:
+    """A submission without progress does not keep others waiting; lines of the log may be due."""
+    if state.submissions.queue:
+        yield from _take_back_slots(state)
+        yield from _hand_out_slots(state)
+    yield from lines.applied_so_far(state)
+
+
+def _take_back_slots(state: RunState) -> Effects:
+    for submission in list(state.submissions):
+        silent = state.run_time - submission.progress_at
+        if submission.is_whole or silent <= state.config.staging_deadline:
+            continue
+        state.submissions.drop(submission)
+        worker_id, push = submission.worker_id, submission.push
+        yield warning(
+            f"The push of {worker_id} made no progress for {silent:.0f} s while others wait; it "
+            "starts again when it is its turn."
+        )
+        member = state.members.named(worker_id)
+        if member is not None:
+            member.uploads.void(push.fragment, push.push_id)
+            state.submissions.queue.append((worker_id, push.fragment))
+            yield from grants.wait(member, push, WAIT_TEXT, None)
+
+
+def look(state: RunState) -> Effects:
+    """Refuse what has grown too old: while it was on its way others were applied."""
+    if _update(state).phase is Phase.CLOSING:
+        return
+    for each in _whole(state):
+        text = _too_old(state, each.worker_id, each.push)
+        if text is not None:
+            state.submissions.drop(each)
+            yield from grants.refuse(state, each.push.fragment, each.key, Code.STALE, text)
+            yield from _hand_out_slots(state)
+
+
+def _whole(state: RunState) -> list[Submission]:
+    """Those that may be applied, the one that has been whole longest first."""
+    whole = state.submissions.whole()
+    # At a site others wait until the one that has gone up is in a version.
+    return [each for each in whole if each.push.fragment not in state.flights]
+
+
+def tally(state: RunState) -> Tally:
+    whole = _whole(state)
+    here = {each.worker_id for each in whole}
+    enough_at = whole[0].whole_at if whole else None
+    return Tally(here, frozenset(), False, len(state.members), enough_at)
+
+
+def close(state: RunState) -> Effects:
+    """Apply what has been whole longest; if it is too large it is refused instead."""
+    update, whole = _update(state), _whole(state)
+    fragment = whole[0].push.fragment
+    together = contents.together(state, [s for s in whole if s.push.fragment == fragment])
+    chosen = tuple(together if state.config.grace > 0 else together[:1])
+    kept = yield from norms.refuse_too_large(state, chosen)
+    if len(kept) < len(chosen):
+        yield from _hand_out_slots(state)
+        return
+    update.apply(chosen, state.versions[fragment].layout.chunks)
+    if state.is_site:
+        for each in chosen:  # the mean of so many gradients, whatever else is said of them
+            each.weight = float(each.push.workers)
+        yield from collect.merge(state, fragment, [chosen])
+        return
+    power = -0.5 if state.config.staleness_weight == "poly" else 0.0
+    # That of a relay is the mean of those of so many workers, and counts as all of theirs.
+    groups = [[each] for each in chosen for _ in range(each.push.workers)]
+    yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** power)
+
+
+def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:
+    """Why this push cannot be applied any more; None when it can."""
+    limit = state.config.max_staleness
+    staleness = state.versions[push.fragment].staleness(push)
+    if limit is None or staleness <= limit:
+        return None
+    return (
+        f"The push of {worker_id} starts from parameters {staleness} versions old; this run takes "
+        f"at most {limit} (--max-staleness). It is dropped; the worker goes on from the newest."
+    )
+
+
+def released(state: RunState) -> Effects:
+    yield from _hand_out_slots(state)

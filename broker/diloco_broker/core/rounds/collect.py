@@ -1,0 +1,144 @@
+"""Collecting pushes until they are whole: what staged and asynchronous rounds share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+from diloco_broker.core.effects import AggregateAndStep, Effect, Effects
+from diloco_broker.core.events import WorkDone, WorkRefused
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.rounds import grants
+from diloco_broker.core.rounds.submissions import Submission
+from diloco_broker.core.state import RunState
+from diloco_protocol.errors import Code
+from diloco_protocol.messages import Commit, Push
+
+
+def begin(
+    state: RunState, member: Member, push: Push, *, sharing: int, number: int | None = None
+) -> Effects:
+    """Give a new push its place in the pool of its fragment. Arguments are as in `grants.grant`."""
+    before, weight = state.standing(member, push), state.weight_of(push)
+    submission = Submission(member.worker_id, push, before, weight, progress_at=state.run_time)
+    state.submissions.pool(push.fragment)[submission.key] = submission
+    member.begins(push, number)
+    state.totals.pushes += 1
+    yield from grants.grant(member, submission, sharing=sharing, number=number)
+
+
+def is_known(state: RunState, member: Member, push: Push) -> bool:
+    """Is this push here already, or in the current version?"""
+    is_here = find(state, member.worker_id, push) is not None
+    return is_here or state.standing(member, push).is_full
+
+
+def comes_again(
+    state: RunState, member: Member, push: Push, *, sharing: int, number: int | None = None
+) -> Generator[Effect, None, bool]:
+    """Answer a push that is here already, or in the current version. Returns False for any other."""
+    known = find(state, member.worker_id, push)
+    if known is not None:
+        if known.is_chosen and number is not None:
+            number = known.number
+        yield from grants.grant(member, known, sharing=sharing, number=number)
+    elif state.standing(member, push).is_full:
+        abandon_others(state, member, push)
+        yield from grants.counted(member, push)
+    else:
+        return False
+    return True
+
+
+def abandon_others(state: RunState, member: Member, push: Push) -> None:
+    """A worker that comes with another push of the fragment has given up the unfinished ones."""
+    for other in _others(state, member, push):
+        if not other.is_whole:
+            state.submissions.drop(other)
+
+
+def has_whole(state: RunState, member: Member, push: Push) -> bool:
+    """Is another whole submission of this worker and fragment waiting to be merged?"""
+    return any(s.is_whole and not s.is_chosen for s in _others(state, member, push))
+
+
+def _others(state: RunState, member: Member, push: Push) -> list[Submission]:
+    return [
+        s
+        for s in state.submissions.pool(push.fragment).values()
+        if s.worker_id == member.worker_id and s.push.push_id != push.push_id
+    ]
+
+
+def find(state: RunState, worker_id: str, push: Push) -> Submission | None:
+    """The submission that this push is on its way to be; None when it is given up."""
+    return state.submissions.find(push.fragment, worker_id, push.push_id)
+
+
+def done(state: RunState, event: WorkDone) -> Effects:
+    work, submission = event.work, _at_work(state, event)
+    if submission is not None and work.index not in submission.taken:
+        submission.take(work.index, work.payload, event.squares, event.fingerprint, state.run_time)
+        yield from grants.acknowledge_work(state, work)
+
+
+def _at_work(state: RunState, event: WorkDone | WorkRefused) -> Submission | None:
+    """The submission that a chunk is for.
+
+    None when that was given up meanwhile; if the same push has begun again, the chunk comes again.
+    """
+    work = event.work
+    submission = state.submissions.find(work.fragment, work.worker_id, work.push_id)
+    return submission if submission and work.index in submission.arrived else None
+
+
+def refused(state: RunState, event: WorkRefused) -> Generator[Effect, None, bool]:
+    """A chunk was not finite: nothing of its push counts. Returns whether that is news."""
+    work, submission = event.work, _at_work(state, event)
+    if submission is None:
+        return False
+    state.submissions.drop(submission)
+    text = (
+        f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are not "
+        "finite or cannot be read; nothing of it counts, the run goes on without it."
+    )
+    yield from grants.refuse(state, work.fragment, submission.key, Code.NON_FINITE, text)
+    return True
+
+
+def commit(state: RunState, member: Member, commit: Commit) -> None:
+    """Its worker has sent every chunk; some may still be on their way on the other connection."""
+    submission = state.submissions.find(commit.fragment, member.worker_id, commit.push_id)
+    if submission is not None and not submission.is_whole:
+        submission.commit(state.run_time)
+
+
+def leave(state: RunState, worker_id: str) -> None:
+    """A worker is gone: what is whole counts, what is not is forgotten."""
+    for submission in list(state.submissions):
+        if submission.worker_id == worker_id and not submission.is_whole:
+            state.submissions.drop(submission)
+
+
+def merge(
+    state: RunState,
+    fragment: int,
+    groups: Sequence[Sequence[Submission]],
+    factor: Callable[[int], float] = lambda _: 1.0,
+) -> Effects:
+    """Make a version of the fragment; each group makes one gradient. `factor` is that of a submission's
+    values, by its staleness. At a relay their mean goes up instead: no version is begun."""
+    versions = state.versions[fragment]
+    for submission in (each for group in groups for each in group):
+        submission.is_chosen = True
+        submission.staleness = versions.staleness(submission.push)
+    count = 0 if state.is_site else state.begin_version(fragment, len(groups))
+    wholes = tuple(tuple(s.merged(factor(s.staleness)) for s in group) for group in groups)
+    for index in range(versions.layout.chunks):
+        yield AggregateAndStep(fragment, index, wholes, count)
+
+
+def forget(state: RunState, merged: Sequence[Submission]) -> None:
+    """These are in a version that is out: they need no room any more. What has gone up waits for one."""
+    for submission in merged:
+        if not submission.is_up:
+            state.submissions.drop(submission)

@@ -1,0 +1,163 @@
+"""Modes: the ways to make updates of pushes, which differ in what counts and when it is time.
+
+Each is a module with the functions of `Rules`, and a row of `MODES`: what chooses it, and what the
+rest of the broker must know of it. Nobody else asks which mode a run has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.effects import CountedPush, Effects
+from diloco_broker.core.events import WorkDone, WorkRefused
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.rounds import asynchronous, staged, streaming
+from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, decide
+from diloco_broker.core.rounds.round import PushInProgress, Update
+from diloco_broker.core.standby import fence
+from diloco_broker.core.state import RunState
+from diloco_protocol.messages import Commit, Push
+
+
+class Rules(Protocol):
+    """The functions of a mode. Only `open_round` is called while there is no `state.round`."""
+
+    def open_round(self, state: RunState, number: int) -> Effects:
+        """Begin the next update and take in what came too early for it."""
+
+    def check(self, state: RunState, member: Member, push: Push) -> None:
+        """Raise ProtocolError for a push that cannot be offered now."""
+
+    def offer(self, state: RunState, member: Member, push: Push) -> Effects:
+        """A worker offers a push that `check` has let pass: take it in, or let it wait."""
+
+    def find(self, state: RunState, worker_id: str, push: Push) -> PushInProgress | None:
+        """What is here of a push; None when nothing more of it is taken."""
+
+    def done(self, state: RunState, event: WorkDone) -> Effects:
+        """The tensor work on a chunk is done."""
+
+    def refused(self, state: RunState, event: WorkRefused) -> Effects:
+        """A chunk was not finite."""
+
+    def commit(self, state: RunState, member: Member, commit: Commit) -> None:
+        """A worker has sent every chunk of a push."""
+
+    def look(self, state: RunState, /) -> Effects:
+        """What has to be done before it is decided whether the update closes."""
+
+    def tally(self, state: RunState) -> Tally:
+        """What the open update has, for that decision."""
+
+    def close(self, state: RunState) -> Effects:
+        """Begin the outer step, or refuse a push that cannot be in it. Only `close_if_due` calls it."""
+
+    def leave(self, state: RunState, worker_id: str) -> Effects:
+        """A worker is gone."""
+
+    def do_without(self, state: RunState, worker_id: str) -> Effects:
+        """The round goes on without what it lacks of a worker, which may be here in the next."""
+
+    def tick(self, state: RunState, /) -> Effects:
+        """Time has passed."""
+
+    def tell(self, state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
+        """The log's line on an update that has ended."""
+
+    def released(self, state: RunState, /) -> Effects:
+        """A version is out, and the next update is open."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode, for those who do not know which one it is."""
+
+    rules: Rules
+    # The option that asks for it; empty where none does.
+    asked_for_by: Callable[[BrokerConfig], str] = lambda _: ""
+    # Where submissions count whole or not at all: how many are kept at most, whose each is, and its
+    # bytes, from those of each fragment. None: chunks are added as they come.
+    room_needed: Callable[[BrokerConfig, Sequence[int]], tuple[int, str, int]] | None = None
+    # Workers wait for each other, and an outer step takes the mean of a round. Else each push is a
+    # gradient of its own, worth 1 / workers, and goes through one of a few slots.
+    has_rounds: bool = True
+    # A version may be made by any number of gradients.
+    takes_any_number: Callable[[BrokerConfig], bool] = lambda _: False
+
+    @property
+    def needs_whole(self) -> bool:
+        return self.room_needed is not None
+
+
+# The first that an option asks for is the run's; the last is that of a run without such an option.
+MODES: dict[str, Mode] = {
+    "async": Mode(
+        asynchronous,
+        asked_for_by=lambda config: "--mode async" if config.is_async else "",
+        room_needed=asynchronous.room_needed,
+        has_rounds=False,
+        takes_any_number=lambda config: config.grace > 0 or config.relays,
+    ),
+    "staged": Mode(staged, asked_for_by=staged.asked_for_by, room_needed=staged.room_needed),
+    "streaming": Mode(streaming),
+}
+
+
+def mode_of(config: BrokerConfig) -> Mode:
+    """The mode of a run; it is the same for as long as the broker lives."""
+    chosen = (each for each in MODES.values() if each.asked_for_by(config))
+    return next(chosen, MODES["streaming"])
+
+
+def close_if_due(state: RunState) -> Effects:
+    """Begin the outer step if it is time to: the only way to close a round."""
+    while True:
+        if _held(state) is None:
+            yield from rules_of(state).look(state)
+        found = decision(state)
+        state.decision = found.after(state.decision)
+        if not found.closes:
+            return
+        yield from rules_of(state).close(state)
+
+
+def decision(state: RunState) -> Decision:
+    """Whether the open round closes, as things stand."""
+    held = _held(state)
+    if held is not None:
+        return decide(None, Limits(held), state.run_time)
+    return decide(rules_of(state).tally(state), _limits(state), state.run_time)
+
+
+def _limits(state: RunState) -> Limits:
+    round_ = state.round
+    assert round_ is not None
+    if round_.barrier is None:
+        return Limits(grace_s=state.config.grace)
+    # At a site one push of each fragment is on its way at a time, as with any worker.
+    held = Reason.PARENT if round_.fragment in state.flights else None
+    return Limits(held, state.floor, state.config.grace)
+
+
+def _held(state: RunState) -> Reason | None:
+    """Why no round closes, whatever it has."""
+    if state.stopping is not None:
+        return Reason.STOPPING
+    if state.ending.is_over:
+        return Reason.OVER
+    if not fence.may_release(state):
+        return Reason.LEASE
+    if state.paused_at is not None:
+        return Reason.PAUSED
+    if fence.holds_rounds(state):
+        return Reason.TAKEOVER
+    if state.round is None:
+        return Reason.PARAMETERS
+    return Reason.CLOSING if state.closing else None
+
+
+def rules_of(state: RunState) -> Rules:
+    return mode_of(state.config).rules

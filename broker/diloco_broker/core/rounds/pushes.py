@@ -1,0 +1,197 @@
+"""Pushes as they come in: checked, given to the mode of the run, their chunks taken in one by one.
+
+Every check comes before the first change, so a refused push or chunk leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from diloco_broker.core import effects, events
+from diloco_broker.core.data import units
+from diloco_broker.core.members import donation, liveness
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.rounds import grants
+from diloco_broker.core.rounds.modes import rules_of
+from diloco_broker.core.sites import contents
+from diloco_broker.core.state import RunState
+from diloco_protocol import messages
+from diloco_protocol.chunks import FragmentLayout, Segment
+from diloco_protocol.dtypes import WIRE_DTYPES, least_bytes, span_bytes, travels_in
+from diloco_protocol.errors import Code, ProtocolError
+
+# A weight is a count of tokens or samples; more than this in one round is a mistake. So is less than
+# that: fp32 would lose what it multiplies.
+MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
+
+
+def push(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
+    """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
+    _check_push(state, push)
+    if push.purpose is messages.Purpose.DONATION:
+        yield from donation.begin(state, member, replace(push, contents=None, workers=1))
+        return
+    if state.ending.is_over:
+        raise ProtocolError(Code.LATE, f"The run is over: {state.ending.why}.")
+    _check_base(state, push)
+    contents.check(state, member, push)
+    has_units = units.check(state, member, push)
+    rules_of(state).check(state, member, push)
+    if push.ledger is not None:  # of a donation only; it would be kept with the push
+        push = replace(push, ledger=None)
+    if member.uploads.is_new(push):
+        yield from liveness.mark_active(state, member)
+    if member.uploads.has_zeros_again(push):
+        whose = f"for fragment {push.fragment} " if state.config.num_fragments > 1 else ""
+        yield effects.warning(
+            f"{member.worker_id} has sent a pseudo-gradient of all zeros {whose}twice in a row, the "
+            f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
+            "0 (a scheduler), frozen parameters, or an optimizer over other parameters."
+        )
+    yield from rules_of(state).offer(state, member, push)
+    if has_units and member.has_unfinished(push):
+        units.under_way(state, member, push)
+
+
+def chunk(
+    state: RunState, member: Member, route: effects.Route, chunk: messages.Chunk, payload: Any
+) -> effects.Effects:
+    """One chunk of a push: hand it to the mode unless it is there already."""
+    if not member.takes_chunks_on(route):
+        return  # another of its lanes is lost: it comes back, and offers the push again
+    upload = member.uploads.of(chunk.fragment)
+    if upload is None or upload.push.push_id != chunk.push_id:
+        raise ProtocolError(
+            Code.BAD_CHUNK,
+            f"Chunk {chunk.index} of fragment {chunk.fragment} belongs to no push under way; "
+            "send a push and wait for its grant.",
+        )
+    if upload.is_void:
+        return
+    push = upload.push
+    is_donation = push.purpose is messages.Purpose.DONATION
+    layout = state.versions[push.fragment].layout
+    size = _check_chunk(chunk, payload, layout, push.wire_dtype)
+    lane = member.lane_of(route)
+    if not upload.may_come(lane):
+        text = f"Chunk {chunk.index} came without credit; wait for an ack."
+        raise ProtocolError(Code.BAD_CHUNK, text)
+    found = None if is_donation else rules_of(state).find(state, member.worker_id, push)
+    arrived = donation.arrived(state, push) if is_donation else None
+    if found is not None:
+        arrived = found.before if chunk.index in found.before else found.arrived
+    if arrived is None:
+        return  # it was under way when its push was over
+    member.account.bytes_up += size
+    state.totals.bytes_up += size
+    upload.comes(chunk.index, lane)
+    if chunk.index in arrived:
+        yield from grants.acknowledge(state, member, upload, chunk.index)
+        return
+    arrived.add(chunk.index)
+    if found is None:
+        key = (member.worker_id, push.push_id)
+        yield effects.StoreInitial(push.fragment, chunk.index, payload, *key)
+        return
+    state.chunks_waiting += 1
+    yield found.work(chunk.index, payload)
+
+
+def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
+    if state.round is not None:
+        rules_of(state).commit(state, member, commit)
+    yield from ()
+
+
+def done(state: RunState, event: events.WorkDone) -> effects.Effects:
+    state.chunks_waiting -= 1
+    yield from rules_of(state).done(state, event)
+
+
+def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
+    state.chunks_waiting -= 1
+    yield from rules_of(state).refused(state, event)
+
+
+def _check_push(state: RunState, push: messages.Push) -> None:
+    fragments = state.versions.fragments
+    if not 0 <= push.fragment < len(fragments):
+        raise ProtocolError(Code.BAD_PUSH, f"There is no fragment {push.fragment} in this run.")
+    layout = fragments[push.fragment].layout
+    chunks = layout.chunks
+    if push.chunks != chunks or not chunks:
+        text = f"The push has {push.chunks} chunks, fragment {push.fragment} has {chunks}."
+        raise ProtocolError(Code.BAD_PUSH, text)
+    is_gradient = push.purpose is messages.Purpose.GRADIENT
+    if is_gradient and layout.lengths[Segment.BUFFERS] and push.buffers != messages.BUFFERS:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The float buffers of this push travel as {push.buffers:.20}, this broker takes them as "
+            f"{messages.BUFFERS}; install the same release at both ends.",
+        )
+    # Each gradient is decoded as it came: a worker may have a dtype of its own, and a delta that was
+    # frozen before a restart keeps its.
+    allowed = ("fp32",) if push.purpose is messages.Purpose.DONATION else WIRE_DTYPES
+    if push.wire_dtype not in allowed:
+        text = f"The push is in {push.wire_dtype:.20}, it must be in {' or '.join(allowed)}."
+        raise ProtocolError(Code.BAD_PUSH, text)
+    _check_weight(state, push)
+
+
+def _check_weight(state: RunState, push: messages.Push) -> None:
+    by = state.config.weight_by
+    if push.purpose is messages.Purpose.DONATION:
+        return
+    if by != "equal" and getattr(push, by) < 1:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"Contributions weigh by their {by} in this run, and this push reports "
+            f"{getattr(push, by)}; call report({by}=...) with each step.",
+        )
+    weight = state.weight_of(push)
+    if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
+        text = f"The weight is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}."
+        raise ProtocolError(Code.BAD_PUSH, text)
+    if weight != 1 and state.config.max_delta_norm is not None:
+        # A heavy push would need no length to outweigh all others.
+        text = f"The weight is {weight:g}; it must be 1 in a run with --max-delta-norm."
+        raise ProtocolError(Code.BAD_PUSH, text)
+
+
+def _check_base(state: RunState, push: messages.Push) -> None:
+    fragments = state.versions.fragments
+    if push.fragment == len(fragments) - 1:
+        raise ProtocolError(Code.BAD_PUSH, "Frozen parameters are not trained.")
+    current = fragments[push.fragment].version
+    if current is None or state.round is None:
+        whom = state.model.waits_for or "the parameters of a worker"
+        text = f"The broker waits for {whom}; this push can be offered again when a round is open."
+        raise ProtocolError(Code.NO_MODEL, text)
+    base = push.base
+    # A base newer than ours is that of a worker that outlived a broker; its delta is as good as any.
+    if base is None or base.run != current.run:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The push starts from version {base}, this broker is at {current} of run "
+            f"{current.run}; pull the current parameters first.",
+        )
+
+
+def _check_chunk(chunk: messages.Chunk, payload: Any, layout: FragmentLayout, wire: str) -> int:
+    """Bytes of the chunk, which are as many as they may be."""
+    if not 0 <= chunk.index < layout.chunks:
+        text = f"There is no chunk {chunk.index}; fragment {layout.fragment} has {layout.chunks}."
+        raise ProtocolError(Code.BAD_CHUNK, text)
+    span = layout.spans[chunk.index]
+    least, most = least_bytes(span, wire), span_bytes(span, wire)
+    size = int(payload.nbytes)
+    if not least <= size <= most:
+        wanted = f"{most}" if least == most else f"{least} to {most}"
+        raise ProtocolError(
+            Code.BAD_CHUNK,
+            f"Chunk {chunk.index} has {size} bytes, it must have {wanted}: "
+            f"{span.elements} elements in {travels_in(span.segment, wire)}.",
+        )
+    return size

@@ -1,0 +1,241 @@
+"""The sequence of rounds: opening one, closing it, stepping, releasing the version.
+
+Round n concerns fragment n mod P. There is one sequence for all fragments: with independent ones a slow
+newcomer can make the fragments wait for each other crosswise. In asynchronous mode a round is the
+application of one submission (or of those in one grace window), and its fragment is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from diloco_broker.core import effects, events
+from diloco_broker.core.data import units
+from diloco_broker.core.operations import ending, progress, settings
+from diloco_broker.core.rounds import identical, norms
+from diloco_broker.core.rounds.modes import rules_of
+from diloco_broker.core.rounds.round import Phase, Update
+from diloco_broker.core.standby import fence
+from diloco_broker.core.state import RunState, UnreleasedVersion
+from diloco_broker.core.versions import checkpoints
+from diloco_broker.core.versions.record import FragmentRecord
+from diloco_protocol.messages import Notice, Rejoin
+
+
+def open_round(state: RunState, number: int) -> effects.Effects:
+    """Open a round."""
+    yield from settings.take_effect(state)
+    yield from rules_of(state).open_round(state, number)
+
+
+def leave(state: RunState, worker_id: str) -> effects.Effects:
+    """A worker is gone: rounds no longer wait for it."""
+    if state.round is not None:
+        yield from rules_of(state).leave(state, worker_id)
+    yield from expect_all(state)
+    yield from _announce_lack(state, f"{worker_id} is gone. ")
+
+
+def is_lacking(state: RunState) -> bool:
+    """Whether the open round has fewer workers than it needs, so that it cannot close yet."""
+    return state.round is not None and state.round.barrier is not None and state.below_floor
+
+
+def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
+    """Tell workers, once, that the round cannot close without others, and what an operator can do."""
+    round_ = state.round
+    is_ending = state.stopping is not None or state.ending.is_over or not len(state.members)
+    if round_ is None or round_.barrier is None or not state.below_floor or is_ending:
+        return
+    needed, here = state.floor, len(round_.barrier.expected | round_.participating)
+    if round_.is_lack_known or not here:  # no worker waits in it
+        return
+    if round_.number and state.first_round_pending:
+        return  # a run that was resumed soon goes on with fewer
+    round_.is_lack_known = True
+    option = "--workers" if state.first_round_pending else "--min-workers"
+    text = (
+        f"{cause}Round {round_.number} needs {needed} worker{'s'[: needed != 1]} and has {here}, so it "
+        f"waits. To go on with fewer: diloco-broker set {option} N."
+    )
+    yield effects.warning(text) if cause else effects.info(text)
+    for member in state.members:
+        yield member.tell(Notice("waiting", text))
+
+
+def expect_all(state: RunState) -> effects.Effects:
+    """A round that has fallen below its floor needs everybody, also those expected from a later one."""
+    round_ = state.round
+    if round_ is None or round_.barrier is None or not state.below_floor:
+        return
+    for member in state.members:
+        if member.worker_id not in round_.barrier.expected and not member.liveness.is_stalled:
+            round_.barrier.expect(member.worker_id)
+            if state.config.num_fragments > 1:
+                text = (
+                    f"Round {round_.number} lacks workers and needs this one as well; join again."
+                )
+                yield member.tell(Rejoin(state.epoch, text))
+
+
+def stall(state: RunState, worker_id: str) -> effects.Effects:
+    """A worker trains no longer: it is not waited for, what it has sent counts."""
+    round_ = state.round
+    if round_ is not None and round_.phase is Phase.OPEN:
+        if round_.barrier is not None:
+            round_.barrier.expect_no_more(worker_id)
+        yield from expect_all(state)
+        yield from _announce_lack(state, f"{worker_id} does not train. ")
+
+
+def skip_this_round(state: RunState, worker_id: str, fragment: int) -> effects.Effects:
+    """A push was refused: the others do not wait for its worker in that round."""
+    if state.round is not None and state.round.barrier is not None:
+        state.barriers[fragment].skip(worker_id)
+    yield from ()
+
+
+def tick(state: RunState) -> effects.Effects:
+    """Time has passed: is a window over, has an upload stood still?"""
+    if state.round is not None:
+        yield from rules_of(state).tick(state)
+        if not is_lacking(state):
+            state.round.is_lack_known = False
+        yield from _announce_lack(state)
+    if state.unreleased is not None and state.unreleased.waits_for_lease:
+        yield from _release_with_lease(state, state.unreleased)
+    yield from _go_on_with_fewer(state)
+    yield from checkpoints.save_again(state)
+    yield from ending.tick(state)
+
+
+def _go_on_with_fewer(state: RunState) -> effects.Effects:
+    """A run that goes on needs its `workers` no more: who has not come back is not waited for.
+
+    A run that has not had a round yet still does.
+    """
+    round_, known = state.round, state.model.known
+    if round_ is None or not (round_.number and state.first_round_pending):
+        return
+    here = {member.worker_id: member.joined_at for member in state.members}
+    are_back = bool(known) and known.keys() <= here.keys()
+    if here and (are_back or state.run_time - min(here.values()) >= state.config.recover_wait):
+        was_due, state.first_round_pending = state.floor, False
+        if round_.barrier is not None and len(here) < was_due and state.floor < was_due:
+            yield effects.info(f"The run goes on with {len(here)} of {was_due} workers.")
+
+
+def stepped(state: RunState, event: events.Stepped) -> effects.Effects:
+    """An outer step was taken: the chunk can be handed out; with the last one, the version."""
+    round_ = state.round
+    assert round_ is not None and round_.fragment == event.fragment
+    round_.stepped.add(event.index)
+    if event.overflow:
+        yield effects.Log(
+            "error",
+            f"A gradient of chunk {event.index} in round {round_.number} overflowed and was left out. "
+            "A worker sends very large pseudo-gradients.",
+        )
+    yield from state.versions.chunk_ready(event.fragment, event.index, event.wire)
+    if round_.stepped.is_full:
+        yield from _complete(state, round_)
+
+
+def _complete(state: RunState, ended: Update) -> effects.Effects:
+    """Every chunk has been stepped: the version is whole. A durable run saves it before it is told."""
+    versions = state.versions[ended.fragment]
+    in_progress = versions.in_progress
+    assert in_progress is not None
+    counted, ledger = ended.counted(), versions.ledger
+    for each in counted:
+        if each.chunks.is_full and each.push.contents is not None:
+            ledger = ledger.with_contents(each.push.contents)
+        ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks, each.added)
+    ledger = ledger.without_the_long_gone(state.members.known)
+    record = FragmentRecord(
+        in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
+    )
+    units.counted(state, ended.fragment, ledger)
+    unreleased = UnreleasedVersion(ended, counted, record)
+    added = tuple(each for each in counted if each.added)
+    yield effects.RecordVersion(
+        record.version, versions.version, ended.fragment, ended.number, added
+    )
+    if state.config.durable:
+        state.unreleased = unreleased
+        yield checkpoints.save(state, ended.number + 1)
+    else:
+        yield from _release_with_lease(state, unreleased)
+
+
+def saved(state: RunState, event: events.Saved) -> effects.Effects:
+    """A checkpoint is on the disk: a version that waited for it is released."""
+    yield from checkpoints.saved(state, event)
+    unreleased = state.unreleased
+    if unreleased is not None and event.number == unreleased.ended.number + 1:
+        yield from _release_with_lease(state, unreleased)
+
+
+def _release_with_lease(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
+    """A hub with a standby releases nothing without its lease: the version waits for that."""
+    if fence.may_release(state):
+        state.unreleased = None
+        yield from _release(state, unreleased)
+    else:
+        state.unreleased = replace(unreleased, waits_for_lease=True)
+
+
+def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
+    """Everybody gets the version, and the next round opens."""
+    ended = unreleased.ended
+    yield from hand_out(state, unreleased)
+    if ended.barrier is not None:
+        ended.barrier.end()
+    yield from checkpoints.save_if_due(state, ended.number + 1)
+    yield from open_round(state, ended.number + 1)
+    yield from rules_of(state).released(state)
+    units.released(state)
+    yield from ending.refuse_the_rest(state)
+
+
+def hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
+    """Everybody gets the version, and what has come of the round is written down."""
+    ended, fragment = unreleased.ended, unreleased.ended.fragment
+    for each in unreleased.pushes:
+        member = state.members.named(each.worker_id)
+        if member is not None:
+            member.counts(each.push, each.staleness, state.now)
+    before, state.totals = state.totals, progress.with_version(state, unreleased)
+    state.versions[fragment].contributions += state.totals.contributions - before.contributions
+    counter = unreleased.record.version.counter
+    state.last_report = _report(ended, unreleased.pushes, counter, state.run_time)
+    state.first_round_pending = False
+    progress.show(state, ended.number + 1)
+    yield state.last_report
+    yield from rules_of(state).tell(state, ended, unreleased.pushes)
+    yield from norms.counted(state, unreleased.pushes)
+    yield from identical.counted(state, unreleased.pushes)
+    yield from ending.look(state, ended.number)
+    yield from ending.tell_all(state)  # first: whoever has the last version makes no step more
+    yield from state.versions.release(fragment, unreleased.record)
+
+
+def _report(
+    ended: Update, pushes: Sequence[effects.CountedPush], version: int, now: float
+) -> effects.RoundReport:
+    whole = [each for each in pushes if each.chunks.is_full]
+    losses = [each.push.loss for each in whole if each.push.loss is not None]
+    lengths = [each.norm for each in whole if each.norm is not None]
+    return effects.RoundReport(
+        number=ended.number,
+        fragment=ended.fragment,
+        version=version,
+        seconds=now - ended.opened_at,
+        averaged=ended.averaged,
+        weight=sum(each.weight for each in whole),
+        loss=sum(losses) / len(losses) if losses else None,
+        delta_norm=sum(lengths) / len(lengths) if lengths else None,
+        staleness=max((each.staleness for each in whole), default=0),
+        workers=tuple(each.worker_id for each in pushes),
+    )

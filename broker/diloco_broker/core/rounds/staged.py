@@ -1,0 +1,270 @@
+"""Staged rounds: submissions are kept until whole, and merged together, a round at a time.
+
+Used with a quorum, in deterministic order, with relays, with a bound on how long a push may be, or
+where an aggregate needs whole submissions. A worker may send before its round is open; what is not whole
+when a round closes is carried into the next round of the fragment, or dropped, as the run has it
+(`--late`), and its worker is told either way. The rules of a round:
+
+- It is OPEN until every expected worker's submission is whole and at least `floor` are; with a quorum K
+  also once K are whole and `grace` seconds have passed since. K never exceeds those who could still
+  come, nor falls below the floor.
+- Then it is CLOSING with the whole submissions it has chosen, at most one of each worker, in the order
+  of worker ids. Nothing that happens to a worker changes these any more.
+- A worker whose push was refused is *skipped*: not waited for in that round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.effects import Effects, info, nothing
+from diloco_broker.core.events import WorkRefused
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.rounds import collect, grants, lines, norms
+from diloco_broker.core.rounds.decision import Tally
+from diloco_broker.core.rounds.round import Barrier, Phase
+from diloco_broker.core.rounds.submissions import Pool, StagedUpdate, Submission
+from diloco_broker.core.sites import blocked, contents
+from diloco_broker.core.state import RunState
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.messages import Notice, Push
+
+
+@dataclass
+class StagedRound(StagedUpdate):
+    """A round over whole submissions; see the head of this module."""
+
+    barrier: Barrier
+    pool: Pool = field(default_factory=dict)  # the submissions of its fragment
+    quorum: int | None = None
+    quorum_at: float | None = None  # when `quorum` of them were whole (run time)
+
+    @property
+    def begun(self) -> set[str]:
+        return self.participating | self.barrier.skipped
+
+    @property
+    def participating(self) -> set[str]:
+        return set(self._workers_of)
+
+    @property
+    def participants(self) -> int:
+        return sum(self._workers_of.values())
+
+    @property
+    def _workers_of(self) -> dict[str, int]:
+        members = self.chosen if self.phase is Phase.CLOSING else self._here
+        return {s.worker_id: s.push.workers for s in members}
+
+    @property
+    def _here(self) -> list[Submission]:
+        """Those that are still to be merged: what has gone up is in an earlier round."""
+        return [s for s in self.pool.values() if not s.is_up]
+
+    def has_all_of(self, worker_id: str) -> bool:
+        return any(s.is_whole for s in self._here if s.worker_id == worker_id)
+
+    @property
+    def has_work_to_look_at(self) -> bool:
+        return any(s.is_sent and not s.is_whole for s in self._here)
+
+    def whole(self) -> list[Submission]:
+        """The first whole submission of each worker, in the order of worker ids."""
+        first: dict[str, Submission] = {}
+        for submission in self._here:
+            other = first.get(submission.worker_id)
+            if submission.whole_at is not None and (
+                other is None or submission.whole_at < (other.whole_at or 0.0)
+            ):
+                first[submission.worker_id] = submission
+        return [first[worker_id] for worker_id in sorted(first)]
+
+    def look(self, now: float, *, floor: int, quorum: int | None) -> None:
+        """Note when as many are whole as a quorum asks for."""
+        if quorum != self.quorum:
+            self.quorum, self.quorum_at = quorum, None
+        if self.quorum_at is None and self._has_quorum(floor):
+            self.quorum_at = now
+
+    def tally(self, floor: int) -> Tally:
+        here = self._whole_of
+        missing = self.barrier.expected - here - self.barrier.skipped
+        may_come = len(self.barrier.expected | self.participating)
+        enough_at = self.quorum_at if self._has_quorum(floor) else None
+        return Tally(here, missing, not missing, may_come, enough_at)
+
+    @property
+    def _whole_of(self) -> set[str]:
+        return {s.worker_id for s in self._here if s.is_whole}
+
+    def _has_quorum(self, floor: int) -> bool:
+        here = self._whole_of
+        if self.quorum is None or not here:
+            return False
+        # Those that can still come, and those whose work is here although they have left.
+        reach = len(self.barrier.expected | here)
+        return len(here) >= max(floor, min(self.quorum, reach))
+
+    def close(self, chosen: Iterable[Submission]) -> None:
+        """Begin to close, with these."""
+        self.phase = Phase.CLOSING
+        self.chosen = tuple(chosen)
+        for each in self.chosen:
+            each.number = self.number
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        workers = [s.worker_id for s in self.chosen]
+        assert len(workers) == len(set(workers)), "two submissions of a worker are merged"
+
+
+find, done, commit = collect.find, collect.done, collect.commit
+tell = lines.closed
+tick = released = nothing  # nobody waits for room
+
+
+def asked_for_by(config: BrokerConfig) -> str:
+    """The option that needs whole submissions; empty when none does."""
+    if config.quorum is not None:
+        return "--quorum"
+    if config.deterministic:
+        return "--deterministic"
+    if config.relays:
+        return "--relays"
+    if config.max_delta_norm is not None:
+        return "--max-delta-norm"
+    return f"--aggregate {config.aggregate}" if config.aggregate != "mean" else ""
+
+
+def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
+    """Each worker may have a submission of each fragment waiting."""
+    return config.workers, "worker", sum(sizes)
+
+
+def _round(state: RunState) -> StagedRound:
+    assert isinstance(state.round, StagedRound)
+    return state.round
+
+
+def open_round(state: RunState, number: int) -> Effects:
+    """Open a round with what is in its fragment's pool, and with pushes that waited for earlier ones."""
+    if state.round is not None:
+        collect.forget(state, _round(state).chosen)
+    fragment, size = state.coming(number)
+    barrier, pool = state.open_barrier(fragment), state.submissions.pool(fragment)
+    state.round = StagedRound(
+        number=number,
+        fragment=fragment,
+        size=size,
+        opened_at=state.run_time,
+        barrier=barrier,
+        pool=pool,
+    )
+    for member in state.members:
+        push = member.deferred.get(fragment)
+        if push is not None and not collect.has_whole(state, member, push):
+            member.take_deferred(fragment)
+            yield from _begin(state, member, push)
+
+
+def check(state: RunState, member: Member, push: Push) -> None:
+    """Refuse a push that comes too late, where late work is dropped."""
+    is_new = not collect.is_known(state, member, push)
+    if is_new and state.config.late == "drop" and _is_late(state, push):
+        raise ProtocolError(
+            Code.LATE,
+            f"The round this push was meant for closed without it (it starts from version "
+            f"{push.base.counter if push.base else None}); late work is dropped in this run.",
+        )
+
+
+def offer(state: RunState, member: Member, push: Push) -> Effects:
+    """A worker offers a push: take it into the pool of its fragment."""
+    coming = state.next_round_of(push.fragment)
+    sharing = len(state.members)
+    if (yield from collect.comes_again(state, member, push, sharing=sharing, number=coming)):
+        return
+    collect.abandon_others(state, member, push)
+    if collect.has_whole(state, member, push):
+        text = "A push of this worker is in that fragment's coming round; this one is for the next."
+        yield from grants.wait(member, push, text, coming + state.config.num_fragments)
+    else:
+        yield from _begin(state, member, push)
+
+
+def _begin(state: RunState, member: Member, push: Push) -> Effects:
+    state.barriers[push.fragment].has_begun(member.worker_id)
+    number = state.next_round_of(push.fragment)
+    yield from collect.begin(state, member, push, sharing=len(state.members), number=number)
+
+
+def _is_late(state: RunState, push: Push) -> bool:
+    """Has a round of its fragment closed, or begun to, since its base was handed out?"""
+    round_ = _round(state)
+    is_closing = round_.phase is Phase.CLOSING and round_.fragment == push.fragment
+    return is_closing or state.versions[push.fragment].staleness(push) > 0
+
+
+def refused(state: RunState, event: WorkRefused) -> Effects:
+    """A chunk was not finite: nothing of its push counts, and its round does not wait for another."""
+    if (yield from collect.refused(state, event)):
+        state.barriers[event.work.fragment].skip(event.work.worker_id)
+
+
+def look(state: RunState) -> Effects:
+    """At a site, leave out rounds that nothing comes for; note when a quorum is reached."""
+    for _ in range(state.config.num_fragments):
+        if not blocked.let_go(state):
+            break
+        _round(state).barrier.end()
+        yield from open_round(state, _round(state).number + 1)
+    _round(state).look(state.run_time, floor=state.floor, quorum=state.config.quorum)
+
+
+def tally(state: RunState) -> Tally:
+    return _round(state).tally(state.floor)
+
+
+def close(state: RunState) -> Effects:
+    """Merge what is whole; what is not is carried or dropped. If one is too large it is refused instead,
+    since without it it may not be time."""
+    round_ = _round(state)
+    whole = round_.whole()
+    kept = yield from norms.refuse_too_large(state, whole)
+    if len(kept) == len(whole):
+        round_.close(contents.together(state, kept))
+        yield from collect.merge(state, round_.fragment, [round_.chosen])
+        yield from _tell_the_late(state, round_)
+
+
+def _tell_the_late(state: RunState, round_: StagedRound) -> Effects:
+    following = round_.number + state.config.num_fragments
+    for submission in [s for s in round_.pool.values() if not s.is_chosen]:
+        worker_id, push = submission.worker_id, submission.push
+        if state.config.late == "drop" and not submission.is_whole:
+            state.submissions.drop(submission)
+            text = f"Round {round_.number} closed without {worker_id}, whose late push is dropped."
+            yield from grants.refuse(state, push.fragment, submission.key, Code.LATE, text)
+            continue
+        text = f"Round {round_.number} closed without {worker_id}; its push goes into {following}."
+        yield info(text)
+        member = state.members.named(worker_id)
+        if member is not None:
+            yield member.tell(Notice("carried", text, push.fragment, following))
+
+
+def leave(state: RunState, worker_id: str) -> Effects:
+    _round(state).barrier.expect_no_more(worker_id)
+    collect.leave(state, worker_id)
+    yield from ()
+
+
+def do_without(state: RunState, worker_id: str) -> Effects:
+    round_ = _round(state)
+    round_.barrier.expect_no_more(worker_id)
+    for submission in [s for s in round_.pool.values() if s.worker_id == worker_id]:
+        if not submission.is_whole:
+            state.submissions.drop(submission)
+    yield from ()

@@ -1,0 +1,381 @@
+"""Streaming rounds: pushes enter the open round, their chunks are added up as they come.
+
+The default of synchronous mode. Of what has arrived only one accumulator is kept, and the few chunks
+that came last. So a push counts chunk by chunk: a round that closes while a worker dies takes what it
+has delivered, and the memory needed does not depend on the number of workers. The rules, all of them:
+
+- A round is OPEN until every expected worker has begun its push and at least `floor` contribute; then
+  it is CLOSING, and it ends when every chunk has been stepped.
+- A worker that dies or leaves while the round is open leaves the expected set at once. While it is
+  closing, a death only means that the chunks it has not delivered are not waited for. So a closing
+  round always ends.
+- A chunk is *owed* by a contribution until it has been folded. While the round is closing, a chunk that
+  nobody owes any more is ready. It is normalised by the weight that actually reached it.
+- A chunk that an earlier version contains (`before`) is not owed again: each (worker, push id, chunk)
+  counts once.
+- A worker whose push was refused before it began is *skipped*: not waited for in that round.
+- A worker has one live contribution in a round, and one vote on each chunk. Another push id abandons an
+  unfinished contribution; what had arrived of it stays, since it was honest work, and the new push
+  brings only the other chunks. (Both in full would count the same steps twice: a worker that was killed
+  in the middle of an upload makes them again.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from diloco_broker.core.effects import Effects, Fold, Step, nothing
+from diloco_broker.core.events import WorkDone, WorkRefused
+from diloco_broker.core.members.members import Member
+from diloco_broker.core.rounds import grants, lines
+from diloco_broker.core.rounds.decision import Tally
+from diloco_broker.core.rounds.round import Barrier, Phase, PushInProgress, PushKey, Update
+from diloco_broker.core.state import RunState
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.messages import Commit, Push
+
+
+class Ended(str, Enum):
+    """Why a contribution will deliver nothing more."""
+
+    GONE = "gone"
+    VOIDED = "voided"
+    ABANDONED = "abandoned"
+
+
+@dataclass(eq=False)
+class Contribution(PushInProgress):
+    """One push in one round; the chunks taken have been added to the round's sums.
+
+    `before` are chunks that an earlier version contains, or an earlier push of its worker in this round.
+    """
+
+    ended: Ended | None = None  # why nothing more will come; None while the worker is at it
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.before | self.taken).is_full
+
+    def work(self, index: int, payload: Any) -> Fold:
+        return Fold(
+            self.push.fragment,
+            index,
+            *self.key,
+            weight=self.weight,
+            wire_dtype=self.push.wire_dtype,
+            payload=payload,
+        )
+
+    def owes(self, index: int) -> bool:
+        if index in self.before or index in self.taken:
+            return False
+        return self.ended is None or index in self.arrived
+
+
+@dataclass
+class StreamingRound(Update):
+    """State of a streaming round."""
+
+    barrier: Barrier
+    contributions: dict[PushKey, Contribution] = field(default_factory=dict)
+    reached: list[float] = field(init=False)  # weight in the sum of each chunk
+    # Contributions that owe each chunk; only while it is closing.
+    owed: list[int] = field(default_factory=list, init=False)
+    stepping: Bitmap = field(init=False)  # chunks given out for the outer step
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reached = [0.0] * self.size
+        self.stepping = Bitmap(self.size)
+
+    # Who.
+
+    @property
+    def begun(self) -> set[str]:
+        """Workers that have begun a push, whatever became of it, unless they are simply gone."""
+        served = (None, Ended.VOIDED)
+        return {c.worker_id for c in self.pushes if c.ended in served or c.is_whole}
+
+    @property
+    def participating(self) -> set[str]:
+        return {c.worker_id for c in self.contributions.values() if c.ended is None or c.is_whole}
+
+    def has_all_of(self, worker_id: str) -> bool:
+        return any(c.held.is_full for c in self.of_worker(worker_id) if c.ended is not Ended.VOIDED)
+
+    @property
+    def pushes(self) -> Collection[Contribution]:
+        return self.contributions.values()
+
+    def of_worker(self, worker_id: str) -> Iterator[Contribution]:
+        return (c for c in self.contributions.values() if c.worker_id == worker_id)
+
+    # What happens.
+
+    def begin(
+        self, worker_id: str, push: Push, before: Bitmap, weight: float, staleness: int
+    ) -> Contribution:
+        """Enter a push. The caller has ended or ruled out others of the same worker."""
+        for other in self.of_worker(worker_id):
+            before = before | other.arrived  # one vote on each chunk
+        contribution = Contribution(worker_id, push, before, weight, staleness=staleness)
+        self.contributions[contribution.key] = contribution
+        if self.phase is Phase.CLOSING:
+            raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
+        return contribution
+
+    def folded(self, key: PushKey, index: int, squares: float, fingerprint: int = 0) -> list[int]:
+        """A chunk has been added. Returns the chunks that are ready through it."""
+        contribution = self.contributions[key]
+        contribution.looked_at(index, squares, fingerprint)
+        self.reached[index] += contribution.weight
+        return self._settle([index])
+
+    def refused(self, key: PushKey, index: int) -> list[int]:
+        """A chunk that arrived was not folded: void the push. Returns the chunks that are ready."""
+        contribution = self.contributions[key]
+        contribution.arrived.discard(index)
+        ready = self._settle([index]) + self._end(contribution, Ended.VOIDED, settled=index)
+        if contribution.ended is Ended.GONE:
+            contribution.ended = Ended.VOIDED  # nobody waits for the rest of it
+        return ready
+
+    def _end(self, contribution: Contribution, why: Ended, settled: int | None = None) -> list[int]:
+        """Nothing more will come of a contribution. Returns the chunks that are ready through it."""
+        if contribution.ended is not None:
+            return []
+        let_go = [i for i in contribution.held.missing() if i != settled]
+        contribution.ended = why
+        return self._settle(let_go)
+
+    def abandon(self, contribution: Contribution) -> list[int]:
+        """Its worker has begun another push. Returns the chunks that are ready through it."""
+        ready = self._end(contribution, Ended.ABANDONED)
+        if contribution.ended is Ended.GONE:
+            contribution.ended = Ended.ABANDONED  # it will not be taken up again either
+        return ready
+
+    def leave(self, worker_id: str) -> list[int]:
+        """A worker is gone. Returns the chunks that are ready through it."""
+        self.barrier.expect_no_more(worker_id)
+        ready: list[int] = []
+        for contribution in list(self.of_worker(worker_id)):
+            ready += self._end(contribution, Ended.GONE)
+        return ready
+
+    def tally(self) -> Tally:
+        here, missing = self.participating, self.missing
+        return Tally(here, missing, not missing, len(self.barrier.expected | here))
+
+    def close(self) -> list[int]:
+        """Begin to close. Returns the chunks that are ready at once."""
+        self.phase = Phase.CLOSING
+        live = self.contributions.values()
+        self.owed = [sum(c.owes(index) for c in live) for index in range(self.size)]
+        return self._give_out(index for index in range(self.size) if not self.owed[index])
+
+    def _settle(self, indexes: Iterable[int]) -> list[int]:
+        """Chunks that one contribution owes no longer."""
+        if self.phase is Phase.OPEN:
+            return []
+        ready = []
+        for index in indexes:
+            self.owed[index] -= 1
+            if not self.owed[index]:
+                ready.append(index)
+        return self._give_out(ready)
+
+    def _give_out(self, indexes: Iterable[int]) -> list[int]:
+        given = list(indexes)
+        for index in given:
+            self.stepping.add(index)
+        return given
+
+    def check_invariants(self) -> None:
+        for key, c in self.contributions.items():
+            assert key == c.key
+            c.check_invariants()
+        for index in range(self.size):
+            weight = sum(c.weight for c in self.contributions.values() if index in c.taken)
+            assert abs(weight - self.reached[index]) <= 1e-9 * max(1.0, weight)
+            if self.phase is Phase.CLOSING:
+                owed = sum(c.owes(index) for c in self.contributions.values())
+                assert owed == self.owed[index], f"chunk {index}: {owed} owed, {self.owed[index]}"
+                assert (owed == 0) == (index in self.stepping), f"chunk {index} is not given out"
+        assert all(i in self.stepping for i in self.stepped)
+        live = [c.worker_id for c in self.contributions.values() if c.ended is None]
+        assert len(live) == len(set(live)), "a worker has two live contributions"
+
+
+# Pushes that a worker may begin in one round: each that is given up leaves a record of itself until the
+# round ends, which may wait for others for days. A worker that is killed and comes back begins another.
+MOST_PUSHES = 32
+
+tell = lines.closed
+tick = look = released = nothing  # time changes nothing, and nobody waits for room
+
+
+def _round(state: RunState) -> StreamingRound:
+    assert isinstance(state.round, StreamingRound)
+    return state.round
+
+
+def open_round(state: RunState, number: int) -> Effects:
+    """Open a round and take in the pushes that came too early for it."""
+    fragment, size = state.coming(number)
+    barrier = state.open_barrier(fragment)
+    round_ = state.round = StreamingRound(number, fragment, size, state.run_time, barrier)
+    for member in state.members:
+        push = member.take_deferred(fragment)
+        if push is not None:
+            before = state.standing(member, push)
+            yield from _begin(state, round_, member, push, before)
+
+
+def check(state: RunState, member: Member, push: Push) -> None:
+    """Refuse a push that is over, and one more than a worker may begin."""
+    round_ = _round(state)
+    known = round_.contributions.get((member.worker_id, push.push_id))
+    if known is not None and known.ended in (Ended.VOIDED, Ended.ABANDONED):
+        text = f"This push was {known.ended.value} in round {round_.number}; drop it."
+        raise ProtocolError(Code.BAD_PUSH, text)
+    if known is None and sum(1 for _ in round_.of_worker(member.worker_id)) >= MOST_PUSHES:
+        text = (
+            f"{member.worker_id} has begun {MOST_PUSHES} pushes in round {round_.number} already."
+        )
+        raise ProtocolError(Code.BAD_PUSH, text)
+
+
+def offer(state: RunState, member: Member, push: Push) -> Effects:
+    """A worker offers a push: take it into the round, or tell it to wait for its own."""
+    round_, before = _round(state), state.standing(member, push)
+    known = round_.contributions.get((member.worker_id, push.push_id))
+    if known is None:
+        yield from _abandon_others(state, round_, member.worker_id, push)
+    if before.is_full:
+        yield from grants.counted(member, push)
+    elif known is not None and (known.ended is None or round_.phase is Phase.OPEN):
+        known.ended = None  # the worker is back with the same delta
+        yield from _grant(round_, member, known)
+    elif _takes_now(round_, member, push):
+        yield from _begin(state, round_, member, push, before)
+    else:
+        number = state.next_round_of(push.fragment)
+        if known is not None and known.held.is_full:
+            number = round_.number  # all of it is in the round that is closing
+        elif number == round_.number:  # its worker has a whole push in there already
+            number += state.config.num_fragments
+        text = f"Round {round_.number} does not take it; round {number} will."
+        yield from grants.wait(member, push, text, number)
+
+
+def _abandon_others(state: RunState, round_: StreamingRound, worker_id: str, push: Push) -> Effects:
+    for other in list(round_.of_worker(worker_id)):
+        same = other.push.fragment == push.fragment
+        if same and other.push.push_id != push.push_id and not other.held.is_full:
+            yield from step(state, round_.abandon(other))
+
+
+def _takes_now(round_: StreamingRound, member: Member, push: Push) -> bool:
+    """Can this new push enter the round that is going on? A second whole one belongs to the next."""
+    is_its_round = round_.phase is Phase.OPEN and round_.fragment == push.fragment
+    return is_its_round and not round_.has_all_of(member.worker_id)
+
+
+def _begin(
+    state: RunState, round_: StreamingRound, member: Member, push: Push, before: Bitmap
+) -> Effects:
+    """Let a new push into the open round. Others of the same worker have been abandoned."""
+    if before.is_full:
+        yield from grants.counted(member, push)
+        return
+    staleness = state.versions[push.fragment].staleness(push)
+    round_.barrier.has_begun(member.worker_id)
+    contribution = round_.begin(member.worker_id, push, before, state.weight_of(push), staleness)
+    member.begins(push, round_.number)
+    state.totals.pushes += 1
+    yield from _grant(round_, member, contribution)
+
+
+def _grant(round_: StreamingRound, member: Member, contribution: Contribution) -> Effects:
+    sharing = len(round_.barrier.expected)
+    yield from grants.grant(member, contribution, sharing=sharing, number=round_.number)
+
+
+def find(state: RunState, worker_id: str, push: Push) -> Contribution | None:
+    contribution = _round(state).contributions.get((worker_id, push.push_id))
+    return contribution if contribution and contribution.ended is None else None
+
+
+def done(state: RunState, event: WorkDone) -> Effects:
+    work, round_ = event.work, _round(state)
+    assert round_.fragment == work.fragment
+    key = (work.worker_id, work.push_id)
+    ready = round_.folded(key, work.index, event.squares, event.fingerprint)
+    yield from grants.acknowledge_work(state, work)
+    yield from step(state, ready)
+    if round_.contributions[key].ended is Ended.VOIDED:
+        yield from _let_in(state, round_, work.worker_id)
+
+
+def refused(state: RunState, event: WorkRefused) -> Effects:
+    """A chunk was not finite: the push is void from there on, the round goes on."""
+    work, round_ = event.work, _round(state)
+    assert round_.fragment == work.fragment
+    key = (work.worker_id, work.push_id)
+    is_news = round_.contributions[key].ended is not Ended.VOIDED
+    ready = round_.refused(key, work.index)
+    if is_news:
+        text = (
+            f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are "
+            "not finite or cannot be read; the push is void from there on, the round goes on without it."
+        )
+        taken = round_.contributions[key].arrived
+        yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text, taken=taken)
+    yield from step(state, ready)
+    yield from _let_in(state, round_, work.worker_id)
+
+
+def _let_in(state: RunState, round_: StreamingRound, worker_id: str) -> Effects:
+    """Take a push that waits for the next round because all of an earlier one had come, now void."""
+    member = state.members.named(worker_id)
+    push = member.deferred.get(round_.fragment) if member else None
+    is_settled = all(each.arrived == each.taken for each in round_.of_worker(worker_id))
+    if member and push and is_settled and _takes_now(round_, member, push):
+        member.take_deferred(round_.fragment)
+        yield from _begin(state, round_, member, push, state.standing(member, push))
+
+
+def commit(state: RunState, member: Member, commit: Commit) -> None:
+    """Chunks are counted as they come, so this says nothing new."""
+
+
+def tally(state: RunState) -> Tally:
+    return _round(state).tally()
+
+
+def close(state: RunState) -> Effects:
+    """Begin to close the round; what is ready is stepped at once."""
+    round_ = _round(state)
+    ready = round_.close()
+    state.begin_version(round_.fragment, 1)
+    yield from step(state, ready)
+
+
+def step(state: RunState, indexes: Iterable[int]) -> Effects:
+    """The outer step of chunks that nobody owes any more."""
+    round_ = _round(state)
+    count = state.versions[round_.fragment].gradients - 1
+    for index in indexes:
+        yield Step(round_.fragment, index, round_.reached[index], count)
+
+
+def leave(state: RunState, worker_id: str) -> Effects:
+    yield from step(state, _round(state).leave(worker_id))
+
+
+do_without = leave  # each round has contributions of its own

@@ -1,0 +1,130 @@
+"""Submissions: pushes that are kept until they are whole, and counted whole or not at all.
+
+Every way of reducing that needs whole pushes (asynchronous, quorum, deterministic, robust) shares these
+records. A submission belongs to the *pool* of its fragment from its grant until it has been merged; a
+round looks at the pool of its own fragment, so work that comes too late for one round is simply still
+there for the next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.core.effects import Inspect, WholePush
+from diloco_broker.core.rounds.round import Phase, PushInProgress, PushKey, Update
+
+
+@dataclass(eq=False)
+class Submission(PushInProgress):
+    """One push on its way to being whole; `before` are chunks that an earlier version contains."""
+
+    progress_at: float  # when the last chunk came (run time)
+    payloads: list[Any] = field(init=False)  # the chunks taken, None where one is missing
+    committed: bool = False
+    whole_at: float | None = None  # when it became whole (run time); None before
+    is_chosen: bool = (
+        False  # it is part of the update that is being made, or has gone up with others
+    )
+    is_up: bool = False  # at a relay: it has gone up
+    number: int | None = None  # of the round that it is in, once it is chosen and there are rounds
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.payloads = [None] * self.push.chunks
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole_at is not None
+
+    @property
+    def is_sent(self) -> bool:
+        """Every chunk of it is here; we may not have looked at all of them."""
+        return self.committed and self.held.is_full
+
+    def work(self, index: int, payload: Any) -> Inspect:
+        return Inspect(
+            self.push.fragment, index, *self.key, wire_dtype=self.push.wire_dtype, payload=payload
+        )
+
+    def take(self, index: int, payload: Any, squares: float, fingerprint: int, now: float) -> None:
+        self.looked_at(index, squares, fingerprint)
+        self.payloads[index] = payload
+        self._settle(now)
+
+    def commit(self, now: float) -> None:
+        self.committed = True
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        self.progress_at = now
+        if self.committed and (self.before | self.taken).is_full:
+            self.whole_at = now
+
+    def merged(self, scale: float) -> WholePush:
+        """Itself as it is merged; its values are multiplied by `scale`."""
+        return WholePush(
+            worker_id=self.worker_id,
+            push_id=self.push.push_id,
+            weight=self.weight,
+            scale=scale,
+            norm=self.norm,
+            wire_dtype=self.push.wire_dtype,
+            payloads=self.payloads,
+        )
+
+
+Pool = dict[PushKey, Submission]
+
+
+@dataclass
+class Submissions:
+    """All submissions that have not been merged, and who waits for room."""
+
+    pools: dict[int, Pool] = field(default_factory=dict)  # by fragment
+    # (worker id, fragment) in the order in which they asked for a slot.
+    queue: deque[tuple[str, int]] = field(default_factory=deque)
+
+    def pool(self, fragment: int) -> Pool:
+        return self.pools.setdefault(fragment, {})
+
+    def __iter__(self) -> Iterator[Submission]:
+        return (s for pool in self.pools.values() for s in list(pool.values()))
+
+    def find(self, fragment: int, worker_id: str, push_id: int | None) -> Submission | None:
+        if push_id is None:
+            return None
+        return self.pools.get(fragment, {}).get((worker_id, push_id))
+
+    def drop(self, submission: Submission) -> None:
+        """Forget a submission; its memory is free once nothing refers to it."""
+        self.pool(submission.push.fragment).pop(submission.key, None)
+
+    def whole(self) -> list[Submission]:
+        """Whole submissions of all fragments, those that became whole first in front."""
+        return sorted((s for s in self if s.is_whole), key=lambda s: s.whole_at or 0.0)
+
+    def check_invariants(self) -> None:
+        for pool in self.pools.values():
+            for key, s in pool.items():
+                assert key == s.key
+                s.check_invariants()
+                assert s.is_whole == (s.committed and (s.before | s.taken).is_full)
+                assert all((p is not None) == (i in s.taken) for i, p in enumerate(s.payloads))
+
+
+@dataclass
+class StagedUpdate(Update):
+    """An update made of whole submissions: those `chosen`, once it is closing."""
+
+    chosen: tuple[Submission, ...] = field(default=(), init=False)
+
+    @property
+    def pushes(self) -> tuple[Submission, ...]:
+        return self.chosen
+
+    def check_invariants(self) -> None:
+        assert bool(self.chosen) == (self.phase is Phase.CLOSING)
+        assert all(s.is_whole and s.push.fragment == self.fragment for s in self.chosen)

@@ -1,1 +1,0 @@
-"""What the broker hands out of data sets."""

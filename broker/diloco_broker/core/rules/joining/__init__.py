@@ -1,1 +1,0 @@
-"""Who takes part: what is asked of those who want to, and what their keys are good for."""

@@ -1,1 +1,0 @@
-"""What a hub does about its standby: see `fence`."""

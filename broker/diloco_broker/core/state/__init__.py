@@ -1,1 +1,0 @@
-"""What the broker knows: records, each with the methods that change it."""

@@ -1,0 +1,1 @@
+"""The versions of the fragments: made, read, remembered and saved."""

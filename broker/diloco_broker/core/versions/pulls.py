@@ -1,0 +1,183 @@
+"""Who reads versions: workers, on their bulk connection, and observers that have not joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from diloco_broker.core import effects
+from diloco_broker.core.members.members import Binding, Member
+from diloco_broker.core.state import RunState
+from diloco_broker.core.versions.readers import MAX_OBSERVERS, Reader, lane_credit
+from diloco_protocol import messages
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.errors import Code, ProtocolError
+
+
+def pull(state: RunState, member: Member, pull: messages.Pull) -> effects.Effects:
+    """A worker asks for the newest version of a fragment, or for the next."""
+    _check(state, pull)
+    if member.bulk is None or not _has_reader(state, member):
+        member.early_pulls[pull.fragment] = pull  # it overtook the credit that binds the connection
+    else:
+        reader = _reader_of(state, member, member.bulk)
+        yield from _read(state, reader, _of_what_it_sent(state, member, pull))
+
+
+def _of_what_it_sent(state: RunState, member: Member, pull: messages.Pull) -> messages.Pull:
+    """What a worker asks for that waits for its own push to count.
+
+    Asynchronously others make versions while it trains. They are newer than what it has seen, but its
+    push is in none of them: it would take each whole, and wait on.
+    """
+    version = state.versions[pull.fragment].version
+    if not state.config.is_async or version is None or not 0 <= pull.after < version.counter:
+        return pull
+    pool = state.submissions.pool(pull.fragment).values()
+    pushes = [each.push for each in pool if each.worker_id == member.worker_id]
+    deferred = member.deferred.get(pull.fragment)
+    pushes += [deferred] if deferred is not None else []
+    if all(state.standing(member, push).is_full for push in pushes):
+        return pull
+    return replace(pull, after=version.counter)
+
+
+def credit(
+    state: RunState, member: Member, route: effects.Route, credit: messages.Credit
+) -> effects.Effects:
+    """A worker can take more chunks, on the connection that this comes on."""
+    if member.processes > 1:
+        yield from _credit_of_lane(state, member, route, credit)
+        return
+    if route not in (member.control, member.bulk):
+        state.versions.forget(member.bulk)
+        member.bulk = route
+    if member.bulk is not None:
+        reader = _reader_of(state, member, member.bulk)
+        yield from state.versions.add_credit(reader, credit.chunks, state.now)
+        yield from _read_early(state, member, reader)
+
+
+def _read_early(state: RunState, member: Member, reader: Reader) -> effects.Effects:
+    while member.early_pulls:
+        pull = member.early_pulls.popitem()[1]
+        yield from _read(state, reader, _of_what_it_sent(state, member, pull))
+
+
+def _has_reader(state: RunState, member: Member) -> bool:
+    """False where one of several lanes is lost: all of them are void then, until the worker is back."""
+    return member.processes == 1 or member.bulk in state.versions.readers
+
+
+def _credit_of_lane(
+    state: RunState, member: Member, route: effects.Route, credit: messages.Credit
+) -> effects.Effects:
+    index = member.lane_of(route)
+    if member.bulk is None or not _has_reader(state, member):
+        if index:  # what it was bound with grows until lane 0 is
+            binding = member.lanes[index]
+            most = lane_credit(member.processes)
+            given = min(binding.credit + max(0, credit.chunks), most)
+            member.lanes[index] = replace(binding, credit=given)
+        return
+    if not index and route not in (member.control, member.bulk):
+        text = "This connection is no lane of its worker; begin with `lane`."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    reader = _reader_of(state, member, member.bulk)
+    yield from state.versions.add_credit(reader, credit.chunks, state.now, index, member.processes)
+
+
+def lane(
+    state: RunState, member: Member, route: effects.Route, lane: messages.Lane
+) -> effects.Effects:
+    """The first word on a connection for chunks of a worker of several processes."""
+    shares = _check_lane(state, member, route, lane)
+    credit = min(max(0, lane.credit), lane_credit(member.processes))
+    if lane.index == 0:
+        state.versions.forget(member.bulk)
+        member.bulk = route
+        bound = {0: Binding(route, shares, credit), **member.lanes}
+    else:
+        former = member.lanes.get(lane.index)
+        member.lanes[lane.index] = Binding(route, shares, credit)
+        if former is not None and member.bulk is not None:
+            # What was sent on the former is lost: its worker opens all of them anew.
+            state.versions.forget(member.bulk)
+            yield member.tell(messages.Rejoin(state.epoch, "A lane was opened twice; join again."))
+            return
+        bound = {lane.index: member.lanes[lane.index]}
+    if member.bulk is None:
+        return
+    reader = _reader_of(state, member, member.bulk)
+    for index, binding in bound.items():
+        state.versions.bind(reader, index, binding.route, binding.shares)
+        yield from state.versions.add_credit(
+            reader, binding.credit, state.now, index, member.processes
+        )
+    yield from _read_early(state, member, reader)
+
+
+def _check_lane(
+    state: RunState, member: Member, route: effects.Route, lane: messages.Lane
+) -> tuple[Bitmap, ...]:
+    """The share of each fragment; raises ProtocolError for a lane that cannot be."""
+    if not (member.processes > 1 and 0 <= lane.index < member.processes):
+        text = f"There is no lane {lane.index} of a worker of {member.processes} processes."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    others = {each.route for index, each in member.lanes.items() if index != lane.index}
+    if lane.index:
+        others.add(member.bulk or b"")
+    if route in {member.control, *others}:
+        text = "Each lane is a connection of its own; open another one for this."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    fragments = state.versions.fragments
+    if len(lane.shares) != len(fragments):
+        text = f"The lane names {len(lane.shares)} fragments, the run has {len(fragments)}."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    return tuple(
+        Bitmap.from_bytes(share, each.layout.chunks)
+        for share, each in zip(lane.shares, fragments, strict=True)
+    )
+
+
+def observe(
+    state: RunState, route: effects.Route, message: messages.Pull | messages.Credit
+) -> effects.Effects:
+    """Somebody reads who has not joined."""
+    versions = state.versions
+    if isinstance(message, messages.Credit):
+        if route in versions.readers:
+            yield from versions.add_credit(versions.readers[route], message.chunks, state.now)
+        return
+    _check(state, message)
+    if route not in versions.readers and len(versions.observers) >= MAX_OBSERVERS:
+        text = f"There are {MAX_OBSERVERS} observers already; try later."
+        raise ProtocolError(Code.NOT_ALLOWED, text)
+    yield from _read(state, versions.reader(route, route, state.now), message)
+
+
+def _reader_of(state: RunState, member: Member, bulk: effects.Route) -> Reader:
+    return state.versions.reader(bulk, member.control, state.now, member.account)
+
+
+def _check(state: RunState, pull: messages.Pull) -> None:
+    fragments = state.versions.fragments
+    if not fragments:
+        raise ProtocolError(Code.NO_MODEL, "The broker has no model yet; try again later.")
+    if not 0 <= pull.fragment < len(fragments) or not fragments[pull.fragment].layout.chunks:
+        text = f"There is no fragment {pull.fragment} to pull in this run."
+        raise ProtocolError(Code.BAD_HEADER, text)
+    if pull.held is not None:
+        Bitmap.from_bytes(pull.held, fragments[pull.fragment].layout.chunks)
+
+
+def _read(state: RunState, reader: Reader, pull: messages.Pull) -> effects.Effects:
+    held = (pull.held_version, pull.held) if pull.held_version and pull.held else None
+    yield from state.versions.pull(reader, pull.fragment, pull.after, held, pull.delta_of)
+    yield from state.versions.add_credit(reader, pull.credit, state.now)
+
+
+def give_up(state: RunState) -> effects.Effects:
+    """End the connections of those who have begun with a version, which is kept for them, and stop."""
+    for reader in state.versions.given_up(state.now):
+        state.versions.forget(reader.route)
+        yield effects.Disconnect(reader.route)

@@ -1,0 +1,320 @@
+"""The versions that are handed out, and those who read them.
+
+A reader says how many chunks it can take. This credit binds before any of ZeroMQ's high-water marks, so
+a slow reader holds a few chunk references and never a copy of the model.
+
+The store keeps, for each fragment, the current version (whole, never written again) and the one that is
+being made. A reader that waits for the next version gets its chunks as they become ready. When a newer
+version is released, a reader that has begun with the older one goes on with it: a link that needs longer
+for a version than the next one takes to come would never have any otherwise. So that slow readers cost
+no more than `OLD_VERSIONS_KEPT` old versions, others that are behind are moved to the newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from diloco_broker.core import effects
+from diloco_broker.core.rounds.uploads import Account
+from diloco_broker.core.versions.fragment import (
+    OLD_VERSIONS_KEPT,
+    FragmentVersions,
+    VersionInProgress,
+    WholeVersion,
+)
+from diloco_broker.core.versions.readers import (
+    MAX_OBSERVER_CREDIT,
+    NO_LANE,
+    Download,
+    Outlet,
+    Reader,
+    lane_credit,
+)
+from diloco_broker.core.versions.record import FragmentRecord
+from diloco_broker.core.versions.reply import code_of
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.messages import Chunk, Progress, Released
+from diloco_protocol.version import VersionId
+
+
+class VersionStore:
+    """Versions of all fragments and the readers of them. Methods yield the sends that follow."""
+
+    def __init__(self) -> None:
+        self.fragments: list[FragmentVersions] = []
+        self.readers: dict[effects.Route, Reader] = {}
+        self.bytes_down = 0
+        # Told with each version: how far the run is, and the mean loss of its workers.
+        self.progress = Progress()
+        self.loss: float | None = None
+
+    def set_layout(self, layouts: tuple[FragmentLayout, ...]) -> None:
+        """Make room for a model: one `FragmentVersions` for each fragment, the frozen one last."""
+        self.fragments = [FragmentVersions(layout) for layout in layouts]
+
+    def __getitem__(self, fragment: int) -> FragmentVersions:
+        return self.fragments[fragment]
+
+    @property
+    def trained(self) -> list[FragmentVersions]:
+        """Those that rounds make versions of: all but the frozen one."""
+        return self.fragments[:-1]
+
+    # Making versions.
+
+    def make(self, fragment: int, version: VersionId, gradients: int) -> None:
+        """Begin a version. Readers that wait for one follow it from now on."""
+        versions = self[fragment]
+        chunks = versions.layout.chunks
+        made = VersionInProgress(version, gradients, [None] * chunks, [None] * chunks, chunks)
+        versions.in_progress = made
+        if versions.version is not None:
+            versions.chain.follows(version, versions.version, made.codes)
+        for reader in self.readers.values():
+            after = reader.waiting.get(fragment)
+            if after is not None and after < version.counter:
+                reader.downloads[fragment] = Download(version, chunks, reader.holds.get(fragment))
+
+    def rename(self, fragment: int, version: VersionId) -> None:
+        """The version being made is called that; nobody has a chunk of it yet."""
+        versions = self[fragment]
+        made = versions.in_progress
+        assert made is not None and made.left == versions.layout.chunks
+        for reader in self.readers.values():
+            download = reader.downloads.get(fragment)
+            if download is not None and download.version == made.version:
+                download.version = version
+        if versions.version is not None:
+            versions.chain.follows(version, versions.version, made.codes)
+        made.version = version
+
+    def install(self, fragment: int, whole: WholeVersion) -> None:
+        """This version is the first one of its fragment."""
+        versions = self[fragment]
+        assert versions.current is None and versions.in_progress is None
+        versions.set_current(whole)
+
+    def serve_waiting(self) -> effects.Effects:
+        """Start the readers that have waited for a version which is here now."""
+        for reader in list(self.readers.values()):
+            for fragment, after in list(reader.waiting.items()):
+                version = self[fragment].version
+                if version is not None and version.counter > after:
+                    chunks = self[fragment].layout.chunks
+                    yield from self._start(reader, fragment, Bitmap(chunks))
+
+    def chunk_ready(self, fragment: int, index: int, wire: Any) -> effects.Effects:
+        in_progress = self[fragment].in_progress
+        assert in_progress is not None and in_progress.wires[index] is None
+        in_progress.wires[index] = wire
+        in_progress.codes[index] = code_of(wire)
+        in_progress.left -= 1
+        for reader in self.readers.values():
+            download = reader.downloads.get(fragment)
+            if download is not None and download.version == in_progress.version:
+                download.is_ready(reader.lane_of(fragment, index), index)
+                yield from self.pump(reader)
+
+    def release(self, fragment: int, record: FragmentRecord) -> effects.Effects:
+        """The version being made is whole: it becomes the current one."""
+        versions = self[fragment]
+        in_progress = versions.in_progress
+        assert in_progress is not None and in_progress.left == 0
+        self._keep_what_is_read(versions)
+        versions.set_current(WholeVersion(record, tuple(in_progress.wires)))
+        versions.in_progress = None
+        for reader in list(self.readers.values()):
+            download = reader.downloads.get(fragment)
+            waits = reader.waiting.get(fragment)
+            if download is not None and any(download.version == o.version for o in versions.old):
+                continue
+            if download is not None and download.version != record.version:
+                yield from self._start(reader, fragment, Bitmap(versions.layout.chunks))
+            elif waits is not None and waits < record.version.counter:
+                del reader.waiting[fragment]
+                yield effects.Send(reader.announce, self._released(fragment, reader))
+
+    # Readers.
+
+    def reader(
+        self,
+        route: effects.Route,
+        announce: effects.Route,
+        now: float,
+        account: Account | None = None,
+    ) -> Reader:
+        """The reader on a connection, made if it is new; the account is that of one that has joined."""
+        if route not in self.readers:
+            joined = account is not None
+            made = Reader(route, announce, account or Account(), joined, now)
+            made.lanes[0] = Outlet(route)
+            self.readers[route] = made
+        return self.readers[route]
+
+    def add_credit(
+        self, reader: Reader, chunks: int, now: float, lane: int = 0, lanes: int = 1
+    ) -> effects.Effects:
+        """A reader can take more on one of its `lanes`."""
+        most = lane_credit(lanes) if reader.joined else MAX_OBSERVER_CREDIT
+        outlet = reader.lanes[lane]
+        outlet.credit = min(outlet.credit + max(0, chunks), most)
+        reader.heard_at = now
+        yield from self.pump(reader)
+
+    def bind(
+        self, reader: Reader, lane: int, route: effects.Route, shares: Sequence[Bitmap]
+    ) -> None:
+        """A lane of a worker of several processes: what it takes comes on this connection."""
+        if reader.lane_map is None:
+            reader.lane_map = [[NO_LANE] * each.layout.chunks for each in self.fragments]
+        reader.lanes[lane] = Outlet(route)
+        for fragment, share in enumerate(shares):
+            reader.give(fragment, lane, share)
+
+    def given_up(self, now: float) -> list[Reader]:
+        """Those that have begun with a version, have had what they had credit for, and ask no more."""
+        return [reader for reader in self.readers.values() if reader.has_stopped(now)]
+
+    def forget(self, route: effects.Route | None) -> None:
+        """Whoever reads on this connection does so no more, nor on any other of its own."""
+        found = [
+            each.route
+            for each in self.readers.values()
+            if route is not None and any(outlet.route == route for outlet in each.lanes.values())
+        ]
+        for each in found:
+            del self.readers[each]
+        if found:
+            self._sweep()
+
+    @property
+    def observers(self) -> list[Reader]:
+        return [reader for reader in self.readers.values() if not reader.joined]
+
+    def pull(
+        self,
+        reader: Reader,
+        fragment: int,
+        after: int,
+        held: tuple[VersionId, bytes] | None,
+        delta_of: VersionId | None = None,
+    ) -> effects.Effects:
+        """Give a reader the newest version above `after`, now or when there is one.
+
+        `held` is a version of which it has these chunks; `delta_of` one that it has whole.
+        """
+        versions = self[fragment]
+        if reader.downloads.pop(fragment, None) is not None:
+            self._sweep()
+        reader.waiting.pop(fragment, None)
+        reader.holds.pop(fragment, None)
+        if delta_of is not None:
+            reader.holds[fragment] = delta_of
+        chunks = versions.layout.chunks
+
+        def have_of(version: VersionId) -> Bitmap:
+            is_held = held is not None and held[0] == version
+            return Bitmap.from_bytes(held[1], chunks) if held and is_held else Bitmap(chunks)
+
+        if versions.version is not None and versions.version.counter > after:
+            yield from self._start(reader, fragment, have_of(versions.version))
+            return
+        reader.waiting[fragment] = after
+        in_progress = versions.in_progress
+        if in_progress is not None and in_progress.version.counter > after:
+            have = have_of(in_progress.version)
+            download = Download(in_progress.version, chunks - len(have), delta_of)
+            reader.downloads[fragment] = download
+            for index, wire in enumerate(in_progress.wires):
+                if wire is not None and index not in have:
+                    download.is_ready(reader.lane_of(fragment, index), index)
+            yield from self.pump(reader)
+
+    def pump(self, reader: Reader) -> effects.Effects:
+        """Send what is ready while there is credit."""
+        for fragment, download in list(reader.downloads.items()):
+            wires = self._wires(fragment, download.version)
+            chain, version, held = self[fragment].chain, download.version, download.held
+            for lane, outlet in reader.lanes.items():
+                ready = download.ready.get(lane)
+                while ready and outlet.credit > 0:
+                    index = ready.popleft()
+                    outlet.credit -= 1
+                    download.left -= 1
+                    reply = chain.reply(wires[index], index, version, held)
+                    reader.account.bytes_down += reply.payload.nbytes
+                    self.bytes_down += reply.payload.nbytes
+                    message = Chunk(fragment, index, version=version, **reply.says)
+                    yield effects.Send(outlet.route, message, reply.payload)
+            if not download.left:
+                del reader.downloads[fragment]
+                self._sweep()
+
+    def _start(self, reader: Reader, fragment: int, have: Bitmap) -> effects.Effects:
+        versions = self[fragment]
+        assert versions.version is not None
+        reader.waiting.pop(fragment, None)
+        missing = list(have.missing())
+        held = reader.holds.get(fragment)
+        download = reader.downloads[fragment] = Download(versions.version, len(missing), held)
+        for index in missing:
+            download.is_ready(reader.lane_of(fragment, index), index)
+        yield effects.Send(reader.announce, self._released(fragment, reader))
+        yield from self.pump(reader)
+
+    def _released(self, fragment: int, reader: Reader) -> Released:
+        record = self[fragment].record
+        return Released(
+            fragment=fragment,
+            version=record.version,
+            ledger=record.ledger,
+            round=record.round,
+            averaged=record.averaged,
+            staleness=reader.account.staleness.get(fragment),
+            progress=self.progress,
+            loss=self.loss,
+        )
+
+    def _wires(self, fragment: int, version: VersionId) -> Any:
+        versions = self[fragment]
+        if versions.in_progress is not None and versions.in_progress.version == version:
+            return versions.in_progress.wires
+        if versions.version == version:
+            return versions.wires
+        found = [kept.wires for kept in versions.old if kept.version == version]
+        assert found, "a reader is at a version that is not kept"
+        return found[0]
+
+    def _keep_what_is_read(self, versions: FragmentVersions) -> None:
+        """The current version will be an old one: keep it for readers that have begun with it."""
+        chunks, fragment = versions.layout.chunks, versions.layout.fragment
+        downloads = (reader.downloads.get(fragment) for reader in self.readers.values())
+        is_read = any(
+            d is not None and d.version == versions.version and d.left < chunks for d in downloads
+        )
+        if is_read and versions.current is not None and len(versions.old) < OLD_VERSIONS_KEPT:
+            versions.old.append(versions.current)
+
+    def _sweep(self) -> None:
+        """Let go of old versions that nobody reads any more."""
+        for versions in self.fragments:
+            if versions.old:
+                fragment = versions.layout.fragment
+                downloads = [reader.downloads.get(fragment) for reader in self.readers.values()]
+                read = {download.version for download in downloads if download is not None}
+                versions.old = [kept for kept in versions.old if kept.version in read]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when a reader is at a version that does not exist; for tests."""
+        for reader in self.readers.values():
+            assert all(outlet.credit >= 0 for outlet in reader.lanes.values())
+            assert all(len(each.old) <= OLD_VERSIONS_KEPT for each in self.fragments)
+            for fragment, download in reader.downloads.items():
+                wires = self._wires(fragment, download.version)
+                ready = [index for each in download.ready.values() for index in each]
+                assert all(wires[index] is not None for index in ready)
+                assert len(ready) <= download.left
+                for lane, queue in download.ready.items():
+                    assert all(reader.lane_of(fragment, index) == lane for index in queue)

@@ -76,7 +76,8 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 # What is no matter of the run: addresses, files, how a broker comes back. A plan of one's own is shown
 # as the pattern, and its test is where its file is.
 ELSEWHERE = {
-    "bind", "feed", "insecure", "keys", "resume", "recover", "recover_wait", "keep", "audit", "fresh",
+    "bind", "feed", "insecure", "keys", "resume", "recover", "recover_wait", "keep", "audit", "tape",
+    "fresh",
     "chunk_elements", "fragment_plan", "max_workers", "max_parameters", "ipc", "tensor_threads",
 }  # fmt: skip
 

@@ -141,7 +141,9 @@ def test_what_is_on_the_edge_is_accepted(options: dict[str, Any]) -> None:
 
 
 def test_paths_are_kept_as_text_since_checkpoints_hold_the_options() -> None:
-    paths = {name: Path("a") / name for name in ("save_dir", "resume", "audit", "fragment_plan")}
+    paths = {
+        name: Path("a") / name for name in ("save_dir", "resume", "audit", "tape", "fragment_plan")
+    }
     config = BrokerConfig(**paths)  # type: ignore[arg-type]
     assert {name: getattr(config, name) for name in paths} == {n: str(p) for n, p in paths.items()}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_protocol.errors import ProtocolError
-from diloco_protocol.messages import Behind
+from diloco_protocol.messages import Behind, WorkerStatus
 from diloco_protocol.records import NOT_SENT, from_plain
 
 FEED_VERSION = 1
@@ -170,45 +170,27 @@ class Fragment:
     momentum: float | None = None
 
 
-@dataclass  # not frozen: that takes twice as long, and the broker fills one for each worker
-class Worker:
-    """One worker as the broker sees it. `staleness` is in versions, `tokens` since it joined.
+@dataclass
+class Worker(WorkerStatus):
+    """One worker as the broker sees it. `tokens` are since it joined.
 
     One of several `processes` has a connection for chunks for each; `connections` are those there now.
     """
 
     id: str
-    host: str = ""
     pid: int = 0
-    state: str = ""
-    health: str = "ok"
-    round: int | None = None
-    inner_step: int = 0  # steps since its last boundary, of sync_every
-    inner_age_s: float | None = None  # since it told so; None: it has not, the broker concluded it
-    sync_every: int = 0
-    step: int = 0
-    steps_per_s: float | None = None
-    loss: float | None = None
-    loss_is_finite: bool = True  # strict JSON has no NaN, so `loss` is null then
     tokens: int = 0
-    beat_age_s: float = 0.0
-    sync_age_s: float | None = None  # since its work was last counted
-    staleness: int = 0
     merge_delay: int | None = None  # steps from slot to merge, of its last merge
-    # Another worker that sent the same update, bit for bit, when both last pushed from one version.
-    same_as: str | None = None
     # What it warns of in its heartbeats, a sentence; of a dead one, what it died of.
     warning: str | None = None
     bytes_up: int = 0
     bytes_down: int = 0
-    pushes: int = 0
     rejected: int = 0
     delta_norm: float | None = None  # of its last whole push, as the broker measured it
     times_usual: float | None = None  # that over `usual_norm` of the fragment
     processes: int = 1
     connections: int = 1
-    workers: int | None = None  # of a relay: how many are behind it,
-    behind: tuple[Behind, ...] = ()  # and who they are, as far as it has told
+    behind: tuple[Behind, ...] = ()  # of a relay: who is downstream of it, as far as it has told
     extra: Mapping[str, object] = field(default_factory=dict)
     # Where it stands in the tree of relays; the broker's own are at level 0.
     level: int = field(default=0, metadata=NOT_SENT)
@@ -276,9 +258,9 @@ class LastRound:
     fragment: int = 0
     version: int = 0  # that it made of this fragment
     seconds: float = 0.0  # from its opening to its end, without the time for which the run was held
-    averaged: int = 0  # workers
+    averaged: int = 0  # workers, counted whole
     weight: float = 0.0  # of them all
-    loss: float | None = None
+    loss: float | None = None  # mean of those that they reported
     delta_norm: float | None = None  # mean of those of its pushes, as the broker measured them
     staleness: int = 0  # of its oldest push, in versions
 

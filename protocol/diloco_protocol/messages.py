@@ -146,32 +146,42 @@ class Lot:
     units: Mapping[str, tuple[int, ...]]  # by data set, ranges of tickets: start, stop, start, stop
 
 
-@dataclass(frozen=True)
-class Behind:
-    """A worker, or a relay, behind a relay, for people. Ages are seconds as of the heartbeat.
+@dataclass(
+    kw_only=True
+)  # not frozen: that takes twice as long, and the feed has one for each worker
+class WorkerStatus:
+    """How a worker, or a relay, does, for people: what the feed and the heartbeats of relays have in
+    common. Ages are in seconds, `staleness` is in versions."""
 
-    Those behind a relay that is behind one follow it, one level further down.
-    """
-
-    worker_id: str
-    level: int = 0  # 0: it is connected to the relay whose heartbeat this is
-    workers: int | None = None  # of a relay: how many workers are behind it
+    workers: int | None = None  # of a relay: how many workers are downstream of it
     host: str = ""
     state: str = ""
     health: str = "ok"
     round: int | None = None  # that its last push was for
     step: int = 0
-    inner_step: int = 0
-    inner_age_s: float | None = None  # since it told so
+    inner_step: int = 0  # steps since its last boundary, of sync_every
+    inner_age_s: float | None = None  # since it told so; None: it has not, the broker concluded it
     sync_every: int = 0
     steps_per_s: float | None = None
     loss: float | None = None
-    loss_is_finite: bool = True  # where it is not, `loss` is left out
+    loss_is_finite: bool = True  # where it is not, `loss` is left out: strict JSON has no NaN
     staleness: int = 0
     pushes: int = 0
     beat_age_s: float = 0.0
     sync_age_s: float | None = None  # since its work was last counted
-    same_as: str | None = None  # another worker of the site, that sent the same update
+    # Another worker that sent the same update, bit for bit, when both last pushed from one version.
+    same_as: str | None = None
+
+
+@dataclass
+class Behind(WorkerStatus):
+    """A worker, or a relay, downstream of a relay, as of that relay's heartbeat.
+
+    Those downstream of a relay among them follow it, one level further down.
+    """
+
+    worker_id: str
+    level: int = 0  # 0: it is connected to the relay whose heartbeat this is
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.versions.record import RunRecord
 from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.feed import LastRound
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Join, Message, Push
 from diloco_protocol.version import VersionId
@@ -154,18 +155,9 @@ class RecordVersion:
 
 
 @dataclass(frozen=True)
-class RoundReport:
+class RoundReport(LastRound):
     """Write down, for the history, a round that has ended and made `version` (a counter)."""
 
-    number: int
-    fragment: int
-    version: int
-    seconds: float  # from its opening to its release
-    averaged: int  # contributions counted whole
-    weight: float  # sum of their weights
-    loss: float | None  # mean of the losses they reported, None without any
-    delta_norm: float | None  # mean Euclidean norm of their pseudo-gradients, as measured here
-    staleness: int  # largest number of versions between a base and the version it went into
     workers: tuple[str, ...] = ()  # those whose contributions are in it
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,7 +10,6 @@ from typing import Any, TypeVar
 
 from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
-from diloco_broker.core.members.compatibility import sync_every_of
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.rounds import norms
 from diloco_broker.core.rounds.decision import Reason
@@ -414,40 +412,23 @@ def _worker(
     health: str,
     room: int = 0,
 ) -> feed.Worker:
-    # Written out, since there may be hundreds of them.
     figures = member.figures
     fragment, norm = next(reversed(figures.norms.items()), (0, None))
     middle = usual.get(fragment)
     return feed.Worker(
         id=member.worker_id,
-        host=figures.host,
+        **listing.status_of(state, member, health, now),
         pid=figures.pid,
-        state=figures.state,
-        health=health,
-        round=figures.last_round,
-        inner_step=figures.inner_step,
-        inner_age_s=_age_if(figures.told_at, now),
-        sync_every=sync_every_of(state, member),
-        step=figures.step,
-        steps_per_s=figures.steps_per_s,
-        loss=figures.loss,
-        loss_is_finite=figures.loss is None or math.isfinite(figures.loss),
         tokens=figures.tokens,
-        beat_age_s=_age(member.liveness.last_seen, now),
-        sync_age_s=_age_if(figures.counted_at, now),
-        staleness=figures.staleness,
         merge_delay=figures.merge_delay,
-        same_as=listing.same_as(state, member),
         warning=figures.warning,
         bytes_up=member.account.bytes_up,
         bytes_down=member.account.bytes_down,
-        pushes=figures.pushes,
         rejected=figures.rejected,
         delta_norm=norm,
         times_usual=None if norm is None or middle is None else norm / middle,
         processes=member.processes,
         connections=len(member.lanes) + (member.bulk is not None) if member.processes > 1 else 1,
-        workers=member.workers,
         behind=tuple(listing.behind(state, member, room)),
         extra=dict(figures.extra),
     )

@@ -54,7 +54,8 @@ class Tally:
         here: workers of whom a push would be in its version.
         missing: other workers that it waits for.
         is_complete: nobody else is waited for. Never in asynchronous mode, where nobody knows who comes.
-        may_come: how many workers could be in it.
+        may_come: how many workers could be in it: those it waits for, refused ones among them, and those
+            whose push is in progress or whole, though they may have left. In asynchronous mode all.
         enough_at: since when it has as many pushes as a quorum asks for (run time); None before, and
             where only those of all workers are enough.
     """

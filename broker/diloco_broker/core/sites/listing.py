@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from diloco_broker.core.members.compatibility import sync_every_of
 from diloco_broker.core.members.members import MAX_STATE_LENGTH, Member
@@ -50,28 +51,34 @@ def listed(state: RunState) -> tuple[Behind, ...]:
 
 
 def _entry(state: RunState, member: Member, health: str) -> Behind:
-    figures, now = member.figures, state.now
+    entry = Behind(member.worker_id, **status_of(state, member, health, state.now))
+    entry.host = entry.host[:LONGEST_HOST]
+    return entry
+
+
+def status_of(state: RunState, member: Member, health: str, now: float) -> dict[str, Any]:
+    """The fields of `WorkerStatus`, which a relay tells its parent and the feed everybody."""
+    figures = member.figures
     is_finite = figures.loss is None or math.isfinite(figures.loss)
-    return Behind(
-        member.worker_id,
-        workers=member.workers,
-        host=figures.host[:LONGEST_HOST],
-        state=figures.state,
-        health=health,
-        round=figures.last_round,
-        step=figures.step,
-        inner_step=figures.inner_step,
-        inner_age_s=_since(figures.told_at, now),
-        sync_every=sync_every_of(state, member),
-        steps_per_s=figures.steps_per_s,
-        loss=figures.loss if is_finite else None,
-        loss_is_finite=is_finite,
-        staleness=figures.staleness,
-        pushes=figures.pushes,
-        beat_age_s=round(now - member.liveness.last_seen, 3),
-        sync_age_s=_since(figures.counted_at, now),
-        same_as=same_as(state, member),
-    )
+    return {
+        "workers": member.workers,
+        "host": figures.host,
+        "state": figures.state,
+        "health": health,
+        "round": figures.last_round,
+        "step": figures.step,
+        "inner_step": figures.inner_step,
+        "inner_age_s": _since(figures.told_at, now),
+        "sync_every": sync_every_of(state, member),
+        "steps_per_s": figures.steps_per_s,
+        "loss": figures.loss if is_finite else None,
+        "loss_is_finite": is_finite,
+        "staleness": figures.staleness,
+        "pushes": figures.pushes,
+        "beat_age_s": round(now - member.liveness.last_seen, 3),
+        "sync_age_s": _since(figures.counted_at, now),
+        "same_as": same_as(state, member),
+    }
 
 
 def same_as(state: RunState, member: Member) -> str | None:

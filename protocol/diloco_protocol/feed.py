@@ -16,6 +16,7 @@ from typing import Any
 
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.messages import Behind, WorkerStatus
+from diloco_protocol.printable import printable_all
 from diloco_protocol.records import NOT_SENT, from_plain
 
 FEED_VERSION = 1
@@ -475,8 +476,9 @@ def read_snapshot(document: Mapping[str, Any]) -> Snapshot:
             f"{FEED_VERSION}: install the same version of diloco-broker here and there"
         )
     try:
-        snapshot = from_plain(Snapshot, document, "snapshot", lenient=True)
-        return replace(snapshot, raw=json_safe(document))
+        raw = json_safe(document)
+        snapshot = from_plain(Snapshot, printable_all(document), "snapshot", lenient=True)
+        return replace(snapshot, raw=raw)
     except (ProtocolError, ValueError) as error:
         raise MalformedFeedError(str(error)) from None
 

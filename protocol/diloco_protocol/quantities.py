@@ -137,7 +137,7 @@ def parameters(count: float | None) -> str:
     return estimate(count, "").replace(" ", "").replace("G", "B")
 
 
-# The formats of the catalogue by name; the page has the same in format.js.
+# The formats of the catalogue by name.
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "whole": whole,
@@ -148,6 +148,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "bytes/s": byte_rate,
     "duration": duration,
     "clock": clock,
+    "moment": moment,
     "figure": figure,
     "norm": norm,
     "percent": percent,

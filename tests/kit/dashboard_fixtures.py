@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco_broker import Broker
-from diloco_tools.monitor.web import app
+from diloco_tools.monitor.feed import model
 from kit.dashboard_runs import a_run, with_token
 from kit.dashboard_server import Site
 from kit.pages import serving
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """STALE after 3 seconds instead of 10."""
-    monkeypatch.setattr(app, "LIVE_BELOW_S", 2.0)
-    monkeypatch.setattr(app, "STALE_ABOVE_S", 3.0)
+    monkeypatch.setattr(model, "LIVE_BELOW_S", 2.0)
+    monkeypatch.setattr(model, "STALE_ABOVE_S", 3.0)
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from typing import Any
 import uvicorn
 
 from diloco_protocol.clients import Keys
-from diloco_tools.monitor.web.app import Dashboard, application
+from diloco_tools.monitor.web.app import Dashboard, application, listen, server_of
 from diloco_tools.monitor.web.security import Policy
-from diloco_tools.monitor.web.serving import Streams, listen, server_of
 from diloco_tools.monitor.web.source import FeedSource, ReplaySource
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, status, worker
@@ -86,28 +85,11 @@ class Answer:
         return json.loads(self.body)
 
 
-class Events:
-    """An open event stream, read message by message."""
-
-    def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self.response = connection.getresponse()
-
-    def next(self, kind: str) -> Any:
-        """The data of the next message of this kind; others are passed over."""
-        for _ in range(1000):
-            event, data, end = (self.response.readline().decode() for _ in range(3))
-            assert event, "the stream has ended"
-            assert (event[:7], data[:6], end) == ("event: ", "data: ", "\n")
-            if event == f"event: {kind}\n":
-                return json.loads(data[6:])
-        raise AssertionError(f"no {kind} came")
-
-
 class Site:
     """A dashboard that is served, and requests to it."""
 
-    def __init__(self, port: int, server: uvicorn.Server, streams: Streams | None) -> None:
-        self.port, self.server, self.streams = port, server, streams
+    def __init__(self, port: int, server: uvicorn.Server, source: FeedSource | None) -> None:
+        self.port, self.server, self.source = port, server, source
         self.address = f"http://127.0.0.1:{port}"
 
     @contextmanager
@@ -134,22 +116,15 @@ class Site:
         headers = {"Content_Type": "application/json"} | headers
         return self.request("POST", "/api/control", json.dumps(document), **headers)
 
-    @contextmanager
-    def events(self, every: str = "1") -> Iterator[Events]:
-        with self.sent("GET", f"/api/events?every={every}") as connection:
-            made = Events(connection)
-            with made.response:
-                yield made
-
     def await_state(self, **wanted: Any) -> Any:
         """The first state in which the snapshot says all of `wanted`."""
         deadline = time.monotonic() + PATIENCE_S
-        with self.events() as events:
-            while time.monotonic() < deadline:
-                state = events.next("state")
-                snapshot = (state["picture"] or {}).get("snapshot", {})
-                if all(snapshot.get(name) == value for name, value in wanted.items()):
-                    return state
+        while time.monotonic() < deadline:
+            state = self.get("/api/state").json
+            snapshot = (state["picture"] or {}).get("snapshot", {})
+            if all(snapshot.get(name) == value for name, value in wanted.items()):
+                return state
+            time.sleep(0.02)
         raise AssertionError(f"no snapshot says {wanted}")
 
 
@@ -160,18 +135,17 @@ def serving(
     policy: Policy | None = None,
     control: str | None = None,
     replay: ReplaySource | None = None,
-    most_streams: int = 16,
     keys: Keys | None = None,
 ) -> Iterator[Site]:
     """The dashboard as the command serves it, in a thread and on a free port."""
-    streams = Streams(FeedSource(feed, keys), most_streams) if feed is not None else None
-    page = Dashboard(policy or Policy("127.0.0.1", TOKEN), streams, replay, control, keys)
-    server = server_of(application(page), streams)
-    with page.feed or nullcontext(), listen("127.0.0.1", 0) as listening:
+    source = FeedSource(feed, keys) if feed is not None else None
+    page = Dashboard(policy or Policy("127.0.0.1", TOKEN), source, replay, control, keys)
+    server = server_of(application(page))
+    with source or nullcontext(), listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
         try:
-            yield Site(listening.getsockname()[1], server, streams)
+            yield Site(listening.getsockname()[1], server, source)
         finally:
             server.should_exit = True
             thread.join(PATIENCE_S)

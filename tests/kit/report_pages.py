@@ -1,19 +1,18 @@
-"""A report as a reader sees it: its texts by section, its tables, and all that it refers to."""
+"""A report as a browser gets it: its texts by section, and all that it refers to."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from diloco_tools.monitor.report.digest import read_run
 from diloco_tools.monitor.report.facts import Facts
 from diloco_tools.monitor.report.page import page_of
-from diloco_tools.monitor.report.reading import read_run
 from kit.past_runs import write
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "input"}
 
 
 def facts_of(folder: Path, *lines: Any, actions: tuple[Any, ...] = ()) -> Facts:
@@ -31,22 +30,21 @@ def action(at: float, what: str, text: str, **keys: Any) -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """The page, parsed as a browser does: `tags` in their order, attributes, texts."""
+    """The page, parsed as a browser does: `tags` in their order, attributes, and the answer in it."""
 
     def __init__(self, markup: str) -> None:
         super().__init__()
         self.markup = markup
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []  # tag, name, value
-        self.texts: dict[str, list[str]] = defaultdict(list)  # by the id of the section
-        self.titles: list[str] = []  # what a pointer is told
-        self.style = self.script = ""
-        self._data = ""
+        self.style = self.script = self._data = ""
         self._open: list[tuple[str, str]] = []  # tags, with their ids
         self.feed(markup)
         self.close()
         assert not self._open, f"never closed: {self._open}"
-        self.data: dict[str, Any] = json.loads(self._data)  # of the curves
+        self.data: dict[str, Any] = json.loads(self._data)  # answers by path
+        self.words: dict[str, Any] = self.data["/api/state?after=0"]["words"]
+        self.series: dict[str, Any] = self.data["/api/state?after=0"]["series"]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -59,30 +57,32 @@ class Page(HTMLParser):
         self._open.pop()
 
     def handle_data(self, data: str) -> None:
-        inside = self._open[-1][0] if self._open else ""
-        if inside == "style":
+        inside = self._open[-1] if self._open else ("", "")
+        if inside[0] == "style":
             self.style += data
-        elif self._open and self._open[-1] == ("script", "data"):
+        elif inside == ("script", "data"):
             self._data += data
-        elif inside == "script":
+        elif inside[0] == "script":
             self.script += data
-        elif inside == "title":
-            self.titles.append(data)
-        else:
-            section = next((name for tag, name in self._open if tag == "section"), "head")
-            self.texts[section].append(data)
 
     def text(self, section: str = "") -> str:
         """What is to be read in a section, or on the whole page, with one space between two texts."""
-        parts = (
-            self.texts[section] if section else [t for each in self.texts.values() for t in each]
-        )
-        return " ".join(" ".join(parts).split())
+        words = self.words
+        parts = {each["id"]: each for each in words["panels"]} | {
+            "head": [words[name] for name in ("run", "badge", "notice", "facts", "rows")],
+            "workers": [words[name] for name in ("counts", "workers", "empty")],
+            "events": words["events"],
+        }
+        return " ".join(" ".join(_texts(parts[section] if section else parts)).split())
 
-    def chart(self, plot: str) -> dict[str, Any]:
-        """One plot's data: its lines, and the words that it has of its own."""
-        (found,) = (each for each in self.data["charts"] if each.get("id", each["plot"]) == plot)
-        return dict(found)
+
+def _texts(value: Any) -> list[str]:
+    """All texts in plain values; of a row of a table those in its cells."""
+    if isinstance(value, dict):
+        value = [each for name, each in value.items() if name not in ("id", "path", "sort", "key")]
+    if isinstance(value, list):
+        return [text for each in value for text in _texts(each)]
+    return [value] if isinstance(value, str) else []
 
 
 def page(facts: Facts) -> Page:

@@ -17,13 +17,12 @@ from diloco_protocol.feed import parse_snapshot
 from diloco_tools.monitor.feed.model import FeedModel
 from diloco_tools.monitor.feed.series import RunSeries
 from diloco_tools.monitor.terminal.cli import app
-from diloco_tools.monitor.terminal.glyphs import Glyphs
+from diloco_tools.monitor.terminal.look import fitted_to
 from diloco_tools.monitor.terminal.scene import Scene
 from diloco_tools.monitor.terminal.text import screen
 from kit.feed_snapshots import PATIENCE_S, Publisher, frame
 from kit.paths import ROOT
 
-UTF8 = Glyphs.for_encoding("utf-8")
 SNAPSHOTS = ROOT / "tests" / "tools" / "snapshots"
 UPDATE = "DILOCO_UPDATE_SNAPSHOTS"  # set it to write what is drawn now, and look at the difference
 
@@ -65,12 +64,13 @@ def top_of(publisher: Publisher, document: Any, *arguments: str, **environment: 
 def drawn(
     document: Any,
     width: int = 80,
-    glyphs: Glyphs = UTF8,
+    encoding: str = "utf-8",
     later_s: float = 0.0,
     address: str = "tcp://127.0.0.1:8513",
 ) -> str:
     model, now = FeedModel(parse_snapshot(frame(document)), 5.0), 5.0 + later_s
-    return plain(screen(scene(model, now, address=address), width, glyphs), width)
+    shown = plain(screen(scene(model, now, address=address), width), width)
+    return fitted_to(encoding, shown)
 
 
 def plain(shown: RenderableType, width: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -21,13 +20,11 @@ from diloco_protocol.clients.operator import ask_once
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_protocol.monitor.fields import columns
 from diloco_tools.monitor.feed.model import Freshness
-from diloco_tools.monitor.feed.series import Rate, RunSeries
+from diloco_tools.monitor.feed.series import Rate, RunSeries, spread
 from diloco_tools.monitor.web import app
-from diloco_tools.monitor.web import serving as streams
-from diloco_tools.monitor.web.orders import read_order, steering_address
+from diloco_tools.monitor.web.app import read_order, steering_address
 from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal, new_token
-from diloco_tools.monitor.web.serving import EventStream, Streams
-from diloco_tools.monitor.web.source import FeedSource, encoded, history, picture, thinned
+from diloco_tools.monitor.web.source import FeedSource, encoded, picture
 from diloco_tools.monitor.web.words import BELOW, titles, words
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
 from kit.feed_snapshots import PATIENCE_S, frame
@@ -179,23 +176,23 @@ class TestPicture:
                 totals={"bytes_up": 1000 * second, "bytes_down": 0},
             )
             series.update(said, now=100.0 + second)
-        whole = history(series, 105.0, -math.inf)
+        whole = series.later(105.0, -math.inf)
         assert [(t, number) for t, number, *_ in whole["rounds"]] == [
             (n - 5.0, n) for n in range(5)
         ]
         assert whole["network"][-1] == (-1.0, 1000.0, 0.0)
         assert len(whole["speeds"]["rtx"]) == 5
-        rest = history(series, 105.0, 103.0)
+        rest = series.later(105.0, 103.0)
         assert [len(rest[name]) for name in ("rounds", "network")] == [1, 1]
         assert rest["speeds"].keys() == {"a100-0", "rtx"}
-        assert history(series, 106.0, 104.0) == {"rounds": [], "network": [], "speeds": {}}
+        assert series.later(106.0, 104.0) == {"rounds": [], "network": [], "speeds": {}}
 
     def test_thinned_points_end_with_the_newest(self) -> None:
         for count in range(1, 40):
-            kept = thinned(range(count), 10)
+            kept = spread(range(count), 10)
             assert len(kept) <= 10
             assert kept[-1] == count - 1
-        assert thinned(range(10), 10) == range(10)
+        assert spread(range(10), 10) == range(10)
 
 
 class TestWords:
@@ -212,11 +209,11 @@ class TestWords:
         ]
         assert by_key[0]["id"] == (("b", "", "desk"), "b")
         assert by_key[0]["rate_up"] == (("5.0 MB", "", "1.0 MB"), 6e6)
-        assert by_key[1]["health"] == (("lost", "bad", ""), 0)
+        assert by_key[1]["health"] == (("lost", "bad", ""), 1)
 
     def test_of_a_recorded_moment_nothing_is_said_that_was_not_recorded(self) -> None:
         said = words(snapshot(), None, lambda _: None)
-        assert not {"rejected", "checkpoint"} & {label for label, _ in said["rows"]}
+        assert not {"Rejected", "Checkpoint"} & {label for label, _ in said["rows"]}
         keys = [each["key"] for each in titles()]
         (health, *_), (heard, *_) = (
             said["workers"][0]["cells"][keys.index(key)] for key in ("health", "beat_age_s")
@@ -305,7 +302,7 @@ class TestReading:
         self, site: Site, headers: dict[str, str], of_api: int, of_page: int
     ) -> None:
         assert site.get("/", **headers).status == of_page
-        for path in ("/api/state", "/api/events", "/api/session"):
+        for path in ("/api/state", "/api/session"):
             assert site.get(path, **headers).status == of_api, path
         assert site.orders({"action": "pause"}, **headers).status == of_api
 
@@ -313,8 +310,7 @@ class TestReading:
         with serving(publisher.address, policy=Policy("0.0.0.0", TOKEN)) as site:
             publisher.says()
             assert site.get("/").status == 200, "there are no figures in the page"
-            for path in ("/api/state", "/api/events"):
-                assert site.get(path).status == 401
+            assert site.get("/api/state").status == 401
             assert site.get("/api/session").json["reading"] is False
             assert site.get("/api/state", **BEARER).status == 200
 
@@ -419,108 +415,45 @@ class TestSteering:
             assert state["picture"]["snapshot"]["outer"]["lr"] == 0.5
 
 
-class TestEvents:
+class TestPolling:
     def test_first_the_whole_then_what_is_new(self, publisher: Publisher) -> None:
         with serving(publisher.address) as site:
             publisher.says(sequence=7, uptime_s=10.0)
             site.await_state(sequence=7)
-            with site.events() as events:
-                kind = events.response.getheader("content-type")
-                assert kind == "text/event-stream; charset=utf-8"
-                first = events.next("state")
-                assert first["whole"] is True
-                assert len(first["series"]["rounds"]) == 1
-                publisher.says(sequence=9, uptime_s=11.0, last_round={"number": 412})
-                second = events.next("state")
-                assert second["whole"] is False
-                assert [point[1] for point in second["series"]["rounds"]] == [412]
-                assert second["missed"] == 1
-
-    def test_between_two_states_pulses_say_how_old_the_feed_is(self, publisher: Publisher) -> None:
-        with serving(publisher.address) as site, site.events("30") as events:
-            publisher.says(sequence=1)
-            assert events.next("state")["picture"]["snapshot"]["sequence"] == 1
-            publisher.says(sequence=2)
-            pulses = [events.next("pulse") for _ in range(2)]
-            assert 0 <= pulses[0]["age_s"] < pulses[1]["age_s"]
-            assert pulses[1]["words"] is None, "of a snapshot that the page does not show"
-            assert site.streams is not None
-            assert site.streams.source.received == 2, "heard, but not due"
+            first = site.get("/api/state?after=0").json
+            assert first["whole"] is True and "picture" not in first
+            assert len(first["series"]["rounds"]) == 1
+            publisher.says(sequence=9, uptime_s=11.0, last_round={"number": 412})
+            site.await_state(sequence=9)
+            second = site.get(f"/api/state?after={first['clock']}").json
+            assert second["whole"] is False
+            assert [point[1] for point in second["series"]["rounds"]] == [412]
+            assert second["missed"] == 1
 
     def test_words_go_on_while_the_broker_is_silent(self, publisher: Publisher) -> None:
-        with serving(publisher.address) as site, site.events() as events:
+        with serving(publisher.address) as site:
             publisher.says()
-            said = [events.next("state")["words"], *(events.next("pulse")["words"] for _ in "ab")]
-            assert len({each["header"]["round-more"] for each in said}) > 1
+            first = site.await_state(sequence=7)
+            wait_for(
+                lambda: site.get("/api/state").json["words"]["facts"] != first["words"]["facts"]
+            )
+            assert site.get("/api/state").json["age_s"] > first["age_s"]
 
-    def test_refresh_interval_is_1_to_30_s(self, site: Site) -> None:
-        for every in ("0", "0.5", "30.5", "nan", "inf", "-1", "often", ""):
-            assert site.get(f"/api/events?every={every}").status == 400, every
+    def test_clock_that_is_none_is_refused(self, site: Site) -> None:
+        for after in ("often", ""):
+            assert site.get(f"/api/state?after={after}").status == 400, after
 
-    def test_pulses_say_that_nothing_was_ever_heard(self) -> None:
-        with serving(NOBODY) as site, site.events() as events:
-            assert events.next("pulse")["age_s"] is None
-            assert site.get("/api/state").json["picture"] is None
+    def test_page_is_told_that_nothing_was_ever_heard(self) -> None:
+        with serving(NOBODY) as site:
+            state = site.get("/api/state").json
+            assert (state["age_s"], state["picture"]) == (None, None)
+            assert state["words"]["badge"][1] == "STALE"
 
     def test_unreadable_feed_is_said(self, publisher: Publisher) -> None:
-        with serving(publisher.address) as site, site.events() as events:
+        with serving(publisher.address) as site:
             publisher.says(feed=9)
-            while not (problem := events.next("pulse")["problem"]):
-                pass
-            assert "feed version 9" in problem
-
-    def test_places_are_few_and_a_page_that_goes_leaves_its_own(self, publisher: Publisher) -> None:
-        with serving(publisher.address, most_streams=2) as site:
-            publisher.says()
-            with site.events() as first, site.events() as second:
-                first.next("state")
-                second.next("state")
-                refused = site.get("/api/events")
-                assert refused.status == 503
-                assert "2 pages look at this dashboard already" in refused.json["text"]
-            deadline = time.monotonic() + PATIENCE_S
-            while True:
-                with site.events() as third:
-                    if third.response.status == 200:
-                        break
-                assert time.monotonic() < deadline, "no place became free"
-
-    def test_page_that_reads_nothing_holds_one_message_and_loses_its_place(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        class Source:
-            """A feed that has something new, and large, at each look."""
-
-            received = property(lambda self: self.states + 1)
-            states = 0
-
-            def state(self, after: float) -> tuple[str, float]:
-                self.states += 1
-                return "x" * (1 << 20), after
-
-        monkeypatch.setattr(streams, "PATIENCE_S", 0.2)
-        monkeypatch.setattr(streams, "EARLY_S", math.inf)
-        source = Source()
-        only = Streams(source, 1)  # type: ignore[arg-type]
-
-        async def scene() -> None:
-            async def never() -> dict[str, Any]:
-                await asyncio.Event().wait()
-                return {}
-
-            async def send(message: Any) -> None:
-                if message["type"] == "http.response.body":
-                    await never()
-
-            page = EventStream(only, 1.0)({"type": "http"}, never, send)
-            following = asyncio.ensure_future(page)
-            await asyncio.sleep(0)
-            assert only.places.locked()
-            await asyncio.wait_for(following, PATIENCE_S)
-
-        asyncio.run(scene())
-        assert source.states == 1
-        assert not only.places.locked()
+            wait_for(lambda: site.get("/api/state").json["problem"])
+            assert "feed version 9" in site.get("/api/state").json["problem"]
 
 
 class TestEnd:
@@ -530,21 +463,18 @@ class TestEnd:
         with ExitStack() as after:
             with serving(publisher.address) as site:
                 publisher.says(workers=[a_worker(f"w{n}", host="h" * 500) for n in range(500)])
+                site.await_state(sequence=7)
                 silent = socket.create_connection(("127.0.0.1", site.port), PATIENCE_S)
                 after.enter_context(silent).sendall(
-                    b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                    b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n"
                 )
-                with site.events() as events:
-                    events.next("state")
-                    began = time.monotonic()
-                    site.server.should_exit = True
-                    events.response.read()  # raises if the stream is cut off and not ended
-            assert time.monotonic() - began < streams.PATIENCE_S / 2, "it waits for no page"
+                began = time.monotonic()
+            assert time.monotonic() - began < PATIENCE_S / 2, "it waits for no page"
 
 
 def plotted(source: FeedSource) -> list[int]:
     """The rounds sent to a page that asks for everything."""
-    return [number for _, number, *_ in json.loads(source.state()[0])["series"]["rounds"]]
+    return [number for _, number, *_ in json.loads(source.state())["series"]["rounds"]]
 
 
 def test_dashboard_that_is_opened_late_shows_the_rounds_before(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import signal
@@ -115,9 +116,11 @@ class TestEnd:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_ends_it_with_0_though_a_page_is_open(self, number: signal.Signals) -> None:
         with started(MODULE, "--feed", NOBODY) as (process, address):
-            events = f"{address.split('?')[0]}api/events"
-            with urllib.request.urlopen(events, timeout=PATIENCE_S) as stream:
-                assert stream.readline() == b"event: pulse\n"
+            host, port = address.split("/")[2].split(":")
+            page = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+            with closing(page):
+                page.request("GET", "/api/state")
+                assert page.getresponse().read()
                 process.send_signal(number)
                 out, err = process.communicate(timeout=5)
             assert (out, err, process.returncode) == ("", "", 0)
@@ -155,9 +158,8 @@ class TestReplay:
         body = past.moment(11)
         assert body is not None
         moment = json.loads(body)
-        said = moment["picture"]["snapshot"]
-        assert said["last_round"]["number"] == 10
-        assert [worker["id"] for worker in said["workers"]] == ["a", "b"]
+        assert moment["marker"]["number"] == 10
+        assert [worker["id"] for worker in moment["words"]["workers"]] == ["a", "b"]
         assert past.moment(-1) is None
         assert past.moment(33) is None
 
@@ -170,7 +172,7 @@ class TestReplay:
             assert site.get("/api/replay/3").json["index"] == 3
             assert site.get("/api/replay/33").status == 404
             assert site.get("/api/replay/x").status == 404
-            assert site.get("/api/events").status == 404
+            assert site.get("/api/state").status == 404
             assert site.orders({"action": "pause"}).status == 409
 
     def test_command_prints_no_token(self, tmp_path: Path) -> None:

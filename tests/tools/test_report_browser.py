@@ -72,15 +72,15 @@ def test_page_draws_its_curves_and_fetches_nothing(
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.reload()
+    playwright.expect(page).to_have_title("Run 3fa2c1d09b11: report")
     assert asked == [report], "nothing else is fetched"
-    assert page.title() == "Run 3fa2c1d09b11: report"
     assert page.locator("img").count() == 0
-    assert page.locator(".plot canvas").count() == 7
+    assert page.locator(".plot canvas").count() == 5
     assert min(widths(page, ".plot canvas")) > 100
     assert read(page, "loss") == "2"
     assert read(page, "loss", "Home") == "round 1: 6.8"
     assert read(page, "loss", "ArrowRight") == "round 2: 4.88"
-    assert read(page, "speeds", "Home").startswith("2023-11-14 22:13:29 UTC: ")
+    assert "after the start: " in read(page, "speeds", "Home")
 
 
 def test_an_interrupted_round_is_off_the_scale_and_the_page_says_so(
@@ -92,27 +92,22 @@ def test_an_interrupted_round_is_off_the_scale_and_the_page_says_so(
     assert page.locator("#plot-loss .cut").is_hidden(), "a loss that falls is shown from its start"
 
 
-def test_rows_show_when_each_worker_was_here(report: str, opened: Callable[..., Page]) -> None:
+def test_tables_have_what_happened_and_nothing_can_be_steered(
+    report: str, opened: Callable[..., Page]
+) -> None:
     page = opened(report)
-    assert page.locator(".who").first.inner_text() == HOSTILE
-    rows = page.locator(".row")
-    assert rows.nth(0).locator(".here").count() == 2 and rows.nth(1).locator(".here").count() == 1
-    assert rows.nth(1).locator(".died").count() == 1
-    (away, *_), (pause, *_) = widths(page, ".row .away"), widths(page, ".row .pause")
-    whole = widths(page, ".row svg")[0]
-    assert away < 0.1 * whole, "most of an hour without a broker takes little of the axis"
-    assert 0 < pause <= away
-
-
-def test_tables_are_there_without_a_script(report: str, opened: Callable[..., Page]) -> None:
-    page = opened(report, java_script_enabled=False)
-    assert page.locator("noscript").is_visible()
-    assert page.locator("#workers tbody tr").count() == 2
-    assert page.locator("thead").first.is_visible()
+    workers = page.locator("#workers tbody tr")
+    playwright.expect(workers).to_have_count(2)
+    assert workers.first.locator(".id .main").inner_text() == HOSTILE
+    assert "dead" in workers.nth(1).inner_text()
+    assert page.locator("#lives tbody tr").count() == 2
+    assert HOSTILE in page.locator("#orders").inner_text()
+    assert page.locator("#control").is_hidden() and page.locator(".kick").count() == 0
 
 
 def test_page_fits_a_phone(report: str, opened: Callable[..., Page]) -> None:
     page = opened(report, viewport=PHONE)
+    playwright.expect(page.locator("#workers tbody tr")).to_have_count(2)
     assert not page.evaluate(SCROLLS)
     assert not page.locator("thead").first.is_visible(), "each line is a card"
     assert max(widths(page, ".plot canvas")) <= PHONE["width"]
@@ -122,6 +117,7 @@ def test_page_is_dark_for_who_wants_it_and_light_on_paper(
     report: str, opened: Callable[..., Page]
 ) -> None:
     page = opened(report, color_scheme="dark")
+    playwright.expect(page.locator("#workers tbody tr")).to_have_count(2)
     dark = page.evaluate(COLOUR)
     page.emulate_media(color_scheme="light")
     light = page.evaluate(COLOUR)

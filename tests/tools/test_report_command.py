@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from diloco_tools.monitor.report.cli import app
-from diloco_tools.monitor.report.reading import read_run
+from diloco_tools.monitor.report.digest import read_run
 from kit.past_runs import closed, line, start, write, write_run
 from kit.report_pages import Page
 from kit.web_commands import run
@@ -68,8 +68,8 @@ def test_json_has_the_same_facts_and_writes_nothing(tmp_path: Path) -> None:
     for name in ("rounds", "contributions", "bytes_up", "ending", "run", "last_words", "lines"):
         assert told[name] == getattr(facts, name)
     assert [each["id"] for each in told["workers"]] == ["a", "b"]
-    assert told["workers"][0]["spans"][0]["state"] == "here"
-    assert told["curves"]["loss"][0]["points"][0] == [1e9 + 1, 1, 2.0]
+    assert told["workers"][0]["ended"] == "here"
+    assert [each[4] for each in told["series"]["rounds"]] == [None, *[2.0] * 8]
     assert told["lives"][0]["is_over"] is True and told["settings"]["sync_every"] == 500
 
 

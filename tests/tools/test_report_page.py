@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco_tools.monitor.report.page import PARTS
-from diloco_tools.monitor.report.reading import read_run
+from diloco_tools.monitor.report.digest import read_run
 from kit.past_runs import closed, event, line, start, write_run
 from kit.report_pages import Page, action, facts_of, page
 
@@ -29,7 +28,7 @@ def hostile_run(folder: Path, text: str) -> Page:
     """A run in which all that somebody else has chosen is this text."""
     told = {"run": text, "version": text, "mode": text}
     lines: list[Any] = [
-        start(AT, **told, settings={"outer": {"lr": text}, text: text}),
+        start(AT, **told, settings={"outer": {"optimizer": text}, text: text}),
         event(AT + 1, f"{text} joins from {text}."),
         event(AT + 2, text, level=text),
         event(AT + 3, text, level="error"),
@@ -37,7 +36,7 @@ def hostile_run(folder: Path, text: str) -> Page:
         event(
             AT + 9, f"Round 0 closed in 9.0 s: 1 of 2 expected workers averaged, without {text}."
         ),
-        start(AT + 10, **told, settings={"outer": {"lr": f"{text}!"}, text: text}),
+        start(AT + 10, **told, settings={"outer": {"optimizer": f"{text}!"}, text: text}),
         line("stop", AT + 11, text=text),
     ]
     return page(
@@ -53,14 +52,13 @@ def test_what_strangers_say_is_text_wherever_it_stands(tmp_path: Path, text: str
     words = " ".join(text.split())
     for section in ("head", "workers", "warnings", "orders", "settings", "events"):
         assert words in shown.text(section), section
-    assert text in [each["id"] for each in shown.data["workers"]]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_page_refers_to_nothing(tmp_path: Path, mode: str) -> None:
     rounds = [closed(AT + n, n, "a", "b", fragment=n % 3, staleness=n % 2) for n in range(40)]
     shown = page(facts_of(tmp_path, start(AT, mode=mode), *rounds))
-    assert not {"link", "img", "iframe", "object", "base", "form"} & set(shown.tags)
+    assert not {"link", "img", "iframe", "object", "base"} & set(shown.tags)
     for tag, name, value in shown.attributes:
         assert name not in ("src", "style", "srcset", "action") and not name.startswith("on")
         assert not name.endswith("href") or value.startswith("#"), f"{tag} refers to {value}"
@@ -68,7 +66,7 @@ def test_page_refers_to_nothing(tmp_path: Path, mode: str) -> None:
     assert "@import" not in shown.style and "url(" not in shown.style
     targets = {value for _, name, value in shown.attributes if name == "id"}
     links = {value[1:] for tag, name, value in shown.attributes if (tag, name) == ("a", "href")}
-    assert links == set(PARTS) and links <= targets
+    assert links <= targets
 
 
 def test_nothing_but_its_own_script_and_style_may_take_effect(tmp_path: Path) -> None:
@@ -100,63 +98,16 @@ def test_page_says_what_the_facts_say(tmp_path: Path) -> None:
     for words in ("The run is over", "3.250 → 2.750", "run 3fa2c1d09b11", "Lasted 00:01:00"):
         assert words in head
     assert "Deaths 1" in head and "2, at most 2 at once" in head
-    assert "counted as dead" in shown.text("workers") and "2 of 2" in shown.text("workers")
-    assert "2 of 3" in shown.text("rounds") and " c" in shown.text("rounds")
+    assert "counted as dead" in shown.text("workers")
     assert "anna asked for it" in shown.text("lives")
-    assert "warning b counts as dead" in shown.text("warnings")
+    assert "b counts as dead" in shown.text("warnings")
     assert "the run is over, the broker stops anna 3" in shown.text("orders")
     assert "(H) 500" in shown.text("settings")
-    assert shown.chart("loss")["lines"] == [{"name": "", "points": [[0, 3.25], [1, 2.75]]}]
-    assert [each["name"] for each in shown.chart("workers")["lines"]] == ["averaged", "alive"]
-
-
-def test_lines_have_gaps_where_there_was_no_broker_or_no_worker(tmp_path: Path) -> None:
-    shown = page(
-        facts_of(
-            tmp_path,
-            event(AT, "a joins."),
-            closed(AT + 10, 0, "a", "b"),
-            event(AT + 12, "a counts as dead: its connection closed."),
-            closed(AT + 20, 1, "b"),
-            event(AT + 25, "a joins."),
-            closed(AT + 30, 2, "a", "b"),
-            *({**closed(AT + 90 + n, 3 + n, "a", "b"), "epoch": "b1"} for n in (0, 5)),
-        )
-    )
-    assert shown.data["away"] == [[AT + 30, AT + 90]]
-    speeds = {each["name"]: each["points"] for each in shown.chart("speeds")["lines"]}
-    values = {name: [y is not None for _, y in points] for name, points in speeds.items()}
-    assert values["b"] == [True, True, True, False, True, True]
-    assert values["a"] == [True, False, True, False, True, True]
-    losses = {each["name"]: each["points"] for each in shown.chart("losses")["lines"]}
-    assert [x for x, y in losses["a"] if y is None] == [1.0, 2.5]
-
-
-def test_presence_has_what_happened_to_each_worker(tmp_path: Path) -> None:
-    shown = page(
-        facts_of(
-            tmp_path,
-            event(AT, "a joins."),
-            closed(AT + 10, 0, "a"),
-            event(AT + 20, "A connection of a broke."),
-            event(AT + 22, "a counts as dead: its connection closed."),
-            event(AT + 50, "a joins."),
-            event(AT + 60, "anna: a removed from the run."),
-            line("stop", AT + 100, text="x"),
-        )
-    )
-    (a,) = shown.data["workers"]
-    assert a["spans"] == [
-        [AT, AT + 20, "here"],
-        [AT + 20, AT + 22, "lost"],
-        [AT + 50, AT + 60, "here"],
-    ]
-    assert a["active"] == [[AT + 10, AT + 11]]
-    assert [what for _, what, _ in a["marks"]] == ["joined", "lost", "died", "back", "kicked"]
+    assert [(each[1], each[4]) for each in shown.series["rounds"]] == [(0, 3.25), (1, 2.75)]
 
 
 def test_rows_are_bounded_and_the_rest_is_counted(tmp_path: Path) -> None:
-    names = [f"w{number:03}" for number in range(70)]
+    names = [f"w{number:03}" for number in range(270)]
     shown = page(facts_of(tmp_path, closed(AT, 0, *names), closed(AT + 9, 1, *names)))
-    assert len(shown.data["workers"]) == 50
-    assert "20 workers with fewer" in shown.text("presence")
+    assert len(shown.words["workers"]) == 200
+    assert "70 more workers" in shown.text("workers")

@@ -13,7 +13,6 @@ from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Leave
 from diloco_protocol.monitor.verdict import Verdict
 from diloco_tools.monitor.feed.model import FeedModel
-from diloco_tools.monitor.terminal.glyphs import Glyphs
 from kit.core_harness import Puppet, Stage, a_run, a_stage
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import Publisher, frame, status
@@ -124,15 +123,15 @@ NOT_BEGUN = status(
 )
 
 
-@pytest.mark.parametrize("glyphs", [Glyphs.for_encoding("utf-8"), Glyphs.ascii()])
-def test_displays_say_the_word(glyphs: Glyphs) -> None:
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_displays_say_the_word(encoding: str) -> None:
     for news, word, sentence in (
         (ENDED, "ENDED", "all workers have left, after 411 rounds"),
         (NOT_BEGUN, "WAITING", "the run waits for workers to join; round one needs 2"),
     ):
         shown = (
-            drawn(news, glyphs=glyphs),
-            screen_of(news, glyphs=glyphs),
+            drawn(news, encoding=encoding),
+            screen_of(news, encoding=encoding),
         )
         for text in shown:
             assert f"{word}  {sentence}" in text

@@ -16,11 +16,11 @@ from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
 from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC
 from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.feed.model import FeedModel
-from diloco_tools.monitor.terminal.glyphs import Glyphs
+from diloco_tools.monitor.terminal.look import charset
 from diloco_tools.monitor.terminal.text import screen
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker
 from kit.strange_feeds import strange_feeds
-from kit.top_text import UTF8, drawn, plain, scene, sending, top, top_of
+from kit.top_text import drawn, plain, scene, sending, top, top_of
 
 NO_ADDRESSES = ["8513", "", "tcp://h:", "tcp://h:0", "tcp://h:65536", "udp://h:1"]
 NO_ADDRESSES += ["ipc:///tmp/\x1bx", "é"]
@@ -171,7 +171,7 @@ class TestScreen:
             assert text in stale
 
     def test_before_the_first_snapshot_there_is_a_screen(self) -> None:
-        text = plain(screen(scene(FeedModel(), 0.0), 80, UTF8), 80)
+        text = plain(screen(scene(FeedModel(), 0.0), 80), 80)
         assert "no snapshot has arrived yet" in text
 
     @given(
@@ -182,7 +182,7 @@ class TestScreen:
     def test_no_line_is_ever_wider_than_the_screen(
         self, document: dict[str, Any], width: int, encoding: str
     ) -> None:
-        text = drawn(document, width, Glyphs.for_encoding(encoding))
+        text = drawn(document, width, charset(encoding))
         assert max(cell_len(line) for line in text.split("\n")) <= max(width, 80)
         assert text.replace("\n", "").isprintable()
         if encoding != "no-such-encoding":

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import timezone
 from pathlib import Path
 
 import pytest
 
 from diloco_tools.monitor.feed.replay import Moment
-from diloco_tools.monitor.terminal.playing import SPEEDS, Player
+from diloco_tools.monitor.terminal.scene import SPEEDS, Player
 from kit.past_runs import closed, line, start, write
 from kit.top_screen import Clock, ScreenPilot, snapshot
 from kit.top_text import top
@@ -84,16 +83,16 @@ class TestPlayer:
         forth, back = Player(moments(), clock), Player(moments(), clock)
         for _ in range(30):
             forth.step(1)
-            forth.picture()
+            forth.scene("")
         back.last()
-        back.picture()
+        back.scene("")
         back.step(-19)
-        for player in (forth, back):
-            model, series = player.picture()
-            assert model.snapshot == player.moment.snapshot == forth.moments[30].snapshot
-            assert [closed.number for _, closed in series.rounds] == [371 + n for n in range(31)]
-            assert series.cpu is not None
-        assert forth.picture()[1].rounds == back.picture()[1].rounds
+        scenes = [player.scene("") for player in (forth, back)]
+        for scene in scenes:
+            rounds = [closed.number for _, closed in scene.series.rounds]
+            assert scene.model.snapshot == forth.moments[30].snapshot
+            assert rounds == [371 + n for n in range(31)]
+            assert scene.series.cpu is not None
 
     def test_one_moment_is_shown_and_not_played(self, clock: Clock) -> None:
         player = Player(moments(1), clock)
@@ -109,14 +108,14 @@ class TestScreen:
     def pilot(self, request: pytest.FixtureRequest) -> ScreenPilot:
         options = {"fill": False, "address": "run/history.jsonl", **getattr(request, "param", {})}
         clock = Clock()
-        return ScreenPilot(**options, clock=clock, player=Player(moments(), clock, timezone.utc))
+        return ScreenPilot(**options, clock=clock, player=Player(moments(), clock))
 
     async def test_keys_go_through_the_history(self, pilot: ScreenPilot) -> None:
         for keys, head in (
             ((), "run 3fa2c1d0  151M  sync"),
-            ((), "REPLAY 2026-09-21 14:13:20  1/50 ▶ x5"),
+            ((), "REPLAY 21 Sep 2026 14:13:20 UTC  1/50 ▶ x5"),
             (("space",), "1/50 stopped"),
-            (("right", "right"), "REPLAY 2026-09-21 14:14:40  3/50 stopped"),
+            (("right", "right"), "REPLAY 21 Sep 2026 14:14:40 UTC  3/50 stopped"),
             (("left",), "2/50"),
             (("shift+right",), "12/50"),
             (("shift+left", "end"), "50/50"),

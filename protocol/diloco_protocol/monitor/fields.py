@@ -23,6 +23,7 @@ STATUS, TOP, DASHBOARD, EXPORTER, REPORT = "status", "top", "dashboard", "export
 SCREENS = (STATUS, TOP, DASHBOARD)
 LARGE = (TOP, DASHBOARD)  # `status` shows a run on 24 lines
 GOOD, UNEASY, BAD = "good", "uneasy", "bad"  # tones; "" is none
+LEVELS = {"info": "", "warning": UNEASY, "error": BAD}  # tones of events
 UNHEARD = ("lost", DEAD)  # healths of workers whose state is unknown
 STANDS_OUT = 5.0  # times the usual norm, from which the broker warns of a push
 
@@ -163,16 +164,6 @@ def _why(snapshot: Snapshot) -> str:
     return f"{_WAITS[why.reason]} for {duration(why.since_s)}{left}"
 
 
-def _not_listed(snapshot: Snapshot) -> str:
-    left = sum(map(tree.not_listed, snapshot.workers))
-    return f"{left} downstream of relays not listed" if left else ""
-
-
-def _minimum(snapshot: Snapshot) -> str:
-    least = snapshot.min_workers or 1
-    return f"no round below {least}" if least > 1 else ""
-
-
 def _last(snapshot: Snapshot) -> str:
     last = snapshot.last_round
     if last is None:
@@ -222,13 +213,6 @@ def _scheduled(name: str, label: str) -> Callable[[Snapshot], str]:
         return f"{label} {now:.3g} of {given:g}" + (f" ({schedule})" if schedule else "")
 
     return say
-
-
-def _buffer(snapshot: Snapshot) -> str:
-    """How full the buffer of the outer optimizer is, fragment by fragment; a buffer of one is none."""
-    size = snapshot.outer.buffer or 0
-    fill = " ".join(str(part.buffered) for part in snapshot.fragments) or "0"
-    return f"buffer {fill} of {size}" if size > 1 else ""
 
 
 def _versions(snapshot: Snapshot) -> str:
@@ -304,11 +288,6 @@ def _most_staleness(snapshot: Snapshot) -> str:
     return "any staleness" if most is None else f"staleness up to {plural(most, 'version')}"
 
 
-def _staleness_weight(snapshot: Snapshot) -> str:
-    told = snapshot.asynchronous
-    return f"weight {told.staleness_weight}" if told and told.staleness_weight != "none" else ""
-
-
 def _limit(name: str, phrase: str, never: str) -> Callable[[Snapshot], str]:
     """A time after which a worker counts as gone; 0 is never, None is unknown."""
 
@@ -331,11 +310,6 @@ def _checkpoint(snapshot: Snapshot) -> Part:
     return Part(said, "" if saved.error else GOOD)
 
 
-def _save_error(snapshot: Snapshot) -> str:
-    saved = snapshot.checkpoint
-    return f"NOT SAVED: {saved.error}" if saved and saved.error else ""
-
-
 def _standby(snapshot: Snapshot) -> Part:
     told = snapshot.standby
     if told is None:
@@ -356,11 +330,6 @@ def _standby_heard(snapshot: Snapshot) -> str:
     return "never heard" if age is None else f"heard {duration(age)} ago"
 
 
-def _parent(snapshot: Snapshot) -> str:
-    told = snapshot.parent
-    return "" if told is None else f"{told.address} as {told.name}"
-
-
 def _parent_link(snapshot: Snapshot) -> Part:
     told = snapshot.parent
     if told is None:
@@ -368,11 +337,6 @@ def _parent_link(snapshot: Snapshot) -> Part:
     if told.lost_s is None:
         return Part("connected", GOOD)
     return Part(f"UNREACHABLE for {duration(told.lost_s)}", BAD)
-
-
-def _parent_push(snapshot: Snapshot) -> str:
-    sent = snapshot.parent.offered_s if snapshot.parent else None
-    return "" if sent is None else f"the site's push is pending for {duration(sent)}"
 
 
 def _reasons(snapshot: Snapshot) -> str:
@@ -396,42 +360,6 @@ def _counted(phrase: str, value: Callable[[Snapshot], int], tone: str) -> Callab
         return Part(phrase.format(f"{count:,}"), tone if count else "")
 
     return say
-
-
-def _dtypes(snapshot: Snapshot) -> str:
-    if not snapshot.wire_dtype:
-        return ""
-    return f"{snapshot.wire_dtype} up, {snapshot.reply_dtype} down"
-
-
-def _alpha(snapshot: Snapshot) -> float | None:
-    return snapshot.fragment_update_alpha if snapshot.fragment_merge == "alpha" else None
-
-
-def _longest_turn_s(snapshot: Snapshot) -> float | None:
-    turn = snapshot.loop.longest_turn_ms
-    return None if turn is None else turn / 1000
-
-
-def _norm_limit(snapshot: Snapshot) -> str:
-    limit = snapshot.reducer.max_delta_norm
-    return "" if not limit else f"norm to {limit:g}"
-
-
-def _trim(snapshot: Snapshot) -> str:
-    trim = snapshot.reducer.trim
-    return "" if trim is None else f"without {trim:.0%} at each end"
-
-
-def _unless(usual: str, name: str, phrase: str = "{}") -> Callable[[Snapshot], str]:
-    """What a run with the usual setting does not mention."""
-    return lambda snapshot: (
-        "" if (told := getattr(snapshot.reducer, name)) == usual else phrase.format(told)
-    )
-
-
-def _if(name: str, phrase: str) -> Callable[[Snapshot], str]:
-    return lambda snapshot: phrase if getattr(snapshot.reducer, name) else ""
 
 
 # fmt: off
@@ -504,12 +432,15 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("workers_wanted", "Workers", "Workers that round one waits for.",
         row="workers", phrase="{} wanted", unit="workers", metric="workers_wanted", is_setting=True),
     Field("min_workers", "Least contributions to a round",
-        "Workers below which no round closes.", row="workers", say=_minimum, unit="workers",
+        "Workers below which no round closes.", row="workers", unit="workers",
+        say=lambda s: f"no round below {s.min_workers}" if (s.min_workers or 1) > 1 else "",
         metric="workers_minimum", is_setting=True),
     Field("totals.deaths", "Deaths", "Workers that died.", row="workers",
         say=_counted("{} died", lambda s: s.totals.deaths, BAD), metric="deaths_total"),
     Field("not_listed", "Not listed",
-        "Workers downstream of relays that no table lists.", row="workers", say=_not_listed),
+        "Workers downstream of relays that no table lists.", row="workers",
+        say=lambda s: f"{left} downstream of relays not listed"
+        if (left := sum(map(tree.not_listed, s.workers))) else ""),
 
     Field("last_round.number", "Last round", "Round that closed last.", row="last", say=_last,
         metric="last_round_number"),
@@ -556,13 +487,13 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         metric="end_reached"),
 
     Field("parent.address", "Parent", "Of a relay: whose run its workers take part in.", "text",
-        row="parent", say=_parent),
+        row="parent", say=lambda s: s.parent and f"{s.parent.address} as {s.parent.name}"),
     Field("parent.lost_s", "Parent unreachable for",
         "Of a relay: time since its parent is unreachable; 0 while it is connected.",
         "duration", row="parent", say=_parent_link, metric="parent_lost_seconds",
         measure=lambda s: None if s.parent is None else s.parent.lost_s or 0.0),
     Field("parent.offered_s", "Site's push pending for", "", "duration", row="parent",
-        say=_parent_push),
+        phrase="the site's push is pending for {}"),
 
     Field("model.parameters", "Parameters", "Trainable parameters.", "parameters", row="model",
         phrase="{} parameters", unit="parameters", metric="model_parameters"),
@@ -589,13 +520,16 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         say=lambda s: f"c {s.outer.c:g}" if s.outer.c else ""),
     Field("outer.buffer", "Gradients to a momentum step",
         "Pseudo-gradients to one step of a buffered outer optimizer; absent without a buffer.",
-        row="outer", say=_buffer, metric="outer_buffer_gradients", is_setting=True),
+        row="outer", metric="outer_buffer_gradients", is_setting=True,
+        say=lambda s: f"buffer {' '.join(str(f.buffered) for f in s.fragments) or 0} of {size}"
+        if (size := s.outer.buffer or 0) > 1 else ""),
     Field("outer.groups", "Groups of the torch optimizer", format="text", is_setting=True),
 
     Field("sync_every", "Steps to a boundary (H)", "Inner steps to a round (H).", unit="steps",
         row="outer", phrase="every {} steps", metric="sync_every_steps", is_setting=True),
     Field("wire_dtype", "Pseudo-gradients are sent as", format="text", is_setting=True,
-        row="outer", say=_dtypes),
+        row="outer",
+        say=lambda s: f"{s.wire_dtype} up, {s.reply_dtype} down" if s.wire_dtype else ""),
     Field("reply_dtype", "Parameters are sent as", format="text", is_setting=True),
 
     Field("num_fragments", "Fragments (P)", "Fragments of the model.", row="fragments", say=_split,
@@ -613,25 +547,27 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("fragment_merge", "Merge", format="text", is_setting=True),
     Field("fragment_update_alpha", "Weight of local parameters (alpha)",
         "Weight of the local parameters where a reply is merged; absent where it is rebased.",
-        "setting", row="fragments", say=_merge, metric="fragment_alpha_ratio", measure=_alpha,
-        is_setting=True),
+        "setting", row="fragments", say=_merge, metric="fragment_alpha_ratio", is_setting=True,
+        measure=lambda s: s.fragment_update_alpha if s.fragment_merge == "alpha" else None),
 
     Field("reducer.aggregate", "Aggregate", "", "text", row="reducing",
-        say=_unless("mean", "aggregate"), is_setting=True),
-    Field("reducer.trim", "Trimmed at each end", "", "percent", row="reducing", say=_trim,
-        is_setting=True),
+        is_setting=True, say=lambda s: s.reducer.aggregate.removeprefix("mean")),
+    Field("reducer.trim", "Trimmed at each end", "", "percent", row="reducing",
+        phrase="without {} at each end", is_setting=True),
     Field("reducer.weight_by", "Weights", "", "text", row="reducing",
-        say=_unless("equal", "weight_by", "weights by {}"), is_setting=True),
+        is_setting=True,
+        say=lambda s: f"weights by {by}" if (by := s.reducer.weight_by) != "equal" else ""),
     Field("reducer.staged", "Complete submissions are kept", format="setting", is_setting=True),
     Field("reducer.deterministic", "Folded in the order of workers", "", "setting",
-        row="reducing", say=_if("deterministic", "deterministic"), is_setting=True),
+        row="reducing", is_setting=True,
+        say=lambda s: "deterministic" * s.reducer.deterministic),
     Field("reducer.relays", "Relays", "", "setting", row="reducing",
-        say=_if("relays", "with relays")),
+        say=lambda s: "with relays" * s.reducer.relays),
     Field("reducer.max_delta_norm", "Longest pseudo-gradient", "", "setting", row="reducing",
-        say=_norm_limit, is_setting=True),
+        phrase="norm to {}", is_setting=True),
     Field("reducer.max_delta_norm_auto", "Longer than 5 times the usual is rejected", "",
-        "setting", row="reducing", say=_if("max_delta_norm_auto", "norm to 5 times the median"),
-        is_setting=True),
+        "setting", row="reducing", is_setting=True,
+        say=lambda s: "norm to 5 times the median" * s.reducer.max_delta_norm_auto),
     Field("reducer.quorum", "Quorum", "", row="reducing", unit="workers",
         say=_of_quorum("quorum {}", "quorum"), is_setting=True),
     Field("reducer.grace_s", "Grace", "", "duration", row="reducing",
@@ -646,7 +582,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         "Least steps that a slow worker is given; absent without Dynamic Local Updates.",
         unit="steps", metric="dylu_minimum_steps", is_setting=True),
     Field("asynchronous.staleness_weight", "Weight of stale work", format="text", row="async",
-        say=_staleness_weight, is_setting=True),
+        is_setting=True, say=lambda s: f"weight {told.staleness_weight}"
+        if (told := s.asynchronous) and told.staleness_weight != "none" else ""),
     Field("asynchronous.max_staleness", "Most staleness",
         "Staleness above which work is rejected; absent without a limit.", unit="versions",
         row="async", say=_most_staleness, metric="staleness_limit_versions", is_setting=True),
@@ -676,7 +613,7 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         "Round that follows the newest checkpoint.", metric="checkpoint_round"),
     Field("checkpoint.error", "Save error",
         "1 if the last save failed; absent without a save folder.", "text", row="checkpoint",
-        tone=BAD, say=_save_error, metric="checkpoint_failed",
+        tone=BAD, phrase="NOT SAVED: {}", metric="checkpoint_failed",
         measure=lambda s: None if s.checkpoint is None else s.checkpoint.error is not None),
     Field("checkpoint.folder", "Save folder", "", "text", row="checkpoint", phrase="in {}",
         displays=(STATUS, DASHBOARD)),
@@ -711,7 +648,8 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("loop.longest_turn_ms", "Longest turn",
         "CPU time of the longest turn of the broker's loop between its last two snapshots.",
         "norm", unit="ms", row="broker", displays=LARGE, phrase="turn {} ms",
-        metric="broker_longest_turn_seconds", measure=_longest_turn_s),
+        metric="broker_longest_turn_seconds",
+        measure=lambda s: None if (turn := s.loop.longest_turn_ms) is None else turn / 1000),
     Field("loop.cpu_s", "CPU time", "CPU time of the broker's own thread.", "duration",
         row="broker", displays=LARGE, phrase="cpu {}", metric="broker_cpu_seconds_total"),
     Field("loop.rss_bytes", "Memory", "Resident memory of the broker.", "bytes",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from diloco_protocol.feed import Snapshot, Worker
+from diloco_protocol.feed import DEAD, Snapshot, Worker
 from diloco_protocol.monitor.fields import (
     BAD,
     GOOD,
@@ -33,6 +33,7 @@ ROWS = (
     "standby", "rejected", "traffic", "broker",
 )
 # fmt: on
+HEALTHS = (DEAD, "lost", "stalled", "slow", "", "ok")  # most urgent first, "" for any other
 ESTIMATED = "~"  # before a number that the worker has not reported
 
 
@@ -97,6 +98,18 @@ def cell(field: Field, listed: Listed) -> Part:
         return Part(NONE)
     special = _CELLS.get(field.path)
     return special(field, listed) if special else Part(field.text(worker))
+
+
+def sort_key(field: Field, listed: Listed) -> Any:
+    """What a table is sorted by in this column, None where that is unknown."""
+    worker = listed.worker
+    if field.path == "health":
+        return HEALTHS.index(worker.health) if worker.health in HEALTHS else len(HEALTHS) - 2
+    if field.path == "rate_up":
+        return None if listed.up is None else listed.up + (listed.down or 0.0)
+    if field.path == "inner_step":
+        return (listed.inner_now or worker.inner_step) / (worker.sync_every or 1)
+    return field.value(worker)
 
 
 def _health(_: Field, listed: Listed) -> Part:

@@ -5,6 +5,7 @@ its own; what is not told is left out of displays (`Worker.level` above 0).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from diloco_protocol.feed import DEAD, Worker
 from diloco_protocol.messages import Behind
@@ -33,7 +34,7 @@ def everyone(workers: Iterable[Worker]) -> list[Worker]:
 
 def arranged(
     workers: Sequence[Worker],
-    key: Callable[[Worker], float | str],
+    key: Callable[[Worker], Any],
     *,
     reverse: bool = False,
     wanted: Callable[[Worker], bool] = lambda _: True,

@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.feed import FEED_VERSION, MalformedFeedError, Round, Snapshot, read_snapshot
+from diloco_protocol.printable import printable_all
 from diloco_protocol.records import from_plain
 
 MAX_FILE_BYTES = 256 << 20  # the broker rotates at 16 MiB
@@ -98,7 +99,7 @@ def checked(text: bytes) -> dict[str, Any]:
 
 def parsed(text: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(text)
+        document = printable_all(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise MalformedFeedError(f"not JSON: {error}") from None
     if not isinstance(document, dict):

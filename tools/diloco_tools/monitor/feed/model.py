@@ -9,29 +9,25 @@ arrived, measured by the caller; the clocks of two hosts are never subtracted.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from diloco_protocol.feed import (
-    Checkpoint,
-    Event,
-    FeedError,
-    FeedRefusedError,
-    Parent,
-    Rejection,
-    Round,
-    SiteAway,
-    Snapshot,
-    Worker,
-)
-from diloco_protocol.messages import Behind
+from diloco_protocol.feed import FeedError, FeedRefusedError, Snapshot, Worker
 from diloco_protocol.monitor.rows import Listed
 from diloco_protocol.monitor.verdict import Verdict, verdict_on
 from diloco_tools.monitor.feed.series import Rate
 
+T = TypeVar("T")
+
 LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
+# fmt: off
+AGES = {
+    "age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s", "lost_s", "offered_s", "away_s",
+    "heard_age_s",
+}
+# fmt: on
 
 HEARTBEAT_S = 30.0  # between two heartbeats, unless the broker tolerates less than three of these
 SLACK = 1.5  # intervals after which a worker is silent
@@ -89,21 +85,7 @@ class FeedModel:
         `uptime_s` stays: nobody knows whether a broker that says nothing is still up.
         """
         snapshot = self.snapshot
-        if snapshot is None:
-            return None
-        more = self.age_s(now)
-        aged = replace(
-            snapshot,
-            round=snapshot.round and _older(snapshot.round, more),
-            checkpoint=snapshot.checkpoint and _older(snapshot.checkpoint, more),
-            workers=tuple(_older_worker(worker, more) for worker in snapshot.workers),
-            dead=tuple(_older(worker, more) for worker in snapshot.dead),
-            sites_away=tuple(_older(away, more) for away in snapshot.sites_away),
-            parent=snapshot.parent and _older(snapshot.parent, more),
-            rejections=tuple(_older(rejection, more) for rejection in snapshot.rejections),
-            events=tuple(_older(event, more) for event in snapshot.events),
-        )
-        return _older(aged, more)
+        return None if snapshot is None else _older(snapshot, self.age_s(now))
 
     def verdict(self, now: float) -> Verdict:
         """How the run is, and the reasons: feed, broker, round, then workers by id."""
@@ -116,32 +98,17 @@ class FeedModel:
         return verdict_on(snapshot, reasons)
 
 
-Aging = TypeVar(
-    "Aging", Snapshot, Round, Checkpoint, Worker, Behind, Parent, SiteAway, Rejection, Event
-)
-AGES = (
-    "age_s",
-    "beat_age_s",
-    "sync_age_s",
-    "inner_age_s",
-    "paused_for_s",
-    "lost_s",
-    "offered_s",
-    "away_s",
-)
-
-
-def _older(record: Aging, more: float) -> Aging:
-    """The record with `more` seconds on each of its ages that is known."""
-    known = {name: age for name in AGES if (age := getattr(record, name, None)) is not None}
-    return replace(record, **{name: age + more for name, age in known.items()})
-
-
-def _older_worker(worker: Worker, more: float) -> Worker:
-    older = _older(worker, more)
-    if worker.behind:
-        older = replace(older, behind=tuple(_older(each, more) for each in worker.behind))
-    return older
+def _older(record: T, more: float) -> T:
+    """The record with `more` seconds on each age that is known, in it and in the records in it."""
+    changed: dict[str, Any] = {}
+    for name, value in vars(record).items():
+        if name in AGES:
+            changed[name] = None if value is None else value + more
+        elif is_dataclass(value):
+            changed[name] = _older(value, more)
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            changed[name] = tuple(_older(each, more) for each in value)
+    return replace(record, **changed) if changed else record  # type: ignore[type-var]
 
 
 def listed(

@@ -9,15 +9,19 @@ that counts seconds, as long as it is always the same one.
 """
 
 import math
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 from diloco_protocol.feed import LastRound, Snapshot, Totals, Worker
 
 _T = TypeVar("_T")
 LEAST_RECENT = 4  # points that a scale goes by
+MOST_SPEEDS = 20_000  # points of all workers that a page is sent: some 500 kB
+LEAST_SPEEDS = 60  # of one worker
 CPU_SNAPSHOTS = 6  # five seconds of a live feed: one turn of work does not make the figure jump
 
 
@@ -144,6 +148,32 @@ class RunSeries:
             if worker.steps_per_s is not None and worker.health != "lost":
                 self._keep(self.speeds[worker.id], (now, worker.steps_per_s))
 
+    def later(self, now: float, after: float) -> dict[str, Any]:
+        """The points later than `after`, each beginning with its time relative to `now` in seconds.
+
+        Returns:
+            rounds: [t, number, seconds, averaged, loss, delta norm, staleness]
+            network: [t, bytes a second up, down]
+            speeds: worker id -> [t, steps a second]
+        """
+
+        def points(kept: Sequence[_T], time_of: Callable[[_T], float]) -> Sequence[_T]:
+            return kept[bisect_right(kept, after, key=time_of) :]
+
+        each = max(LEAST_SPEEDS, MOST_SPEEDS // max(1, len(self.speeds)))
+        speeds = {
+            name: [(at - now, speed) for at, speed in spread(points(kept, itemgetter(0)), each)]
+            for name, kept in self.speeds.items()
+        }
+        return {
+            "rounds": [
+                (at - now, r.number, r.seconds, r.averaged, r.loss, r.delta_norm, r.staleness)
+                for at, r in points(self.rounds, itemgetter(0))
+            ],
+            "network": [(r.at - now, r.up, r.down) for r in points(self.network, attrgetter("at"))],
+            "speeds": {name: kept for name, kept in speeds.items() if kept},
+        }
+
     def _placed(self, here: Mapping[str, Worker]) -> list[Worker]:
         """The workers that have a place, each moved behind those that are gone."""
         self.speeds |= {name: self.speeds.pop(name) for name in here if name in self.speeds}
@@ -161,3 +191,42 @@ class RunSeries:
     def _keep(self, kept: list[_T], new: _T) -> None:
         kept.append(new)
         del kept[: -self._points]
+
+
+class WholeSeries(RunSeries):
+    """The figures of a whole run: of too many the lowest and the highest of each stretch stay."""
+
+    def _keep(self, kept: list[_T], new: _T) -> None:
+        kept.append(new)
+        if len(kept) >= 2 * self._points:
+            kept[:] = _thinned(kept)
+
+
+def _thinned(points: Sequence[_T], length: int = 16) -> list[_T]:
+    """Of so many points at a time the first, and those with the least and the greatest of each value."""
+    kept: list[_T] = []
+    for start in range(0, len(points), length):
+        part = points[start : start + length]
+        places = {0}
+        for values in zip(*map(_values, part), strict=True):
+            known = [place for place, value in enumerate(values) if value is not None]
+            if known:
+                places |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
+        kept += [part[place] for place in sorted(places)]
+    return kept
+
+
+def _values(point: Any) -> tuple[float | None, ...]:
+    """What a plot shows of a point."""
+    if isinstance(point, Rate):
+        return (point.up, point.down)
+    value = point[1]
+    return (
+        (value.seconds, value.loss, value.delta_norm) if isinstance(value, LastRound) else (value,)
+    )
+
+
+def spread(points: Sequence[_T], most: int) -> Sequence[_T]:
+    """At most `most` of the points, evenly spread, the newest always among them."""
+    stride = -(-len(points) // most) or 1
+    return points[(len(points) - 1) % stride :: stride]

@@ -13,8 +13,8 @@ import typer
 from diloco_protocol.clients.command_line import App
 from diloco_protocol.feed import FeedError, json_safe
 from diloco_protocol.records import to_plain
+from diloco_tools.monitor.report.digest import history_of, read_run
 from diloco_tools.monitor.report.page import page_of
-from diloco_tools.monitor.report.reading import history_of, read_run
 from diloco_tools.terminal import fail
 
 COMMAND = "diloco-report"

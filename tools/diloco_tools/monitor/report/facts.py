@@ -5,17 +5,43 @@ Moments are Unix seconds by the broker's clock, durations seconds, sizes bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
+from diloco_protocol import feed
 from diloco_protocol.records import NOT_SENT
-from diloco_tools.monitor.report.curves import Curve
-from diloco_tools.monitor.report.plain_values import count, number
-from diloco_tools.monitor.report.workers import Counter, Worker
 
 # How a run is left by its history.
 OVER, STOPPED, OPEN = "over", "stopped", "open"
+# How a worker is left by it: here, how it went, or away: it was here when a broker ended, and did not
+# come to the next one.
+HERE, LEFT, DIED, KICKED, AWAY = "here", "left", "died", "kicked", "away"
+MOST_HOSTS = 4
+
+
+class Counter:
+    """The sum of a counter that now and then begins again."""
+
+    def __init__(self) -> None:
+        self.sum = self._last = 0
+
+    def reads(self, value: int, most: int | None = None) -> int:
+        """Take its value, return the sum. A value below the last one began at 0; but one above `most`,
+        all that can have been counted since, went on from an older checkpoint."""
+        if value >= self._last:
+            self.sum += value - self._last
+        elif most is None or value <= most:
+            self.sum += value
+        self._last = value
+        return self.sum
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The least value that this share of all does not exceed; None without any."""
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)] if values else None
 
 
 @dataclass
@@ -42,33 +68,76 @@ class Life:
     _up: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
     _down: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
 
-    def closed(self, round_: int, averaged: int, line: Mapping[str, Any]) -> None:
+    def closed(self, closed: feed.LastRound, line: feed.Snapshot) -> None:
         """Take the line of a round."""
         self.rounds += 1
-        self.contributions += averaged
-        self.first = round_ if self.first is None else self.first
-        self.last = round_
-        self.bytes_up = self._up.reads(count(line.get("bytes_up")))
-        self.bytes_down = self._down.reads(count(line.get("bytes_down")))
-        cpu, rss = number(line.get("cpu_s")), count(line.get("rss_bytes"))
-        turn = number(line.get("longest_turn_ms"))
-        self.cpu_s = self.cpu_s if cpu is None else cpu
-        self.rss_bytes = rss if self.rss_bytes is None else max(self.rss_bytes, rss or 0)
-        if turn is not None:
-            self.longest_turn_ms = max(self.longest_turn_ms or 0.0, turn)
+        self.contributions += closed.averaged
+        self.first = closed.number if self.first is None else self.first
+        self.last = closed.number
+        self.bytes_up = self._up.reads(line.totals.bytes_up)
+        self.bytes_down = self._down.reads(line.totals.bytes_down)
+        loop = line.loop
+        self.cpu_s = self.cpu_s if loop.cpu_s is None else loop.cpu_s
+        self.rss_bytes = max(filter(None, (self.rss_bytes, loop.rss_bytes)), default=None)
+        turns = (self.longest_turn_ms, loop.longest_turn_ms)
+        self.longest_turn_ms = max(filter(None, turns), default=None)
 
 
-@dataclass(frozen=True)
-class SlowRound:
-    """One of the rounds that took longest. `expected` and `without` are not known in every mode."""
+@dataclass
+class Worker:
+    """Figures are what the lines of rounds say of it."""
 
-    number: int
-    at: float
-    fragment: int
-    seconds: float
-    averaged: int
-    expected: int | None = None
-    without: str = ""
+    id: str
+    hosts: tuple[str, ...] = ()
+    behind: int | None = None  # of a relay: how many workers, in its last round
+    first_seen: float = 0.0
+    last_seen: float = 0.0
+    ended: str = HERE
+    contributions: int = 0
+    step: int | None = None
+    steps_per_s: float | None = None  # median of what it reported
+    loss: float | None = None  # the last that it reported
+    delta_norm: float | None = None  # the last
+    staleness_mean: float | None = None  # versions
+    staleness_most: int | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    deaths: int = 0
+    kicks: int = 0
+    returns: int = 0  # after it had gone
+
+    speeds: MutableSequence[float] = field(
+        default_factory=lambda: array("d"), compare=False, metadata=NOT_SENT
+    )
+    _up: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
+    _down: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
+
+    def contributed(self, at: float, told: feed.Worker, life: Life) -> None:
+        """Its part in a round."""
+        self.is_here(at, told.host)
+        self.contributions += 1
+        self.behind = told.workers
+        self.step = told.step
+        self.loss = self.loss if told.loss is None else told.loss
+        self.delta_norm = self.delta_norm if told.delta_norm is None else told.delta_norm
+        if told.steps_per_s is not None:
+            self.speeds.append(told.steps_per_s)
+        self.bytes_up = self._up.reads(told.bytes_up, life.bytes_up)
+        self.bytes_down = self._down.reads(told.bytes_down, life.bytes_down)
+        mean = self.staleness_mean or 0.0
+        self.staleness_mean = mean + (told.staleness - mean) / self.contributions
+        self.staleness_most = max(self.staleness_most or 0, told.staleness)
+
+    def is_here(self, at: float, host: str) -> None:
+        self.returns += self.ended in (LEFT, DIED, KICKED)
+        self.ended, self.last_seen = HERE, at
+        if host and host not in self.hosts and len(self.hosts) < MOST_HOSTS:
+            self.hosts = (*self.hosts, host)
+
+    def went(self, at: float, how: str) -> None:
+        self.ended, self.last_seen = how, at
+        self.deaths += how == DIED
+        self.kicks += how == KICKED
 
 
 @dataclass(frozen=True)
@@ -106,11 +175,11 @@ class Change:
 class Action:
     """What an operator did. `is_proven`: a key says who it was."""
 
-    at: float
-    who: str
-    is_proven: bool
-    what: str
-    text: str
+    at: float = 0.0
+    who: str = ""
+    is_proven: bool = False
+    what: str = ""
+    text: str = ""
     before: Any = None
     after: Any = None
     round: int | None = None
@@ -131,7 +200,7 @@ class Facts:
     last_words: str | None = None
     run: str | None = None
     mode: str = ""
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: feed.Model | None = None
     lives: tuple[Life, ...] = ()
     rounds: int = 0
     contributions: int = 0
@@ -147,9 +216,7 @@ class Facts:
     bytes_down: int = 0
     workers: tuple[Worker, ...] = ()  # most contributions first
     workers_left_out: int = 0
-    curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
-    staleness: tuple[tuple[int, int], ...] = ()  # (versions, contributions), the last: and older
-    slowest: tuple[SlowRound, ...] = ()
+    series: Mapping[str, Any] = field(default_factory=dict)  # of the plots, see `RunSeries.later`
     said: tuple[Said, ...] = ()
     warnings: int = 0
     errors: int = 0
@@ -160,7 +227,6 @@ class Facts:
     changes_left_out: int = 0
     actions: tuple[Action, ...] = ()
     actions_left_out: int = 0
-    pauses: tuple[tuple[float, float], ...] = ()  # of the run, by operators
     lines: int = 0
     damaged: int = 0
     remarks: tuple[str, ...] = ()  # what a reader must know of the history itself

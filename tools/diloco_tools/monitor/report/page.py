@@ -1,142 +1,255 @@
-"""The page as a whole: one file that fetches nothing, and can be sent as it is.
+"""The report: the dashboard's page with one answer in it, as one file that fetches nothing.
 
-Jinja fills in the template, with every text escaped. The curves are drawn in the reader's browser by the
-dashboard's own module of charts, from data within the page; the page's Content-Security-Policy lets
-nothing but this one script and this one style sheet take effect.
+The page's Content-Security-Policy lets nothing but this one script and this one style sheet take effect.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from base64 import b64encode
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
-from itertools import pairwise
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
-
+from diloco_protocol.feed import json_safe
+from diloco_protocol.monitor.fields import BAD, GOOD, LEVELS, SETTINGS, UNEASY, Field, Part
 from diloco_protocol.quantities import (
+    FORMATS,
     NONE,
     byte_size,
     clock,
     count,
+    duration,
     figure,
     moment,
     parameters,
     plural,
+    setting,
 )
-from diloco_tools.monitor.report import tables
-from diloco_tools.monitor.report.curves import Curve
-from diloco_tools.monitor.report.digest import STALEST
-from diloco_tools.monitor.report.facts import OPEN, OVER, STOPPED, Facts
+from diloco_tools.monitor.report.facts import (
+    AWAY,
+    DIED,
+    HERE,
+    KICKED,
+    LEFT,
+    OPEN,
+    OVER,
+    STOPPED,
+    Facts,
+    Life,
+    Worker,
+)
+from diloco_tools.monitor.web.words import logged
 
 ENDINGS = {
-    OVER: ("good", "The run is over"),
+    OVER: (GOOD, "The run is over"),
     STOPPED: ("quiet", "The broker has stopped"),
-    OPEN: ("uneasy", "No end is recorded"),
+    OPEN: (UNEASY, "No end is recorded"),
 }
-PARTS = {
-    "plots": "Curves",
-    "presence": "Workers over time",
-    "workers": "Workers",
-    "rounds": "Rounds",
-    "lives": "Broker",
-    "warnings": "Warnings",
-    "orders": "Operators",
-    "settings": "Settings",
-    "events": "Events",
+ENDED = {
+    HERE: Part("here at the end", GOOD),
+    AWAY: Part("did not come back after a restart of the broker", UNEASY),
+    LEFT: Part("left", "quiet"),
+    DIED: Part("counted as dead", BAD),
+    KICKED: Part("removed by an operator", UNEASY),
 }
-MOST_IN_STRIP = 50  # workers over time
-UPLOT = "web/assets/uplot"
-SCRIPTS = ("web/assets/format.js", "web/assets/charts.js", "report/assets/report.js")
-STYLES = ("web/assets/base.css", "report/assets/report.css")
+MOST_ROWS = 200
+# Modules of the page, each after those that it imports.
+MODULES = ("dom", "api", "charts", "control", "history", "replay", "app")
+
+
+def _ending(life: Life) -> Part:
+    if life.ending is None:
+        return Part("no last line: it was killed, or its machine went down", BAD)
+    words, tone = ("the run is over", GOOD) if life.is_over else ("stopped", "quiet")
+    return Part(f"{words}: {life.ending}", tone)
+
+
+def title_of(path: str) -> str:
+    """A setting in words; one that the catalogue does not have keeps its name."""
+    field = SETTINGS.get(path)
+    return path if field is None else field.label[:1].upper() + field.label[1:]
+
+
+def _value(path: str, value: Any) -> str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (
+        FORMATS[SETTINGS[path].format](value) if is_number and path in SETTINGS else setting(value)
+    )
+
+
+def _where(worker: Worker) -> str:
+    behind = "" if worker.behind is None else f"relay of {plural(worker.behind, 'worker')}"
+    return ", ".join(filter(None, (behind, *worker.hosts)))
+
+
+# fmt: off
+# The columns of the tables; what stands below is small, below the column before.
+OF_WORKER = (
+    Field("id", "Worker", format="text"),
+    Field("hosts", "", say=_where),
+    Field("ended", "At the end", say=lambda of: ENDED[of.ended]),
+    Field("contributions", "Counted", format="count"),
+    Field("steps_per_s", "Speed", format="amount"),
+    Field("loss", "Loss, norm", format="figure"),
+    Field("delta_norm", "", format="norm"),
+    Field("staleness_mean", "Stale, most", format="norm"),
+    Field("staleness_most", "", format="count"),
+    Field("bytes_up", "Up, down", format="bytes"),
+    Field("bytes_down", "", format="bytes"),
+    Field("deaths", "Deaths, returns", format="count"),
+    Field("returns", "", format="count"),
+)
+OF_LIFE = (
+    Field("began_at", "Began, UTC", format="moment"),
+    Field("ending", "How it ended", say=_ending),
+    Field("ended_at", "For", say=lambda of: clock(of.ended_at - of.began_at)),
+    Field("first", "Rounds", say=lambda of: NONE if of.first is None else f"{of.first} to {of.last}"),
+    Field("bytes_up", "Up, down", format="bytes"),
+    Field("bytes_down", "", format="bytes"),
+    Field("cpu_s", "CPU", format="duration"),
+    Field("rss_bytes", "Memory", format="bytes"),
+)
+OF_SAID = (
+    Field("level", "Level", say=lambda of: Part(of.level, LEVELS[of.level])),
+    Field("text", "What the broker logged last", format="text"),
+    Field("count", "Times", format="count"),
+    Field("last_at", "Last, UTC", format="moment"),
+)
+OF_ACTION = (
+    Field("at", "When, UTC", format="moment"),
+    Field("text", "What", format="text"),
+    Field("who", "Who", say=lambda of: of.who + ("" if of.is_proven else " (unproven)")),
+    Field("round", "In round", format="whole"),
+)
+OF_CHANGE = (
+    Field("at", "When, UTC", format="moment"),
+    Field("name", "Setting", say=lambda of: title_of(of.name)),
+    Field("after", "Change",
+        say=lambda of: f"{_value(of.name, of.before)} → {_value(of.name, of.after)}"),
+    Field("by_restart", "By",
+        say=lambda of: "options of a new start" if of.by_restart else "set in the run"),
+)
+# fmt: on
 
 
 def page_of(facts: Facts) -> str:
     """The report as HTML."""
+    session = {"mode": "report", "reading": True, "steering": False, "columns": _titles(OF_WORKER)}
+    state = {"words": _words(facts), "series": facts.series, "whole": True, "clock": 0}
+    answers = json_safe({"/api/session": session, "/api/state?after=0": state}, 64)
+    data = json.dumps(answers, allow_nan=False).replace("<", "\\u003c")
     script, style = _script(), _style()
-    return _template().render(
-        facts=facts,
-        policy=f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'",
-        script=script,
-        style=style,
-        parts=PARTS,
-        tone=ENDINGS[facts.ending][0],
-        ending=ENDINGS[facts.ending][1],
-        signs={"good": "●", "uneasy": "◐", "bad": "○", "quiet": "·"},
-        levels=tables.LEVELS,
-        headline=_headline(facts),
-        remarks=_remarks(facts),
-        tables=tables.tables(facts),
-        settings=tables.settings(facts),
-        changes=tables.changes(facts),
-        staleness=[
-            (f"over {STALEST}" if versions > STALEST else versions, contributions)
-            for versions, contributions in facts.staleness
-        ],
-        in_strip=MOST_IN_STRIP,
-        data=_data(facts),
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
     )
-
-
-@cache
-def _template() -> Template:
-    made = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta name="referrer" content="no-referrer">\n<style>{style}</style>\n</head>'
     )
-    made.globals |= {"moment": moment, "plural": plural}
-    return made.from_string(_asset("report/assets/report.html"))
+    tail = (
+        f'<script type="application/json" id="data">{data}</script>\n'
+        f'<script type="module">{script}</script>\n</body>'
+    )
+    page = re.sub(r"(?m)^  <(link|script) .*\n", "", _asset("index.html"))
+    return page.replace("</head>", head).replace("</body>", tail)
 
 
 @cache
 def _asset(name: str) -> str:
-    return (files("diloco_tools.monitor") / name).read_text(encoding="utf-8")
+    return (files("diloco_tools.monitor.web") / "assets" / name).read_text(encoding="utf-8")
 
 
 @cache
 def _script() -> str:
     """The modules as one: what they import from each other stands above in the same script."""
-    modules = "".join(map(_asset, SCRIPTS))
+    modules = "".join(_asset(f"{name}.js") for name in MODULES)
     modules = re.sub(r"(?m)^import .*\n|^export ", "", modules)
-    library, licence = map(_asset, (f"{UPLOT}/uPlot.iife.min.js", f"{UPLOT}/LICENSE"))
+    library, licence = _asset("uplot/uPlot.iife.min.js"), _asset("uplot/LICENSE")
     return f"/* {licence} */\n{library}\n{modules}"
 
 
 @cache
 def _style() -> str:
-    return _asset(f"{UPLOT}/uPlot.min.css") + "".join(map(_asset, STYLES))
+    return _asset("uplot/uPlot.min.css") + _asset("style.css")
 
 
 def _hash(text: str) -> str:
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
 
 
+def _words(facts: Facts) -> dict[str, Any]:
+    """What the page shows, as `diloco_tools.monitor.web.words` has it of a snapshot."""
+    tone, ending = ENDINGS[facts.ending]
+    many = len(facts.workers) + facts.workers_left_out
+    left_out = many - len(facts.workers[:MOST_ROWS])
+    more = f"; {plural(left_out, 'more worker')} not shown" if left_out else ""
+    version = f" Broker {facts.lives[-1].version}." if facts.lives[-1].version else ""
+    remarks = _remarks(facts)
+    return {
+        "run": f"run {facts.run or 'unnamed'}",
+        "title": f"Run {facts.run or 'unnamed'}: report",
+        "badge": (tone, ending, ""),
+        "notice": (UNEASY, "Note", remarks) if remarks else None,
+        "facts": [(label, [Part(text)]) for label, text in _headline(facts)],
+        "counts": f"losses and norms: the last; speeds: the median{more}",
+        "rows": [(label, [Part(text)]) for label, text in _figures(facts)],
+        "workers": _rows(OF_WORKER, facts.workers[:MOST_ROWS]),
+        "empty": "No worker has joined.",
+        "events": [
+            logged(moment(each.at, "%d %b %H:%M:%S"), each.level, each.text)
+            for each in reversed(facts.events)
+        ],
+        "rejections": [],
+        "insecure": False,
+        "about": f"From {plural(facts.lines, 'line')} of the history, by diloco-report.{version}",
+        "panels": [
+            _panel("lives", "Starts of the broker", "", OF_LIFE, facts.lives),
+            _panel("warnings", "Warnings and errors", "No warnings.", OF_SAID, facts.said)
+            | {"note": "those that differ in numbers alone are one"},
+            _panel("orders", "Operator actions", "None.", OF_ACTION, facts.actions),
+            _panel("changes", "Changes of settings", "None.", OF_CHANGE, facts.changes),
+            _panel("settings", "Settings at the end", "None are recorded.")
+            | {"values": [(label, [Part(text)]) for label, text in settings(facts)]},
+        ],
+    }
+
+
 def _headline(facts: Facts) -> list[tuple[str, str]]:
     """What a reader in a hurry wants."""
-    fragments = facts.settings.get("num_fragments")
-    has_fragments = isinstance(fragments, int) and fragments > 1
-    loss = f"{figure(facts.first_loss)} → {figure(facts.last_loss)}"
-    if facts.best_loss_round is not None:
-        loss += f", best {figure(facts.best_loss)} ({facts.best_loss_round:,})"
-    size = facts.model.get("parameters")
+    fragments, size = facts.settings.get("num_fragments"), facts.model
+    several = f", {fragments} fragments" if isinstance(fragments, int) and fragments > 1 else ""
     many = len(facts.workers) + facts.workers_left_out
     return [
-        ("Mode", (facts.mode or NONE) + (f", {fragments} fragments" if has_fragments else "")),
-        ("Model", f"{parameters(size)} parameters" if size else NONE),
+        ("Mode", (facts.mode or NONE) + several),
         ("Began, UTC", moment(facts.began_at, "%d %b %Y %H:%M")),
         ("Lasted", clock(facts.ended_at - facts.began_at)),
         ("Pushes" if facts.mode == "async" else "Rounds", count(facts.rounds)),
-        ("Loss", NONE if facts.first_loss is None else loss),
-        ("Contributions", count(facts.contributions)),
         ("Workers", f"{many:,}, at most {facts.most_alive:,} at once"),
+        ("Model", f"{parameters(size.parameters)} parameters" if size else NONE),
+    ]
+
+
+def _figures(facts: Facts) -> list[tuple[str, str]]:
+    loss = f"{figure(facts.first_loss)} → {figure(facts.last_loss)}"
+    if facts.best_loss_round is not None:
+        loss += f", best {figure(facts.best_loss)} ({facts.best_loss_round:,})"
+    half, most = duration(facts.round_median_s), duration(facts.round_p95_s)
+    return [
+        ("Loss", NONE if facts.first_loss is None else loss),
+        (
+            "Time",
+            f"half within {half}, 95% within {most}, at most {duration(facts.round_longest_s)}",
+        ),
+        ("Counted", plural(facts.contributions, "complete push", "complete pushes")),
         ("Deaths", count(sum(worker.deaths for worker in facts.workers))),
         ("Traffic", f"{byte_size(facts.bytes_up)} up, {byte_size(facts.bytes_down)} down"),
         ("Broker", plural(len(facts.lives), "start")),
+        ("Logged", f"{plural(facts.warnings, 'warning')}, {plural(facts.errors, 'error')}"),
     ]
 
 
@@ -153,80 +266,53 @@ def _remarks(facts: Facts) -> list[str]:
     return lines
 
 
-def _data(facts: Facts) -> dict[str, Any]:
-    """What report.js draws."""
-    away = [(one.ended_at, other.began_at) for one, other in pairwise(facts.lives)]
-    workers = sorted(facts.workers[:MOST_IN_STRIP], key=lambda each: (each.first_seen, each.id))
+def _titles(fields: Sequence[Field]) -> list[dict[str, str]]:
+    classes = {"id": "id", "ended": "health"}
+    return [
+        {"key": classes.get(field.path, "wide" * (place == 1)), "title": field.label}
+        for place, field in enumerate(fields)
+        if field.label
+    ]
+
+
+def _rows(fields: Sequence[Field], records: Sequence[Any]) -> list[dict[str, Any]]:
+    """As a table of the page takes them."""
+    found: list[dict[str, Any]] = []
+    for number, record in enumerate(records):
+        cells: list[tuple[str, str, str]] = []
+        for field in fields:
+            text, tone = field.part(record) if field.say else (field.text(record), "")
+            if field.label:
+                cells.append((text, tone, ""))
+            else:
+                cells[-1] = (*cells[-1][:2], text)
+        sort = [field.value(record) for field in fields if field.label]
+        found.append({"id": str(number), "path": [str(number)], "cells": cells, "sort": sort})
+    return found
+
+
+def _panel(
+    id: str, title: str, empty: str, fields: Sequence[Field] = (), records: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """A section with a table of the newest records."""
+    more = len(records) - MOST_ROWS
     return {
-        "began": facts.began_at,
-        "ended": facts.ended_at,
-        "away": away,
-        "pauses": facts.pauses,
-        "word": "push" if facts.mode == "async" else "round",
-        "charts": _charts(facts, away),
-        "workers": [
-            {
-                "id": worker.id,
-                "spans": [(span.began_at, span.ended_at, span.state) for span in worker.spans],
-                "active": worker.active,
-                "marks": [(mark.at, mark.what, mark.text) for mark in worker.marks],
-            }
-            for worker in workers
-        ],
+        "id": id,
+        "title": title,
+        "note": f"{more:,} older ones are not shown" if more > 0 else "",
+        "empty": empty,
+        "columns": _titles(fields),
+        "rows": _rows(fields, records[-MOST_ROWS:]),
     }
 
 
-def _charts(facts: Facts, away: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    """Which curves there are. Each push of asynchronous mode makes a version, so its numbers are those
-    of pushes. Workers are not shown one by one where there is only one, nor are their norms where
-    these are of fragments in turn."""
-    is_async = facts.mode == "async"
-
-    def chart(plot: str, *keys: str, **words: Any) -> dict[str, Any]:
-        is_time = plot in ("network", "speeds")
-        curves = [(key, curve) for key in keys for curve in facts.curves.get(key, ())]
-        lines = [
-            {
-                "name": key if len(keys) > 1 else curve.name,
-                "points": _points(curve, away if is_time else (), is_time=is_time),
-            }
-            for key, curve in curves
-            if curve.points
-        ]
-        return {"plot": plot, "lines": lines, **words}
-
-    each = {"unit": "of each push"} if is_async else {}
-    time = {"title": "Time between pushes", "unit": "from one version to the next"}
-    found = [
-        chart("loss", "loss", **each),
-        chart("seconds", "seconds", **(time if is_async else {})),
-        chart("norm", "norm", **each),
-        chart("network", "network"),
+def settings(facts: Facts) -> list[tuple[str, str]]:
+    """Titles and values of the settings that are set, those of the catalogue first."""
+    one_fragment = facts.settings.get("num_fragments") in (None, 1)
+    names = [*filter(facts.settings.__contains__, SETTINGS), *sorted(facts.settings)]
+    return [
+        (title_of(name), _value(name, facts.settings[name]))
+        for name in dict.fromkeys(names)
+        if facts.settings[name] not in (None, "[]")
+        and not (one_fragment and name.startswith("fragment_"))
     ]
-    if not is_async:
-        found.append(chart("workers", "averaged", "alive"))
-    if len(facts.curves["loss of workers"]) > 1:
-        words = {"id": "losses", "title": "Loss of each worker", "unit": ""}
-        found.append(chart("loss", "loss of workers", **words))
-    if len(facts.curves["norm of workers"]) > 1 and len(facts.curves["norm"]) == 1:
-        words = {"id": "norms", "title": "Pseudo-gradient norm of each worker", "unit": ""}
-        found.append(chart("norm", "norm of workers", **words))
-    return [*found, chart("speeds", "speed of workers")]
-
-
-def _points(
-    curve: Curve, away: Sequence[tuple[float, float]], *, is_time: bool
-) -> list[tuple[float, float | None]]:
-    """Places and values, with a gap where there was no broker, or the worker was away."""
-    gaps = sorted([*away, *curve.absent])
-    found: list[tuple[float, float | None]] = []
-    before = None
-    for point in curve.points:
-        place: float = point.at if is_time else point.number
-        if before is not None:
-            index = bisect_left(gaps, (before.at, before.at))
-            if index < len(gaps) and gaps[index][1] <= point.at:
-                found.append(((found[-1][0] + place) / 2, None))
-        found.append((place, point.value))
-        before = point
-    return found

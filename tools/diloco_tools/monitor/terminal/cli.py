@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from diloco_protocol.clients import Keys, ask_once
+from diloco_protocol.clients import ask_once
 from diloco_protocol.clients.command_line import (
     App,
     FeedArgument,
@@ -26,10 +26,10 @@ from diloco_protocol.feed import FeedError
 from diloco_protocol.monitor.tree import everyone
 from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.feed.model import FeedModel, Freshness, inner_step_now
-from diloco_tools.monitor.feed.replay import History, read_history
+from diloco_tools.monitor.feed.replay import read_history
 from diloco_tools.monitor.feed.series import RunSeries
-from diloco_tools.monitor.terminal.glyphs import Glyphs
-from diloco_tools.monitor.terminal.scene import Scene
+from diloco_tools.monitor.terminal.look import charset, fitted_to
+from diloco_tools.monitor.terminal.scene import Player, Scene
 from diloco_tools.monitor.terminal.text import MIN_WIDTH, screen
 from diloco_tools.terminal import KeysOption, console, fail, keys_of
 
@@ -97,8 +97,8 @@ def top(  # noqa: PLR0913  each is an option
     """
     if not (timeout > 0 and math.isfinite(timeout)):
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
-    glyphs = Glyphs.ascii() if ascii_only else Glyphs.for_encoding(sys.stdout.encoding)
-    show = _show_json if as_json else partial(_show_text, glyphs)
+    encoding = "ascii" if ascii_only else charset(sys.stdout.encoding)
+    show = _show_json if as_json else partial(_show_text, encoding)
     healthy = True
     shown: Iterable[tuple[FeedModel, float]]
     try:
@@ -108,7 +108,22 @@ def top(  # noqa: PLR0913  each is an option
         where = feed_of(address, feed, server, key)
         name = where if replay is None else str(replay)
         if is_screen:
-            _full_screen(name, history, glyphs=glyphs, control=server, readonly=readonly, keys=key)
+            # Only now: it takes a while to import, and text and JSON do without it.
+            from diloco_tools.monitor.terminal.application import Top
+
+            picture = Top(
+                name,
+                feed=None if history is not None else FeedSubscriber(name, keys=key),
+                ask=partial(ask_once, keys=key),
+                control=server,
+                readonly=readonly,
+                encoding=encoding,
+                player=None if history is None else Player(history, time.monotonic),
+                colour="NO_COLOR" not in os.environ,
+            )
+            if history is not None and history.skipped:
+                picture.say(f"{history.skipped} damaged lines of the history were left out.")
+            picture.run()
             return
         if history is not None:
             moments = history if follow else history[-1:]
@@ -164,11 +179,14 @@ def _show_json(name: str, model: FeedModel, now: float) -> bool:
     return verdict.healthy
 
 
-def _show_text(glyphs: Glyphs, name: str, model: FeedModel, now: float) -> bool:
+def _show_text(encoding: str, name: str, model: FeedModel, now: float) -> bool:
     """Print one screen for people; whether the run is healthy."""
     width = max(MIN_WIDTH, console().width)  # a narrower terminal wraps lines, and loses nothing
     scene = Scene(model, RunSeries(), now, model.freshness(now), model.age_s(now), name)
-    console(width=width).print(screen(scene, width, glyphs))
+    shown = console(width=width)
+    with shown.capture() as captured:
+        shown.print(screen(scene, width))
+    print(fitted_to(encoding, captured.get()), end="", flush=True)
     return model.verdict(now).healthy
 
 
@@ -178,34 +196,6 @@ def _is_terminal() -> bool:
     return os.environ.get("TERM") not in ("dumb", "") and all(
         stream is not None and stream.isatty() for stream in streams
     )
-
-
-def _full_screen(
-    name: str,
-    history: History | None,
-    *,
-    glyphs: Glyphs,
-    control: str | None,
-    readonly: bool,
-    keys: Keys | None,
-) -> None:
-    # Only now: it takes a while to import, and text and JSON do without it.
-    from diloco_tools.monitor.terminal.application import Top
-    from diloco_tools.monitor.terminal.playing import Player
-
-    shown = Top(
-        name,
-        feed=None if history is not None else FeedSubscriber(name, keys=keys),
-        ask=partial(ask_once, keys=keys),
-        control=control,
-        readonly=readonly,
-        glyphs=glyphs,
-        player=None if history is None else Player(history, time.monotonic),
-        colour="NO_COLOR" not in os.environ,
-    )
-    if history is not None and history.skipped:
-        shown.say(f"{history.skipped} damaged lines of the history were left out.")
-    shown.run()
 
 
 def _silence(feed: FeedSubscriber, timeout_s: float) -> str:

@@ -1,23 +1,26 @@
-"""The dialogs over the full screen."""
+"""What opens over the full screen: a question, an entry, and pages to read."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from dataclasses import replace
+from typing import ClassVar
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
-from textual import events
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
-from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from diloco_protocol.monitor.fields import BAD, UNEASY
-from diloco_tools.monitor.terminal import sentences
-from diloco_tools.monitor.terminal.glyphs import QUIET, STYLES, Glyphs
-
-T = TypeVar("T")
+from diloco_protocol.monitor.fields import BAD, OF_WORKER, TOP, UNEASY, columns
+from diloco_protocol.monitor.rows import Listed, cell
+from diloco_protocol.quantities import NONE
+from diloco_tools.monitor.orders import Order, wrong
+from diloco_tools.monitor.terminal.look import QUIET, STYLES
 
 
 def by_rich(text: RenderableType) -> RenderableType:
@@ -25,106 +28,66 @@ def by_rich(text: RenderableType) -> RenderableType:
     return Group(text) if text else ""
 
 
-class Dialog(ModalScreen[T]):
-    """A frame with a title, what is asked, and the keys that answer. Escape answers nothing."""
+class Confirm(ModalScreen[Order]):
+    """Whether to send an order, with the consequences. Nothing but y is a yes."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", priority=True)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", priority=True),
+        Binding("y,Y", "send"),
+        Binding("n,N,q", "leave"),
+    ]
 
-    def __init__(self, title: Text, asked: Sequence[Widget], *answers: tuple[str, str]) -> None:
+    def __init__(self, order: Order) -> None:
         super().__init__()
-        self._frame = (Static(by_rich(title), classes="title"), *asked)
-        self._choices = Static(choices(*answers))
+        self.order = order
 
     def compose(self) -> ComposeResult:
-        yield Vertical(*self._frame, self._choices, classes="dialog")
+        title = f"bold {STYLES[BAD]}" if self.order.typed else "bold"
+        with Vertical(classes="dialog"):
+            yield Static(by_rich(Text(self.order.title, title)))
+            yield Static(by_rich(Text(self.order.text)), classes="said")
+            yield from self.answers()
+
+    def answers(self) -> ComposeResult:
+        yield Static(choices(("y", self.order.label.lower()), ("n", "cancel")))
+
+    def action_send(self) -> None:
+        self.dismiss(self.order)
 
     def action_leave(self) -> None:
         self.dismiss(None)
 
 
-class Question(Dialog[bool]):
-    """Yes or no. Nothing but y is a yes."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y,Y", "dismiss(True)"),
-        Binding("n,N,q", "leave"),
-    ]
-
-    def __init__(self, title: str, said: Text, yes: str) -> None:
-        asked = [Static(by_rich(said), classes="said")]
-        super().__init__(Text(title, "bold"), asked, ("y", yes), ("n", "cancel"))
-
-
-class NewRate(Dialog[float]):
-    """A new outer learning rate: typed, shown beside the old one, and then confirmed."""
+class Entry(Confirm):
+    """The same where something has to be typed: a word that says that it is meant, or a new value."""
 
     AUTO_FOCUS = "Input"
 
-    def __init__(self, old: float | None, glyphs: Glyphs) -> None:
-        self._old, self._glyphs = old, glyphs
-        self._new: float | None = None
-        self._entry = Input(placeholder="for example 0.5", compact=True)
-        self._change = Static(self._changing(""), classes="said")
-        title = Text("Outer learning rate", "bold")
-        asked = (self._entry, self._change)
-        super().__init__(title, asked, ("enter", "go on"), ("esc", "cancel"))
+    def answers(self) -> ComposeResult:
+        if self.order.typed:
+            yield Static(Text.assemble("Type ", (self.order.typed, "bold"), " and press enter."))
+        yield Input(placeholder=f"{self.order.now} → ?" if self.order.setting else "", compact=True)
+        yield Static(id="wrong")
+        yield Static(choices(("enter", self.order.label.lower()), ("esc", "cancel")))
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        event.stop()
-        self._change.update(self._changing(event.value))
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        self._new, _ = sentences.rate_change(self._old, event.value, self._glyphs)
-        if self._new is None:
-            return
-        self._entry.disabled = True
-        self.set_focus(None)
-        self._choices.update(choices(("y", "send it to the broker"), ("n", "cancel")))
-
-    def on_key(self, event: events.Key) -> None:
-        if self._new is not None and event.key in ("y", "Y", "n", "N"):
-            self.dismiss(self._new if event.key in ("y", "Y") else None)
-
-    def _changing(self, typed: str) -> Text:
-        new, said = sentences.rate_change(self._old, typed, self._glyphs)
-        change = (self._glyphs.printable(said), "bold" if new is not None else QUIET)
-        return Text.assemble(change, "\nIt applies to the whole run, from the next outer step on.")
-
-
-class TypedWord(Dialog[bool]):
-    """For what cannot be taken back: a word has to be typed."""
-
-    AUTO_FOCUS = "Input"
-
-    def __init__(self, title: str, said: Text, word: str) -> None:
-        self._word = word
-        self._wrong = Static(id="wrong")
-        wanted = Static(Text.assemble("Type ", (word, "bold"), " and press enter."))
-        asked = (Static(by_rich(said), classes="said"), wanted, Input(compact=True), self._wrong)
-        super().__init__(
-            Text(title, f"bold {STYLES[BAD]}"), asked, ("enter", "do it"), ("esc", "cancel")
-        )
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        if event.value.strip() == self._word:
-            self.dismiss(True)
-            return
-        wrong = Text(f"That is not {self._word}: nothing was sent.", STYLES[UNEASY])
-        self._wrong.update(by_rich(wrong))
-        self._wrong.display = True
+    @on(Input.Submitted)
+    def submitted(self, event: Input.Submitted) -> None:
+        order, typed = self.order, event.value.strip()
+        if said := wrong(order, typed):
+            shown = self.query_one("#wrong", Static)
+            shown.update(by_rich(Text(said, STYLES[UNEASY])))
+            shown.display = True
+        else:
+            given = {order.setting: float(typed)} if order.setting else order.arguments
+            self.dismiss(replace(order, arguments=given))
 
 
 class Page(ModalScreen[None]):
     """Something to read."""
 
+    AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter,question_mark,space", "dismiss"),
-        Binding("down,j", "scroll(1)"),
-        Binding("up,k", "scroll(-1)"),
-        Binding("pagedown", "scroll(10)"),
-        Binding("pageup", "scroll(-10)"),
+        Binding("escape,q,enter,question_mark,space", "dismiss", priority=True)
     ]
 
     def __init__(self, title: str, text: RenderableType) -> None:
@@ -132,18 +95,51 @@ class Page(ModalScreen[None]):
         self._title, self._text = title, text
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog page") as box, VerticalScroll(can_focus=False):
+        with Vertical(classes="dialog page") as box, VerticalScroll():
             box.border_title = Text(self._title)  # a string would be read as markup
             box.border_subtitle = "esc back"
             yield Static(self._text)
 
-    def action_scroll(self, lines: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
-
 
 def choices(*of: tuple[str, str]) -> Text:
     """Keys that answer, and what each does."""
-    text = Text()
-    for key, label in of:
-        text.append("   " if text.plain else "").append(key, "bold").append(f" {label}", QUIET)
-    return text
+    parts = (Text.assemble((key, "bold"), (f" {label}", QUIET)) for key, label in of)
+    return Text("   ").join(parts)
+
+
+def details(listed: Listed) -> Table:
+    """Everything that the feed says about one worker."""
+    worker = listed.worker
+    rows = [("", "as its relay reports")] if worker.level else []
+    rows += [("Process", str(worker.pid))] if worker.pid else []
+    for field in OF_WORKER:
+        value, said = field.value(worker) if not field.title else 0, cell(field, listed).text
+        is_usual = value is None or (field.path in ("processes", "connections") and value == 1)
+        if not is_usual and said != NONE and field.path != "sync_every":
+            unit = f" {field.unit}" if field.unit not in ("", "pushes", "tokens") else ""
+            rows.append((field.label, said + unit))
+    rows += [("Warning", worker.warning)] if worker.warning else []
+    rows += ((str(key), str(value)) for key, value in worker.extra.items())
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=QUIET, max_width=25)
+    for label, value in rows:
+        table.add_row(Text(label), Text(value))
+    return table
+
+
+def help_page(keys: Sequence[Binding]) -> Table:
+    """All keys of this mode, and what the columns mean."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", style="bold", min_width=11)
+    for key in keys:
+        if key.tooltip:
+            table.add_row(key.key_display, key.tooltip)
+    table.add_row("", "")
+    words = {field.title.upper(): field.help for field in columns(TOP)} | {
+        "~": "before inner steps: estimated from the worker's pace since its last report",
+        "curves": "scaled by their newer half; ↑ ↓ mark older values beyond that",
+        "LIVE": "data under 3 s old; LATE up to 10 s; then STALE",
+    }
+    for word, meaning in words.items():
+        table.add_row(word, meaning)
+    return table

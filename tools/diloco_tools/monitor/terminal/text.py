@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from diloco_protocol.feed import INSECURE, Snapshot
 from diloco_protocol.monitor import tree
-from diloco_protocol.monitor.fields import BAD, GOOD, TOP, UNEASY, run_name
+from diloco_protocol.monitor.fields import (
+    BAD,
+    GOOD,
+    LEVELS,
+    TOP,
+    UNEASY,
+    Field,
+    Part,
+    columns,
+    run_name,
+)
 from diloco_protocol.monitor.rows import Row, cells, rows_of
-from diloco_protocol.quantities import duration, parameters, plural
-from diloco_tools.monitor.terminal.glyphs import FRESHNESS, LEVELS, QUIET, STYLES, Glyphs
+from diloco_protocol.quantities import NONE, duration, moment, parameters, plural
+from diloco_tools.monitor.terminal.look import (
+    FRESHNESS,
+    QUIET,
+    STYLES,
+    clipped,
+    marked,
+    on_one_line,
+    styled,
+)
 from diloco_tools.monitor.terminal.scene import Scene
-from diloco_tools.monitor.terminal.table import fitted
 
 LABEL = 12  # columns of a row's label and of an event's age, the gap included
 MIN_WIDTH = 80
 LAST_EVENTS, LAST_REJECTIONS = 5, 3
 REASONS = 6  # of a degraded run; the table has the rest
 NAMED_REPLAY = 98  # columns from which the header of a replay has room for our name
-# Rows that a small window shows first; the others follow in the order of `rows_of`.
 # fmt: off
+# Rows that a small window shows first; the others follow in the order of `rows_of`.
 FIRST = (
     "round", "pushes", "missing", "workers", "state", "rejected", "checkpoint", "commands", "end",
     "parent", "standby", "data", "outer", "broker", "last", "model",
 )
+# Columns of the table that give way where there is no room, the highest rank first; any other stays.
+RANKS = {
+    "tokens": 9, "delta_norm": 9, "step": 8, "bytes_up": 7, "bytes_down": 7, "pushes": 6,
+    "sync_age_s": 4, "rejected": 3, "state": 2, "rate_up": 1, "rate_down": 1,
+}
 # fmt: on
+NAMES_FIRST = 3  # columns of this rank and above give way before a name is cut
+WORDS = ("id", "health", "host", "state")  # columns that stand at the left of their room
+LEAST = {"id": 8, "host": 6}  # columns that may be cut, and to what
+MOST = {"id": 32, "host": 24}
 
 
 def grid() -> Table:
@@ -39,7 +67,7 @@ def grid() -> Table:
     return made
 
 
-def header(scene: Scene, width: int, glyphs: Glyphs, *, is_coloured: bool = False) -> Table:
+def header(scene: Scene, width: int, *, is_coloured: bool = False) -> Table:
     """Whose run this is, and at the other end how much to believe of it.
 
     Args:
@@ -52,55 +80,55 @@ def header(scene: Scene, width: int, glyphs: Glyphs, *, is_coloured: bool = Fals
         size = parameters(snapshot.model.parameters) if snapshot.model else ""
         words = [f"run {name}" if name else "no run yet", size, snapshot.mode]
     if scene.replay is None or width >= NAMED_REPLAY:
-        words = ["diloco-top", glyphs.clip(scene.address, width // 3), *words]
-    left = _on_one_line(Text(glyphs.printable("  ".join(filter(None, words)))), glyphs)
+        words = ["diloco-top", clipped(scene.address, width // 3), *words]
     made = Table.grid(expand=True, padding=(0, 2, 0, 0))
     made.add_column(ratio=1, no_wrap=True)
     made.add_column(justify="right", no_wrap=True)
-    feed = _feed(scene, glyphs)
+    feed = _feed(scene)
+    left = on_one_line(Text("  ".join(filter(None, words))))
     made.add_row(left, Text(feed.plain) if is_coloured else feed)
     return made
 
 
-def _feed(scene: Scene, glyphs: Glyphs) -> Text:
+def _feed(scene: Scene) -> Text:
     """Where a replay is, or what is known of the feed."""
     if (replay := scene.replay) is not None:
-        pace = f"{glyphs.play} x{replay.speed}" if replay.playing else "stopped"
+        pace = f"▶ x{replay.speed}" if replay.playing else "stopped"
         place = f"{replay.index + 1}/{len(replay.moments)} {pace}"
-        return Text(f"REPLAY {replay.time_of_day}  {place}", STYLES[UNEASY])
-    text, snapshot = Text(), scene.model.snapshot
-    if snapshot is not None and snapshot.security == INSECURE:
-        text.append(f"{INSECURE}  ", f"bold {STYLES[BAD]}")
-    if scene.readonly:
-        text.append("readonly  ", QUIET)
-    if scene.frozen_s is not None:
-        text.append(f"FROZEN {duration(scene.frozen_s)}  ", STYLES[UNEASY])
-    if scene.model.restarts:
-        text.append(plural(scene.model.restarts, "restart") + "  ", STYLES[UNEASY])
-    if scene.model.missed:
-        text.append(f"{scene.model.missed} missed  ", STYLES[UNEASY])
-    age = "" if scene.model.snapshot is None else f" {duration(scene.age_s)}"
-    return text + glyphs.marked(scene.fresh.name + age, FRESHNESS[scene.fresh])
+        return Text(f"REPLAY {moment(replay.moment.at)} UTC  {place}", STYLES[UNEASY])
+    model, snapshot = scene.model, scene.model.snapshot
+    is_open = snapshot is not None and snapshot.security == INSECURE
+    frozen = scene.frozen_s
+    said = [
+        (INSECURE * is_open, f"bold {STYLES[BAD]}"),
+        ("readonly" * scene.readonly, QUIET),
+        ("" if frozen is None else f"FROZEN {duration(frozen)}", STYLES[UNEASY]),
+        (plural(model.restarts, "restart") if model.restarts else "", STYLES[UNEASY]),
+        (f"{model.missed} missed" if model.missed else "", STYLES[UNEASY]),
+    ]
+    text = Text.assemble(*((f"{word}  ", style) for word, style in said if word))
+    age = "" if snapshot is None else f" {duration(scene.age_s)}"
+    return text + marked(Part(scene.fresh.name + age, FRESHNESS[scene.fresh]))
 
 
-def verdict(scene: Scene, most: int, glyphs: Glyphs) -> Text:
+def verdict(scene: Scene, most: int) -> Text:
     """How the run is, with at most `most` reasons, each on a line of its own."""
     found = scene.model.verdict(scene.now)
-    text = glyphs.marked(found.word.upper(), GOOD if found.healthy else UNEASY)
+    text = marked(Part(found.word.upper(), GOOD if found.healthy else UNEASY))
     reasons, indent = list(found.reasons), " " * (text.cell_len + 2)
     if len(reasons) > most:
         reasons[most - 1 :] = [f"and {len(reasons) - most + 1} more"]
     for place, reason in enumerate(reasons):
-        text.append(f"\n{indent}" if place else "  ").append(glyphs.printable(reason), "default")
+        text.append(f"\n{indent}" if place else "  ").append(reason, "default")
     return text
 
 
-def rows_table(rows: Sequence[Row], glyphs: Glyphs, *, wraps: bool) -> Table:
+def rows_table(rows: Sequence[Row], *, wraps: bool) -> Table:
     """Rows, each on as many lines as it needs or (without `wraps`) on one."""
     made = grid()
     for row in rows:
-        parts = Text(", ").join(glyphs.text(part) for part in row.parts)
-        made.add_row(Text(row.label, QUIET), parts if wraps else _on_one_line(parts, glyphs))
+        parts = Text(", ").join(map(styled, row.parts))
+        made.add_row(Text(row.label, QUIET), parts if wraps else on_one_line(parts))
     return made
 
 
@@ -114,7 +142,7 @@ def rows_for(snapshot: Snapshot, most: int | None = None) -> list[Row]:
     return [row for row in rows if row in first]
 
 
-def log(snapshot: Snapshot, most: int, glyphs: Glyphs) -> list[tuple[str, Text]]:
+def log_table(snapshot: Snapshot, most: int, *, wraps: bool = True) -> Table:
     """Ages and sentences of the newest rejections and events, the newest last."""
     rejections = sorted(snapshot.rejections, key=lambda each: each.age_s)[:LAST_REJECTIONS]
     found = [
@@ -124,46 +152,85 @@ def log(snapshot: Snapshot, most: int, glyphs: Glyphs) -> list[tuple[str, Text]]
     for event in snapshot.events:
         said = event.text if event.level == "info" else f"{event.level}: {event.text}"
         found.append((event.age_s, event.sequence, said, LEVELS.get(event.level, UNEASY)))
-    newest = sorted(found, key=lambda each: (-each[0], each[1]))[-most:] if most else []
-    return [
-        (glyphs.printable(f"{duration(age_s):>6} ago"), Text(glyphs.printable(said), STYLES[tone]))
-        for age_s, _, said, tone in newest
-    ]
-
-
-def log_table(snapshot: Snapshot, most: int, glyphs: Glyphs, *, wraps: bool = True) -> Table:
     made = grid()
-    for age, said in log(snapshot, most, glyphs):
-        made.add_row(Text(age, QUIET), said if wraps else _on_one_line(said, glyphs))
+    for age_s, _, said, tone in sorted(found, key=lambda each: (-each[0], each[1]))[-most:]:
+        text = Text(said, STYLES[tone])
+        age = Text(f"{duration(age_s):>6} ago", QUIET)
+        made.add_row(age, text if wraps else on_one_line(text))
     return made
-
-
-def _on_one_line(text: Text, glyphs: Glyphs) -> Text:
-    text.no_wrap, text.overflow = True, "crop" if glyphs.is_ascii else "ellipsis"
-    return text
 
 
 def no_workers(snapshot: Snapshot) -> str:
     return "all workers have left" if snapshot.ended else "no workers yet"
 
 
-def screen(scene: Scene, width: int, glyphs: Glyphs) -> Group:
+@dataclass(frozen=True)
+class Column:
+    """A column of the table that has room."""
+
+    field: Field
+    width: int
+
+    def title(self, *, is_sorted: bool) -> Text:
+        return self._placed(Text(self.field.title.upper(), "bold" if is_sorted else QUIET))
+
+    def shown(self, part: Part) -> Text:
+        if self.field.path == "health":
+            return self._placed(marked(part))
+        return self._placed(styled(part._replace(text=clipped(part.text, self.width))))
+
+    def _placed(self, text: Text) -> Text:
+        text.truncate(self.width)  # a state of absurd length
+        text.align("left" if self.field.path in WORDS else "right", self.width)
+        return text
+
+
+def fitted(rows: Sequence[dict[str, Part]], width: int) -> list[Column]:
+    """The columns that have room in `width`, with one blank between them."""
+
+    def natural(field: Field) -> int:
+        widest = max((cell_len(row[field.path].text) for row in rows), default=0)
+        widest += 2 * (field.path == "health")  # its sign
+        return max(min(widest, MOST.get(field.path, 16)), len(field.title))
+
+    kept = [
+        field
+        for field in columns(TOP)
+        if field.path not in RANKS or any(row[field.path].text != NONE for row in rows)
+    ]
+    sizes = {field.path: natural(field) for field in kept}
+
+    def excess(least: dict[str, int]) -> int:
+        """How much too wide the columns are, once names are cut to these widths."""
+        widths = (min(sizes[field.path], least.get(field.path, 999)) for field in kept)
+        return sum(widths) + len(kept) - 1 - width
+
+    ranks = [RANKS.get(field.path, 0) for field in kept]
+    while (worst := max(ranks)) and excess(LEAST if worst < NAMES_FIRST else {}) > 0:
+        last = len(ranks) - 1 - ranks[::-1].index(worst)
+        del kept[last], ranks[last]
+    while excess({}) > 0 and any(sizes[path] > least for path, least in LEAST.items()):
+        longest = max(LEAST, key=lambda path: sizes[path] if sizes[path] > LEAST[path] else 0)
+        sizes[longest] -= 1
+    return [Column(field, sizes[field.path]) for field in kept]
+
+
+def screen(scene: Scene, width: int) -> Group:
     """The whole picture of `--once`; `width` is at least `MIN_WIDTH`."""
     snapshot = scene.snapshot()
-    parts: list[RenderableType] = [header(scene, width, glyphs), verdict(scene, REASONS, glyphs)]
+    parts: list[RenderableType] = [header(scene, width), verdict(scene, REASONS)]
     if snapshot is None:
         return Group(*parts)
-    parts += [rows_table(rows_for(snapshot), glyphs, wraps=True), ""]
+    parts += [rows_table(rows_for(snapshot), wraps=True), ""]
     if snapshot.listed:
         workers = scene.listed(tree.arranged(snapshot.listed, lambda worker: worker.id))
         rows = [cells(each, TOP) for each in workers]
-        columns = fitted(rows, width)
-        parts.append(Text(" ").join(each.title(is_sorted=False) for each in columns))
+        shown = fitted(rows, width)
+        parts.append(Text(" ").join(each.title(is_sorted=False) for each in shown))
         for row in rows:
-            shown = (each.shown(row[each.field.path], glyphs) for each in columns)
-            parts.append(Text(" ").join(shown))
+            parts.append(Text(" ").join(each.shown(row[each.field.path]) for each in shown))
     else:
         parts.append(Text(no_workers(snapshot), QUIET))
     if snapshot.events or snapshot.rejections:
-        parts += ["", log_table(snapshot, LAST_EVENTS, glyphs)]
+        parts += ["", log_table(snapshot, LAST_EVENTS)]
     return Group(*parts)

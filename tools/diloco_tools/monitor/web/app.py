@@ -3,16 +3,19 @@
 GET  /, /assets/NAME        the page; no figures in it, so it needs no token
 GET  /api/session           what this dashboard is, and whether the token given may steer
 GET  /api/state             the newest snapshot and the plots as JSON, for programs
-GET  /api/events?every=N    the same as server-sent events, every N seconds
+GET  /api/state?after=T     the same for a page that has the points up to T, in words
 GET  /api/replay[/INDEX]    a recorded run: its outline, one of its moments
 POST /api/control           {"action": ...} with the token; answered with {"ok", "text"}
 """
 
 import asyncio
 import json
-import math
+import socket
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,21 +25,35 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diloco_protocol.addresses import as_reached
 from diloco_protocol.clients import Keys
 from diloco_protocol.clients.operator import ask_once, this_user
 from diloco_protocol.errors import Unreachable
-from diloco_tools.monitor.feed.model import LIVE_BELOW_S, STALE_ABOVE_S
-from diloco_tools.monitor.web.orders import read_order, steering_address
+from diloco_protocol.feed import Snapshot
+from diloco_protocol.monitor.fields import confirmed_by
 from diloco_tools.monitor.web.security import HEADERS, Policy, Refusal
-from diloco_tools.monitor.web.serving import EventStream, Streams
-from diloco_tools.monitor.web.source import ReplaySource
+from diloco_tools.monitor.web.source import FeedSource, ReplaySource
 from diloco_tools.monitor.web.words import titles
 
 LONGEST_BODY = 4096  # bytes: the longest order is a worker's name
 BODY_S = 5.0  # seconds for a body of that size to arrive
 MOST_ORDERS = 4  # at once; each holds a thread until the broker answers
-SLOWEST_S, FASTEST_S = 30.0, 1.0  # refresh intervals
+GRACE_S = 1  # for answers that are under way at the end
+MOST_CONNECTIONS = 128
+LARGEST_HEADERS = 16 << 10  # bytes
 RECORDED = "This is a recorded run; nothing can be changed."
+# The actions of a page, and their arguments: those that are asked for, and, of "set", any of these.
+ACTIONS: Mapping[str, Sequence[str]] = {
+    "save": (),
+    "kick": ("worker",),
+    "set": (
+        *("outer_lr", "outer_momentum", "workers", "min_workers", "sync_every", "quorum", "grace"),
+        "save_every",
+    ),
+    "pause": (),
+    "resume": (),
+    "shutdown": ("confirm",),
+}
 KINDS = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -53,14 +70,13 @@ class Dashboard:
     def __init__(
         self,
         policy: Policy,
-        streams: Streams | None = None,
+        feed: FeedSource | None = None,
         replay: ReplaySource | None = None,
         control: str | None = None,
         keys: Keys | None = None,
     ) -> None:
-        self.policy, self.streams, self.replay, self.control = policy, streams, replay, control
+        self.policy, self.feed, self.replay, self.control = policy, feed, replay, control
         self._keys = keys
-        self.feed = streams.source if streams is not None else None
         self._assets = _assets()
         self._orders = asyncio.Semaphore(MOST_ORDERS)
         # Made at the start: no request waits for it, or has it made again.
@@ -88,29 +104,18 @@ class Dashboard:
                 "steering": refusal is None,
                 "needs_token": refusal is not None and refusal.status == 401,
                 "reason": refusal and refusal.text,
-                "live_below_s": LIVE_BELOW_S,
-                "stale_above_s": STALE_ABOVE_S,
                 "columns": titles(),
             }
         )
 
-    async def state(self, _request: Request) -> Response:
+    async def state(self, request: Request) -> Response:
         assert self.feed is not None
-        body, _ = self.feed.state()
-        return Response(body, media_type="application/json")
-
-    async def events(self, request: Request) -> Response:
-        assert self.streams is not None
+        after = request.query_params.get("after")
         try:
-            every_s = float(request.query_params.get("every", "1"))
+            body = self.feed.state(None if after is None else float(after))
         except ValueError:
-            every_s = math.nan
-        if not FASTEST_S <= every_s <= SLOWEST_S:
-            raise Refusal(400, f"every= takes seconds from {FASTEST_S:g} to {SLOWEST_S:g}.")
-        if self.streams.places.locked():
-            text = f"{self.streams.most} pages look at this dashboard already; close one of them."
-            raise Refusal(503, text)
-        return EventStream(self.streams, every_s)
+            raise Refusal(400, "after= takes the clock of an earlier answer.") from None
+        return Response(body, media_type="application/json")
 
     async def outline(self, _request: Request) -> Response:
         return Response(self._outline, media_type="application/json")
@@ -158,8 +163,8 @@ def application(dashboard: Dashboard) -> ASGIApp:
         Route("/api/session", dashboard.session),
         Route("/api/control", dashboard.order, methods=["POST"]),
     ]
-    if dashboard.streams is not None:
-        routes += [Route("/api/state", dashboard.state), Route("/api/events", dashboard.events)]
+    if dashboard.feed is not None:
+        routes.append(Route("/api/state", dashboard.state))
     if dashboard.replay is not None:
         routes += [
             Route("/api/replay", dashboard.outline),
@@ -229,3 +234,66 @@ def _assets() -> dict[str, tuple[bytes, str]]:
         for item in (*folder.iterdir(), *(folder / "uplot").iterdir())
         if item.name.rpartition(".")[2] in KINDS
     }
+
+
+def read_order(document: object, snapshot: Snapshot | None) -> tuple[str, dict[str, Any]]:
+    """The action and its arguments from the JSON of a request: {"action": ..., argument: value, ...}.
+
+    Their values are the broker's to check. `shutdown` has to name the run in `confirm`.
+
+    Raises:
+        Refusal: anything else than a known action with its arguments.
+    """
+    if not isinstance(document, dict):
+        raise Refusal(400, 'The request is not a JSON object such as {"action": "save"}.')
+    arguments = dict(document)
+    action = str(arguments.pop("action", None))
+    if action not in ACTIONS:
+        raise Refusal(400, f"Unknown action {action[:60]!r}; known are {', '.join(ACTIONS)}.")
+    if strange := sorted(str(name) for name in arguments.keys() - set(ACTIONS[action])):
+        raise Refusal(400, f"{action!r} has no argument {strange[0][:60]!r}.")
+    if not arguments and ACTIONS[action]:
+        needed = "a setting" if action == "set" else ACTIONS[action][0]
+        raise Refusal(400, f"{action!r} needs {needed}.")
+    if action == "shutdown" and arguments.pop("confirm") != confirmed_by(snapshot):
+        raise Refusal(400, "That is not the name of this run, so the broker was not stopped.")
+    return action, arguments
+
+
+def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) -> str | None:
+    """Where the broker is steered: as `given`, else as its feed says; None while unknown."""
+    if given is not None:
+        return given
+    bound = snapshot.control if snapshot is not None else ""
+    return as_reached(bound, feed) if bound else None
+
+
+def server_of(app: ASGIApp) -> uvicorn.Server:
+    """uvicorn, made to end at once by `should_exit = True`, whatever pages are open."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        access_log=False,  # it would have the token in it
+        log_level="critical",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        h11_max_incomplete_event_size=LARGEST_HEADERS,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    return uvicorn.Server(config)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    Raises:
+        OSError: the name is unknown, or the address is not to be had.
+    """
+    family, *_, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, dualstack_ipv6=is_dual)

@@ -84,8 +84,7 @@ def dashboard(
     if replay is not None and control is not None:
         _fail("--replay shows a past run, there is nothing to steer: leave --server out")
     try:
-        from diloco_tools.monitor.web import serving
-        from diloco_tools.monitor.web.app import Dashboard, application
+        from diloco_tools.monitor.web.app import Dashboard, application, listen, server_of
         from diloco_tools.monitor.web.source import FeedSource, ReplaySource
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -101,23 +100,23 @@ def dashboard(
         key = None if replay is not None else keys_of(keys, steers=not readonly)
         past = ReplaySource.of_file(replay) if replay is not None else None
         where = feed_of(address, feed, control, key)
-        streams = serving.Streams(FeedSource(where, key)) if past is None else None
+        source = FeedSource(where, key) if past is None else None
     except (FeedError, UsageError) as error:
         _fail(str(error))
     reader = None if key is None or key.peer.role is Role.OPERATOR else key.peer
     only_shows = readonly or replay is not None or reader is not None
     # Elsewhere than on loopback the token is for looking, too.
     token = None if is_loopback(host) and only_shows else new_token()
-    page = Dashboard(Policy(host, token, readonly, reader), streams, past, control, key)
-    with page.feed or nullcontext():
+    page = Dashboard(Policy(host, token, readonly, reader), source, past, control, key)
+    with source or nullcontext():
         try:
-            listening = serving.listen(host, port)
+            listening = listen(host, port)
         except OSError as error:
             _fail(
                 f"cannot listen on {host} port {port}: {error.strerror or error}; another --port, "
                 "or --port 0 for a free one, may do"
             )
-        server = serving.server_of(application(page), streams)
+        server = server_of(application(page))
         if lifeline:
             threading.Thread(target=_hold, args=(server,), name="lifeline", daemon=True).start()
         print(f"dashboard {_address(listening, host, token)}", flush=True)

@@ -1,7 +1,11 @@
-"""A snapshot in the words of the page, from the catalogue: header, rows of the server panel, the table.
+"""A snapshot in the words of the page: the page words nothing of it by itself.
 
-The page words nothing of a snapshot by itself. It gets these words with each state, and again with each
-pulse until the next snapshot, so that ages go on.
+facts, rows   [label, [[text, tone], ...]] of the header and of the panel of the run
+workers       rows of the table, in the columns of `titles`
+events, rejections   the same as rows, the newest first
+badge         how much to believe of it: [tone, word, age]
+notice        what is wrong: [tone, word, sentences], or null
+orders        what may be asked of the broker
 """
 
 from __future__ import annotations
@@ -9,27 +13,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_protocol.feed import DEAD, Snapshot, Worker
+from diloco_protocol.feed import INSECURE, Snapshot, Worker
 from diloco_protocol.monitor.fields import (
+    BAD,
     DASHBOARD,
+    GOOD,
+    LEVELS,
+    UNEASY,
     Field,
     Part,
     columns,
-    has_round,
     run_name,
-    state_of,
 )
-from diloco_protocol.monitor.rows import Listed, cells, rows_of
+from diloco_protocol.monitor.rows import cells, rows_of, sort_key
 from diloco_protocol.monitor.tree import everyone
-from diloco_protocol.quantities import NONE, byte_size, clock, duration, parameters, percent
-from diloco_tools.monitor.feed.model import Freshness, listed
+from diloco_protocol.quantities import NONE, duration, percent, plural
+from diloco_tools.monitor.feed.model import FeedModel, Freshness, listed
 from diloco_tools.monitor.feed.series import Rate
+from diloco_tools.monitor.orders import kick, orders
 
 # A column with a second field below its own: the page has room for ten columns.
 BELOW = {"id": "host", "health": "state", "loss": "delta_norm", "rate_up": "rate_down"}
 UNRECORDED_ROWS = {"rejected", "checkpoint", "standby"}  # a history says nothing of these
 UNRECORDED_CELLS = {"health", "state", "beat_age_s"}
-IN_HEADER = {"run", "state"}  # rows that the header has already
+HEADER = ("run", "state", "round", "pushes", "model")
+MOST_REASONS = 6
+FRESHNESS = {Freshness.LIVE: GOOD, Freshness.LATE: UNEASY, Freshness.STALE: BAD}
 
 _FIELDS = {field.path: field for field in columns(DASHBOARD)}
 COLUMNS = [field for path, field in _FIELDS.items() if path not in BELOW.values()]
@@ -62,42 +71,74 @@ def words(
     rows = {row.label: [*row.parts] for row in rows_of(snapshot, DASHBOARD)}
     if cpu is not None and "broker" in rows:
         rows["broker"].append(Part(f"{percent(cpu)} of a core"))
-    hidden = IN_HEADER | (UNRECORDED_ROWS if is_recorded else set())
-    return {
-        "header": _header(snapshot),
-        "counts": ", ".join(part.text for part in rows.get("workers", ())),
-        "rows": [(label, parts) for label, parts in rows.items() if label not in hidden],
-        "workers": _table(snapshot, fresh, rates),
-    }
-
-
-def _header(snapshot: Snapshot) -> Mapping[str, Any]:
-    now, model, fragments = snapshot.round, snapshot.model, snapshot.fragments
-    is_async = snapshot.mode == "async"
-    number = NONE
-    if is_async:
-        number = str(max((each.version for each in fragments), default=0))
-    elif now is not None and has_round(snapshot):
-        number = str(now.number)
-    arrived = expected = 0
-    phase = ""
-    if now is not None and has_round(snapshot):
-        arrived, expected = len(now.arrived), len(now.expected)
-        phase = f"{arrived}/{expected} arrived, {now.phase} for {duration(now.age_s)}"
-    several = f", {len(fragments)} fragments" if len(fragments) > 1 else ""
+    hidden = UNRECORDED_ROWS if is_recorded else set()
+    shown = [(label, parts) for label, parts in rows.items() if label not in hidden]
     return {
         "run": f"run {run_name(snapshot)}" if snapshot.run else "no run yet",
-        "mode": (snapshot.mode or NONE) + several,
-        "condition": state_of(snapshot).text or NONE,
-        "round-title": "Version" if is_async else "Round",
-        "round": number,
-        "round-more": phase,
-        "uptime": clock(snapshot.uptime_s),
-        "model": "not known yet"
-        if model is None
-        else f"{parameters(model.parameters)} parameters, {byte_size(model.bytes)}",
-        "arrived": [arrived, expected],
+        "facts": [(label.capitalize(), parts) for label, parts in shown if label in HEADER],
+        "counts": ", ".join(part.text for part in rows.get("workers", ())),
+        "rows": [(label.capitalize(), parts) for label, parts in shown if label not in HEADER],
+        "workers": _table(snapshot, fresh, rates),
+        "empty": "All workers have left." if snapshot.ended else "No workers yet.",
+        "events": [
+            logged(f"{duration(each.age_s)} ago", each.level, each.text)
+            for each in sorted(snapshot.events, key=lambda each: -each.sequence)
+        ],
+        "rejections": [
+            logged(f"{duration(r.age_s)} ago", "warning", f"{r.worker}: {r.code}: {r.text}")
+            for r in snapshot.rejections
+        ],
+        "insecure": snapshot.security == INSECURE,
+        "about": f"broker {snapshot.version}, incarnation {snapshot.epoch[:8]}",
     }
+
+
+def logged(when: str, level: str, text: str) -> tuple[str, list[Part]]:
+    """A line of the broker's log as a row."""
+    tone = LEVELS.get(level, UNEASY)
+    return when, ([Part(f"{level}: {text}", tone)] if tone else [Part(text)])
+
+
+def live_words(
+    model: FeedModel, now: float, feed: str, problem: str | None, said: dict[str, Any] | None
+) -> dict[str, Any]:
+    """`said` of the newest snapshot, with how alive the feed is, and what the broker may be asked."""
+    fresh, snapshot = model.freshness(now), model.snapshot
+    age = duration(model.age_s(now)) if snapshot else "nothing heard yet"
+    facts = (said or {}).get("facts", [])
+    missed = [str(model.missed), plural(model.restarts, "restart") if model.restarts else ""]
+    number = f" round {snapshot.round.number}" if snapshot and snapshot.round else ""
+    silence = model.refusal or "No snapshot from the broker yet."
+    if snapshot is not None and not model.refusal:
+        is_silent = fresh is Freshness.STALE
+        silence = "The broker is silent; nothing can be changed." if is_silent else ""
+    return {
+        **(said or {"facts": [], "rows": [], "workers": [], "events": [], "rejections": []}),
+        "facts": [*facts, ("Missed snapshots", [Part(", ".join(filter(None, missed)))])],
+        "badge": (FRESHNESS[fresh], fresh.name, age),
+        "title": f"{fresh.name}{number}: DiLoCo",
+        "notice": _notice(model, now, feed, problem),
+        "silence": silence,
+        "orders": {name: vars(order) for name, order in orders(snapshot).items()},
+    }
+
+
+def _notice(
+    model: FeedModel, now: float, feed: str, problem: str | None
+) -> tuple[str, str, list[str]] | None:
+    verdict, fresh = model.verdict(now), model.freshness(now)
+    said = list(verdict.reasons[:MOST_REASONS])
+    if len(verdict.reasons) > MOST_REASONS:
+        said.append(f"and {len(verdict.reasons) - MOST_REASONS} more")
+    if model.snapshot is None and not model.refusal:
+        said.append(f"check that {feed} is the feed of a running diloco-broker")
+    if problem and fresh is not Freshness.LIVE:
+        said.append(problem)
+    word = "REFUSED" if model.refusal else verdict.word.upper()
+    if fresh is Freshness.STALE and not model.refusal:
+        word = fresh.name
+    tone = BAD if word in ("REFUSED", "STALE") else GOOD if word == "ENDED" else UNEASY
+    return (tone, word, said) if said else None
 
 
 def _table(
@@ -113,11 +154,10 @@ def _table(
             {
                 "id": worker.id,
                 "path": path,
-                "health": worker.health,
-                "workers": worker.workers,
                 "about": _about(worker, path),
                 "cells": [_cell(field, parts, is_recorded=fresh is None) for field in COLUMNS],
-                "sort": [_sort(field, shown) for field in COLUMNS],
+                "sort": [sort_key(field, shown) for field in COLUMNS],
+                "order": vars(kick(worker, snapshot)),
             }
         )
     return found
@@ -132,18 +172,6 @@ def _cell(field: Field, parts: Mapping[str, Part], *, is_recorded: bool) -> tupl
     text, tone = part(field.path)
     below = part(BELOW[field.path]) if field.path in BELOW else Part("")
     return text, tone or below.tone, "" if below.text == NONE else below.text
-
-
-def _sort(field: Field, listed: Listed) -> Any:
-    """What a column is sorted by; None comes last."""
-    worker = listed.worker
-    if field.path == "health":
-        return 0 if worker.health in ("lost", DEAD) else 2 if worker.health == "ok" else 1
-    if field.path == "rate_up":
-        return None if listed.up is None else listed.up + (listed.down or 0.0)
-    if field.path == "inner_step":
-        return (listed.inner_now or worker.inner_step) / (worker.sync_every or 1)
-    return field.value(worker)
 
 
 def _about(worker: Worker, path: list[str]) -> str:

@@ -1,7 +1,7 @@
 // Line plots, the same on the dashboard and in a report. uPlot draws them; beneath each title are the values
 // under the pointer or the cursor of the arrow keys, or else the newest ones, in words.
 
-import { NONE, duration, make, number, rate, scaled } from "./format.js";
+import { make } from "./dom.js";
 
 const HEIGHT = 184;
 const HUES = 8; // colours in the style sheet; further lines are grey
@@ -9,32 +9,54 @@ const MOST_LINES = 64; // more than an eye can follow, and as many as are drawn 
 const IN_WORDS = 8; // values in the readout
 const LEAST_RECENT = 4; // points that a scale goes by
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
-const [MINUTE, HOUR] = [60, 3600];
-
-export const DAY = 86400;
-export const TIME_STEPS = [1, 2, 5, 10, 15, 30, MINUTE, 120, 300, 600, 900, 1800, HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * DAY)];
+const [MINUTE, HOUR, DAY] = [60, 3600, 86400];
+const TIME_STEPS = [1, 2, 5, 10, 15, 30, MINUTE, 120, 300, 600, 900, 1800, HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * DAY)];
 const ROUND_STEPS = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((step) => step * 10 ** power)).flat();
 
-const or = (zero, format) => (value, isExact) => (value === null ? NONE : value === 0 ? zero : format(value, isExact));
+// How values are written, as diloco_protocol.quantities does.
+
+/** 0.4 s, 41 s, 12 min, 3 h, 4 d. */
+function duration(seconds) {
+  if (seconds < 9.95) return `${Math.max(0, seconds).toFixed(1)} s`;
+  for (const [size, unit] of [[1, "s"], [MINUTE, "min"], [HOUR, "h"]]) {
+    if (seconds / size < 99.5) return `${Math.round(seconds / size)} ${unit}`;
+  }
+  return `${Math.round(seconds / DAY)} d`;
+}
+const short = (seconds) => duration(seconds).replace(/\.0 s$/, " s");
+
+/** 0.41, 1.5k, 38M; with unit "B" 1.5 kB, 38 MB. Decimal prefixes. */
+function scaled(value, unit = "") {
+  const space = unit ? " " : "";
+  const size = Math.abs(value);
+  if (size > 0 && size < 0.995) return `${Number(value.toPrecision(2))}${space}${unit}`;
+  let rest = value;
+  for (const prefix of ["", "k", "M", "G", "T", "P"]) {
+    if (Math.abs(rest) < 9.95 && (prefix || rest !== Math.trunc(rest))) return `${rest.toFixed(1)}${space}${prefix}${unit}`;
+    if (Math.abs(rest) < 999.5) return `${rest.toFixed(0)}${space}${prefix}${unit}`;
+    rest /= 1000;
+  }
+  return `${rest.toPrecision(3)}${space}E${unit}`;
+}
+
+const or = (zero, format) => (value, isExact) => (value === null ? "—" : value === 0 ? zero : format(value, isExact));
 const significant = (digits) => (value) => (Math.abs(value) < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(digits))));
 
 /** What each plot shows, over rounds (`x` "round") or over time; see `Chart`. */
 export const PLOTS = {
-  loss: { title: "Loss", unit: "mean of a round", x: "round", fromZero: false, recent: true, format: or("0", (value) => (Math.abs(value) < 0.01 ? number(value) : significant(4)(value))), empty: "No worker has reported a loss: diloco.report(loss=loss) does." },
+  loss: { title: "Loss", unit: "mean of a round", x: "round", fromZero: false, recent: true, format: or("0", significant(4)), empty: "No worker has reported a loss: diloco.report(loss=loss) does." },
   seconds: { title: "Round time", unit: "from opening to release", x: "round", recent: true, mayJump: true, format: or("0 s", (value, isExact) => (isExact ? duration(value) : `${scaled(value)} s`)) },
   norm: { title: "Pseudo-gradient norm", unit: "mean of a round", x: "round", recent: true, format: or("0", significant(3)) },
-  network: { title: "Network", unit: "at the broker", x: "time", format: or("0", rate), empty: "No bytes have been counted yet." },
+  network: { title: "Network", unit: "at the broker", x: "time", format: or("0", (value) => scaled(value, "B/s")), empty: "No bytes have been counted yet." },
   speeds: { title: "Speed", unit: "inner steps/s of each worker", x: "time", format: or("0", (value) => scaled(value)), empty: "No worker has reported its speed yet." },
-  workers: { title: "Workers", unit: "averaged in the round, and alive", x: "round", format: or("0", (value) => scaled(value)) },
 };
 
 /** Along the x axis: how a place is written, in full and beside the axis, and the steps between two marks. */
 export const AXES = {
-  round: (word = "round") => ({ steps: ROUND_STEPS, over: `${word}s`, text: (x) => `${word} ${x}`, mark: (x, isFirst) => (isFirst ? `${word} ${x}` : String(x)) }),
-  past: () => ({ steps: TIME_STEPS, over: "time", text: (x) => (Math.abs(x) < 0.5 ? "now" : `${duration(-x)} ago`), mark: (x) => (x ? `−${short(-x)}` : "now") }),
-  elapsed: () => ({ steps: TIME_STEPS, over: "time", text: (x) => `${duration(x)} after the start`, mark: short }),
+  round: { steps: ROUND_STEPS, over: "rounds", text: (x) => `round ${x}`, mark: (x, isFirst) => (isFirst ? `round ${x}` : String(x)) },
+  past: { steps: TIME_STEPS, over: "time", text: (x) => (Math.abs(x) < 0.5 ? "now" : `${duration(-x)} ago`), mark: (x) => (x ? `−${short(-x)}` : "now") },
+  elapsed: { steps: TIME_STEPS, over: "time", text: (x) => `${duration(x)} after the start`, mark: short },
 };
-const short = (seconds) => duration(seconds).replace(/\.0 s$/, " s");
 
 function extent(values) {
   let [low, high] = [Infinity, -Infinity];
@@ -50,7 +72,7 @@ function extent(values) {
  * most twice as far off as these differ. `mayJump`: values far above 95% of all (or all but one), such as
  * rounds that a pause interrupted, have no say in it, wherever they are.
  */
-export function recentScale(values, mayJump = false) {
+function recentScale(values, mayJump = false) {
   let usual = values;
   if (mayJump && values.length >= LEAST_RECENT) {
     const ranked = Float64Array.from(values).sort();
@@ -82,12 +104,11 @@ function parts(points) {
 
 /**
  * One plot. `axis` is one of `AXES`; `recent`: a single line is scaled by its newer half, but of a whole run
- * (`isWhole`) only where few values would flatten all others; `bands` are stretches of x in a colour of the
- * style sheet: [[from, to, colour], ...].
+ * (`isWhole`) only where few values would flatten all others.
  */
 export class Chart {
-  constructor({ id, title, unit = "", format, axis, fromZero = true, recent = false, mayJump = false, isWhole = false, bands = [], empty = "No round has closed yet." }) {
-    Object.assign(this, { title, format, axis, fromZero, recent, mayJump, isWhole, bands });
+  constructor({ id, title, unit = "", format, axis, fromZero = true, recent = false, mayJump = false, isWhole = false, empty = "No round has closed yet." }) {
+    Object.assign(this, { title, format, axis, fromZero, recent, mayJump, isWhole });
     this.lines = [];
     this.readout = make("p", { className: "readout", id: `${id}-now` });
     this.surface = make("div", { className: "surface", tabIndex: 0, role: "img" });
@@ -170,25 +191,21 @@ export class Chart {
       cursor: { y: false, drag: { x: false, y: false } },
       scales: { x: { time: false, range: () => this.across }, y: { range: () => this.up } },
       axes: [
-        { ...line, size: 26, space: 70, incrs: this.axis.steps, ...this.axis.splits, values: (_, marks) => marks.map((x, index) => this.axis.mark(x, index === 0)) },
+        { ...line, size: 26, space: 70, incrs: this.axis.steps, values: (_, marks) => marks.map((x, index) => this.axis.mark(x, index === 0)) },
         { ...line, size: 62, space: 24, values: (_, marks) => marks.map((y) => this.format(y)) },
       ],
       series: [{}, ...series],
       hooks: {
-        drawClear: [(plot) => this.bands.forEach(([from, to, name]) => this.stroke(plot, from, to, name))],
-        draw: [(plot) => this.marker !== null && this.stroke(plot, this.marker, this.marker, "text")],
+        draw: [(plot) => this.marker !== null && this.mark(plot)],
         setCursor: [() => this.describe()],
       },
     };
   }
 
-  /** A stretch of x over the whole height; at least a line. */
-  stroke({ ctx, bbox, valToPos }, from, to, name) {
-    const [left, right] = [from, to].map((x) => valToPos(x, "x", true));
-    ctx.save();
-    ctx.fillStyle = colour(name);
-    ctx.fillRect(left, bbox.top, Math.max(1.5 * devicePixelRatio, right - left), bbox.height);
-    ctx.restore();
+  /** A line over the whole height, where the marker is. */
+  mark({ ctx, bbox, valToPos }) {
+    ctx.fillStyle = colour("text");
+    ctx.fillRect(valToPos(this.marker, "x", true), bbox.top, 1.5 * devicePixelRatio, bbox.height);
   }
 
   key(event) {

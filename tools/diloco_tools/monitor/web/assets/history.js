@@ -1,27 +1,25 @@
-// What the dashboard's plots show: points kept for as long as the page is open, and no longer than `MOST`.
+// What the plots show: points kept for as long as the page is open, and no longer than `MOST`.
 
 import { AXES, Chart, PLOTS } from "./charts.js";
 
-const MOST = 2100; // points of a line; a recorded run has up to 2001
+const MOST = 10_000; // points of a line
 const MOST_WORKERS = 256;
-const SHOWN = ["loss", "seconds", "norm", "network", "speeds"];
 
 export class History {
   /** `isRecorded`: times count from the start of the run, else back from now. */
   constructor(parent, isRecorded) {
-    const axes = { round: AXES.round(), time: isRecorded ? AXES.elapsed() : AXES.past() };
-    this.charts = Object.fromEntries(SHOWN.map((name) => [name, new Chart({ id: `plot-${name}`, ...PLOTS[name], axis: axes[PLOTS[name].x] })]));
+    const axes = { round: AXES.round, time: isRecorded ? AXES.elapsed : AXES.past };
+    const charts = Object.entries(PLOTS).map(([name, given]) => [name, new Chart({ id: `plot-${name}`, ...given, axis: axes[given.x], isWhole: isRecorded })]);
+    this.charts = Object.fromEntries(charts);
     parent.append(...Object.values(this.charts).map((chart) => chart.node));
     this.forget();
   }
 
   forget() {
-    this.rounds = [];
-    this.network = [];
-    this.speeds = new Map();
+    Object.assign(this, { rounds: [], network: [], speeds: new Map() });
   }
 
-  /** Take what the dashboard sent; `origin` is the second of this page's clock that its times count from. */
+  /** Take what the server sent; `origin` is the second of this page's clock that its times count from. */
   take(series, origin, isWhole) {
     if (isWhole) this.forget();
     const keep = (kept, points) => kept.push(...points) && kept.splice(0, kept.length - MOST);

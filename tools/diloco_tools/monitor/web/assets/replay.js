@@ -1,21 +1,23 @@
 // A recorded run: a slider over its moments, and a button that goes through them.
 
-import { say } from "./format.js";
+import { get } from "./api.js";
+import { $, say } from "./dom.js";
 
-const $ = (id) => document.getElementById(id);
 const WHOLE_RUN_S = 60; // what playing all of it takes at most
 const STEP_MS = 250;
 
-export async function replay(history, show) {
-  const { get } = await import("./stream.js");
+/** `show` is called with each moment, `draw` with where it is in the plots. */
+export async function replay(plots, show, draw) {
   const outline = await get("/api/replay");
   const slider = $("moment");
-  history.take(outline.series, 0, true);
-  $("replay").hidden = false;
-  slider.max = outline.moments - 1;
+  const last = outline.moments - 1;
   let wanted = 0;
   let isBusy = false;
   let timer = 0;
+  plots.take(outline.series, 0, true);
+  $("replay").hidden = false;
+  slider.max = last;
+  if (outline.skipped) say($("plots-note"), `${outline.skipped} damaged lines were skipped`);
 
   const go = async (index) => {
     wanted = index;
@@ -24,16 +26,15 @@ export async function replay(history, show) {
     try {
       for (let shown = -1; shown !== wanted; ) {
         shown = wanted;
-        const moment = await get(`/api/replay/${shown}`);
+        const { when, words, marker } = await get(`/api/replay/${shown}`);
         if (shown === wanted) slider.value = shown; // else the slider has moved on
-        const when = `${new Date(1000 * moment.at).toLocaleString()}, ${moment.after} after the start`;
         say($("moment-at"), when);
         slider.setAttribute("aria-valuetext", when);
-        show(moment);
-        history.draw(0, { number: moment.picture.snapshot.last_round?.number ?? null, elapsed: moment.at - outline.first_at });
+        show(words);
+        draw(marker);
       }
-    } catch {
-      say($("moment-at"), "The dashboard program does not answer.");
+    } catch (error) {
+      say($("moment-at"), error.message);
       stop();
     } finally {
       isBusy = false;
@@ -49,18 +50,17 @@ export async function replay(history, show) {
   $("play").onclick = () => {
     if (timer) return stop();
     say($("play"), "❚❚ Stop");
-    const step = Math.max(1, Math.ceil(outline.moments / ((1000 * WHOLE_RUN_S) / STEP_MS)));
-    if (Number(slider.value) >= outline.moments - 1) go(0);
+    const step = Math.ceil(outline.moments / ((1000 * WHOLE_RUN_S) / STEP_MS));
+    if (Number(slider.value) >= last) go(0);
     timer = setInterval(() => {
-      const next = Math.min(outline.moments - 1, Number(slider.value) + step);
+      const next = Math.min(last, Number(slider.value) + step);
       go(next);
-      if (next === outline.moments - 1) stop();
+      if (next === last) stop();
     }, STEP_MS);
   };
   slider.oninput = () => {
     stop();
     go(Number(slider.value));
   };
-  if (outline.skipped) say($("plots-note"), `${outline.skipped} damaged lines were skipped`);
-  await go(outline.moments - 1);
+  await go(last);
 }

@@ -120,8 +120,8 @@ def details(listed: Listed) -> Table:
             rows.append((field.label, said + unit))
     rows += [("Warning", worker.warning)] if worker.warning else []
     rows += ((str(key), str(value)) for key, value in worker.extra.items())
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=QUIET, max_width=25)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style=QUIET, width=24, no_wrap=True)
     for label, value in rows:
         table.add_row(Text(label), Text(value))
     return table

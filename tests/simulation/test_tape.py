@@ -13,7 +13,7 @@ from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rounds import grants
-from diloco_broker.core.tape import Codec, Draws, Entry, Step, replay, write
+from diloco_broker.core.tape import Codec, Draws, Entry, Step, noted, replay, written
 from diloco_broker.shell.effects import Executor
 from simulation import broker
 from simulation.scenarios import MODES, a_scenario
@@ -30,7 +30,8 @@ class Reel:
         self._values = [msgpack.packb([self._codec.new_shapes(), state])]
 
     def note(self, event: Event, now: Now, asked_for: Sequence[Effect] | None) -> None:
-        self._values.append(msgpack.packb(write(event, now, asked_for, self._codec)))
+        said, marks = noted(event, asked_for)
+        self._values.append(msgpack.packb(written(said, now, marks, self._codec)))
 
     def replayed(self) -> Iterator[Step]:
         codec = Codec()

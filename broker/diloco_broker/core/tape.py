@@ -5,8 +5,8 @@ the state (`Draws`). So a core that is made of a tape's first state does the sam
 effect, and a run that went wrong elsewhere goes wrong here.
 
 The bytes of parameters and pseudo-gradients are never on a tape, only how many they were; of a chunk
-that was looked at, also their fingerprint. Session tokens are: whoever has the tape of a run that goes
-on can speak for its workers.
+that was looked at, also their fingerprint. Session tokens are on it, and the seed of those to come: with
+the tape of a run that goes on, one can speak for its workers.
 
 What several records share they share again when a tape is read. It names classes, and only those of the
 core, its options and the protocol are made, without a call of theirs: no code of a tape runs.
@@ -22,14 +22,14 @@ from enum import Enum
 from functools import cache
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any
+from typing import Any, get_args
 from zlib import crc32
 
 from diloco_broker.core import effects, events, story
 from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
-from diloco_broker.core.rounds.round import InvariantBroken
+from diloco_broker.core.rounds.round import Barrier, InvariantBroken
 from diloco_broker.core.versions.reply import Coded
 from diloco_protocol.messages import Ack, Chunk, encode
 from diloco_protocol.roles import Peer, Role
@@ -38,6 +38,7 @@ FORMAT = 1
 # Modules whose classes are made anew; builtins are made by tags.
 OURS = ("diloco_broker.core.", "diloco_broker.config.", "diloco_protocol.")
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
+MOST_BYTES = 1 << 31  # that something on a tape may stand for
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # what msgpack takes as a whole number
 
 
@@ -110,7 +111,8 @@ def _title(kind: type) -> str:
 def _kind(title: str) -> Any:
     module, _, name = title.partition(":")
     found: Any = getattr(sys.modules.get(module), name, None)
-    if not f"{module}.".startswith(OURS) or not isinstance(found, type):
+    is_ours = f"{module}.".startswith(OURS) and getattr(found, "__module__", "") == module
+    if not is_ours or not isinstance(found, type):
         raise ValueError(f"a tape cannot have {title!r:.80}")
     return found
 
@@ -186,9 +188,9 @@ class _Thawer:
                 return frozenset(map(self.made, items))
             case ["i", digits]:
                 return int(digits)
-            case ["e", shape, value]:
+            case ["e", shape, value] if issubclass(self._shapes[shape][0], Enum):
                 return self._shapes[shape][0](value)
-            case ["b", nbytes]:
+            case ["b", int(nbytes)] if 0 <= nbytes <= MOST_BYTES:
                 return _zeros(nbytes)
             case ["=", number]:
                 return self._made[number]
@@ -209,8 +211,9 @@ class _Thawer:
                 found = self._made[number] = deque(maxlen=longest)
                 found.extend(map(self.made, items))
             case ["c" | "d" as tag, _, made_by, pairs]:
-                factory = None if made_by is None else self._shapes[made_by][0]
-                found = Counter() if tag == "c" else {} if factory is None else defaultdict(factory)
+                found = Counter() if tag == "c" else {}
+                if made_by is not None and self._shapes[made_by][0] is Barrier:
+                    found = defaultdict(Barrier)
                 self._made[number] = found
                 for key, value in pairs:
                     found[self.made(key)] = self.made(value)
@@ -293,63 +296,63 @@ def _of_brief(said: list[Any]) -> Event | None:
     return None
 
 
-# What came of them.
+# Effects.
 
 
-def _of_send(send: effects.Send) -> tuple[str, int]:
-    said, route = send.message, crc32(send.route)
-    kind = type(said)
+def _of_send(send: effects.Send) -> Any:
+    said, kind = send.message, type(send.message)
     if kind is Ack:
-        of: Any = said.push_id, said.fragment, said.chunks, said.credit, said.lane  # type: ignore[attr-defined]
-        return "Ack", hash((route, of))
+        ack: Any = said
+        return send.route, ack.push_id, ack.fragment, ack.chunks, ack.credit, ack.lane
     if kind is Chunk:
-        return "Chunk", hash((route, said.fragment, said.index, said.parts))  # type: ignore[attr-defined]
-    return kind.__name__, crc32(encode(said), route)
+        chunk: Any = said
+        return send.route, chunk.fragment, chunk.index, chunk.parts
+    return send.route, encode(said)
 
 
-def _of_chunk(work: effects.Fold | effects.Inspect | effects.StoreInitial) -> tuple[str, int]:
-    who = crc32(work.worker_id.encode())
-    return type(work).__name__, hash((work.fragment, work.index, who, work.push_id))
-
-
-def _of_step(step: effects.Step) -> tuple[str, int]:
-    return "Step", hash((step.fragment, step.index, step.weight, step.count))
-
-
-def _of_aggregate(work: effects.AggregateAndStep) -> tuple[str, int]:
-    groups = tuple((w.push_id, w.weight, w.scale) for group in work.wholes for w in group)
-    return "AggregateAndStep", hash((work.fragment, work.index, groups, work.count))
-
-
-def _of_save(save: effects.Save) -> tuple[str, int]:
-    return "Save", save.number  # the record in it is made of the state
-
-
-def _of_finish(finish: effects.Finish) -> tuple[str, int]:
-    return "Finish", -1 if finish.save is None else finish.save.number
-
-
-def _of_any(effect: Effect) -> tuple[str, int]:
-    plain = _Freezer({}, shares=False).plain(effect)
-    return type(effect).__name__, crc32(repr(plain).encode())
-
-
-# Numbers have the same hash in each process; texts and bytes have not.
-_MARKS: dict[type, Callable[[Any], tuple[str, int]]] = {
+# What an effect says, of those that come often or have more than they need; others are frozen.
+_SAYS: dict[type, Callable[[Any], Any]] = {
     effects.Send: _of_send,
-    effects.Fold: _of_chunk,
-    effects.Inspect: _of_chunk,
-    effects.StoreInitial: _of_chunk,
-    effects.Step: _of_step,
-    effects.AggregateAndStep: _of_aggregate,
-    effects.Save: _of_save,
-    effects.Finish: _of_finish,
+    effects.Fold: lambda work: (work.fragment, work.index, work.worker_id, work.push_id),
+    effects.Inspect: lambda work: (work.fragment, work.index, work.worker_id, work.push_id),
+    effects.StoreInitial: lambda work: (work.fragment, work.index, work.worker_id, work.push_id),
+    effects.Step: lambda step: (step.fragment, step.index, step.weight, step.count),
+    effects.AggregateAndStep: lambda work: (
+        work.fragment,
+        work.index,
+        [(each.push_id, each.weight, each.scale) for group in work.wholes for each in group],
+        work.count,
+    ),
+    effects.Save: lambda save: save.number,  # the record in it is made of the state
+    effects.Finish: lambda finish: finish.save and finish.save.number,
 }
 
 
 def mark(effect: Effect) -> tuple[str, int]:
-    """What an effect is, and a checksum of what it says: equal ones have the same."""
-    return _MARKS.get(type(effect), _of_any)(effect)
+    """What an effect is, and a checksum of what it says: equal ones have the same, in any process."""
+    says = _SAYS.get(type(effect))
+    said = _Freezer({}, shares=False).plain(effect) if says is None else says(effect)
+    kind = type(effect.message if type(effect) is effects.Send else effect).__name__
+    return kind, crc32(repr(said).encode())
+
+
+def noted(
+    event: Event, asked_for: Iterable[Effect] | None
+) -> tuple[list[Any] | Event, list[tuple[str, int]] | None]:
+    """An event, brief where it is about a chunk, and marks of what came of it; neither holds effects."""
+    marks = None if asked_for is None else list(map(mark, asked_for))
+    brief = _BRIEF.get(type(event))
+    return (None if brief is None else brief(event)) or event, marks
+
+
+def written(
+    said: list[Any] | Event, now: Now, marks: list[tuple[str, int]] | None, codec: Codec
+) -> tuple[Any, ...]:
+    """The plain values of an entry."""
+    if isinstance(said, list):
+        return (), *now, said, marks
+    plain = codec.freeze(said)
+    return codec.new_shapes(), *now, plain, marks
 
 
 @dataclass(frozen=True)
@@ -365,20 +368,11 @@ class Entry:
         """Raises ValueError, TypeError or LookupError for what is no entry."""
         shapes, core, machine, said, marks = plain
         codec.know(shapes)
+        event = _of_brief(said) or codec.thaw(said)
+        if not isinstance(event, get_args(Event)):
+            raise ValueError("an entry has no event")
         found = None if marks is None else tuple((str(kind), int(sum_)) for kind, sum_ in marks)
-        return cls(Now(core, machine), _of_brief(said) or codec.thaw(said), found)
-
-
-def write(
-    event: Event, now: Now, asked_for: Iterable[Effect] | None, codec: Codec
-) -> tuple[Any, ...]:
-    """The plain values of an entry."""
-    marks = None if asked_for is None else list(map(mark, asked_for))
-    brief = _BRIEF.get(type(event))
-    if brief is not None and (said := brief(event)) is not None:
-        return (), *now, said, marks
-    said = codec.freeze(event)
-    return codec.new_shapes(), *now, said, marks
+        return cls(Now(float(core), float(machine)), event, found)
 
 
 @dataclass(frozen=True)

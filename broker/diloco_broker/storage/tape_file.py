@@ -1,6 +1,7 @@
 """The file of a tape (`core.tape`): bounded, since what it held first is moved aside and then dropped.
 
-A stream of msgpack values: a head, the state that the tape begins with, then an entry for each event.
+A stream of msgpack values: a head, the state that the tape begins with, then an entry for each event,
+all but the head with a checksum.
 When a file is full the next one begins, with the state of that moment, and the full one keeps its name
 with `.1` at its end. Each can be replayed by itself; a broker that was killed leaves a last entry that
 is cut, which is not read.
@@ -13,12 +14,13 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
 
 import msgpack
 
@@ -26,52 +28,62 @@ from diloco_broker.core.effects import Effect
 from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state import RunState
-from diloco_broker.core.tape import FORMAT, Codec, Entry, NotPlain, write
+from diloco_broker.core.tape import FORMAT, Codec, Entry, NotPlain, noted, written
 from diloco_protocol.errors import UsageError
 
 logger = logging.getLogger("diloco.broker")
 
-_Noted = tuple[Event, Now, Sequence[Effect] | None]
-
 LONGEST = 64 << 20  # bytes of a file, from which on the next one begins
-# Entries that are written together. What they hold meanwhile is 64 chunks, and twice as many while the
-# thread is at work.
-AT_A_TIME = 64
-LONGEST_STATE = 1 << 30  # bytes of a value that is read
+AT_A_TIME = 64  # entries that are written together
+# Batches that may wait for the disk: then it is too slow for a tape, which must not hold up the run.
+MOST_WAITING = 50
+LONGEST_VALUE = 1 << 30  # bytes of what is read at once
 NAME = "diloco_tape"
 
 
 class TapeWriter:
     """Writes what a core is told and does, in a thread of its own.
 
-    A tape that cannot be written ends, and the run goes on. Raises UsageError where the file cannot be
-    made. `longest` is in bytes; `close` waits until all is written.
+    A tape that cannot be written, or not as fast as the run goes, ends, and the run goes on. `close`
+    waits until all is written.
+
+    Args:
+        path: of the file; one that is there has to be a tape, and is moved aside.
+        longest: bytes of a file, from which on the next one begins; at least twice those of the state.
+
+    Raises:
+        UsageError: where the file cannot be made, or something else is there.
     """
 
     def __init__(self, path: Path, core: Core, version: str, longest: int = LONGEST) -> None:
         self._path, self._core, self._version, self._longest = path, core, version, longest
-        self._noted: list[_Noted] = []
+        self._noted: list[tuple[Any, Now, Any]] = []
         self._codec = Codec()
-        self._packer = msgpack.Packer()
-        self._written = 0
+        self._written = 0  # bytes of the file at hand; the thread's, as the next two
+        self._limit = longest
+        self._is_full = False
+        self._is_turning = False  # the next file was asked for
         self._is_over = False  # nothing more is written
-        self._thread = ThreadPoolExecutor(1, "diloco-tape")
-        self._under_way: deque[Future[None]] = deque()
         try:
+            _check_free(path)
             self._file: IO[bytes] | None = self._make(self._state())
-        except OSError as error:
-            raise UsageError(f"--tape {path} cannot be written: {error.strerror}.") from None
+        except (OSError, NotPlain) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"--tape {path} cannot be written: {why}.") from None
+        self._thread = ThreadPoolExecutor(1, "diloco-tape")
+        self._waiting: deque[Future[None]] = deque()
 
     def note(self, event: Event, now: Now, asked_for: Sequence[Effect] | None) -> None:
         """An event was handled; `asked_for` is what came of it, None where that was an error."""
         if self._is_over:
             return
-        self._noted.append((event, now, asked_for))
-        if len(self._noted) >= AT_A_TIME or asked_for is None:
-            self._hand_over()
-            if self._written >= self._longest:
-                self._written = 0
-                self._do(self._begin, self._state())
+        try:
+            said, marks = noted(event, asked_for)
+            self._noted.append((said, now, marks))
+            if len(self._noted) >= AT_A_TIME or asked_for is None:
+                self._hand_over()
+        except Exception as error:  # noqa: BLE001  whatever it is, the run goes on
+            self._give_up(error)
 
     def close(self) -> None:
         """Write what was noted. A second call does nothing."""
@@ -82,17 +94,17 @@ class TapeWriter:
         self._end()
 
     def _hand_over(self) -> None:
-        noted, self._noted = self._noted, []
-        if noted:
-            self._do(self._write, noted)
-
-    def _do(self, work: Callable[[Any], None], what: Any) -> None:
-        """What waits holds chunks, so the disk is waited for before that is much."""
-        self._under_way.append(self._thread.submit(work, what))
-        while self._under_way[0].done() or len(self._under_way) > 2:
-            self._under_way.popleft().result()
-            if not self._under_way:
-                return
+        waiting, noted_ = self._waiting, self._noted
+        self._noted = []
+        while waiting and waiting[0].done():
+            waiting.popleft()
+        if len(waiting) >= MOST_WAITING:
+            self._give_up("the disk is too slow for it")
+            return
+        waiting.append(self._thread.submit(self._write, noted_))
+        if self._is_full and not self._is_turning:
+            self._is_turning = True
+            waiting.append(self._thread.submit(self._begin, self._state()))
 
     def _state(self) -> tuple[Codec, Any]:
         codec = Codec()
@@ -100,36 +112,38 @@ class TapeWriter:
 
     # In the thread.
 
-    def _write(self, noted: list[_Noted]) -> None:
-        if self._file is None:  # it was given up
+    def _write(self, entries: list[tuple[Any, Now, Any]]) -> None:
+        file = self._file
+        if file is None:  # it was given up
             return
         try:
-            for event, now, asked_for in noted:
-                entry = write(event, now, asked_for, self._codec)
-                self._written += self._file.write(self._packer.pack(entry))
-            self._file.flush()
-        except (OSError, NotPlain) as error:
+            for said, now, marks in entries:
+                self._written += file.write(_framed(written(said, now, marks, self._codec)))
+            file.flush()
+        except Exception as error:  # noqa: BLE001  whatever it is, the run goes on
             self._give_up(error)
+        self._is_full = self._written >= self._limit
 
     def _begin(self, state: tuple[Codec, Any]) -> None:
         """The file is full: go on in another one."""
         try:
             self._end()
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
             self._file = self._make(state)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the run goes on
             self._give_up(error)
+        self._is_turning = False
 
     def _make(self, state: tuple[Codec, Any]) -> IO[bytes]:
-        if self._path.exists():
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
         # It has session tokens, with which one can speak for a worker.
-        made = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        made = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         file = open(made, "wb")  # noqa: SIM115 - kept open
         self._codec, frozen = state
-        head = {NAME: FORMAT, "version": self._version, "unix_s": time.time()}
-        for value in (head, [self._codec.new_shapes(), frozen]):
-            self._written += file.write(self._packer.pack(value))
-        self._longest = max(self._longest, 2 * self._written)
+        head = {NAME: FORMAT, "version": self._version}
+        first = [self._version, time.time(), self._codec.new_shapes(), frozen]
+        self._written = file.write(msgpack.packb(head) + _framed(first))
+        self._limit = max(self._longest, 2 * self._written)
+        self._is_full = False
         return file
 
     def _end(self) -> None:
@@ -138,10 +152,32 @@ class TapeWriter:
             with contextlib.suppress(OSError):  # what was noted is flushed already
                 file.close()
 
-    def _give_up(self, error: Exception) -> None:
-        self._is_over = True
-        logger.warning("The tape %s ends here, and the run goes on: %s.", self._path, error)
-        self._end()
+    def _give_up(self, why: object) -> None:
+        if not self._is_over:
+            self._is_over = True
+            logger.warning("The tape %s ends here, and the run goes on: %s.", self._path, why)
+
+
+def _check_free(path: Path) -> None:
+    """Move a former tape aside; raises UsageError where something else is."""
+    if not path.name or path.is_symlink() or (path.exists() and not _is_tape(path)):
+        raise UsageError(f"--tape {path}: something else is there; name a new file.")
+    if path.exists():
+        path.replace(path.with_name(f"{path.name}.1"))
+
+
+def _is_tape(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return NAME.encode() in file.read(2 * len(NAME))
+
+
+def _framed(value: Any) -> bytes:
+    """A value with its checksum."""
+    body: bytes = msgpack.packb(value)
+    framed: bytes = msgpack.packb([crc32(body), body])
+    return framed
 
 
 @dataclass(frozen=True)
@@ -154,63 +190,74 @@ class Tape:
     entries: Iterator[Entry]
 
 
+# What reading, or handling again, comes to where a tape is damaged, or was made by hand.
+_UNSOUND = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+    MemoryError,
+)
+
+
 @contextmanager
 def read_tape(path: Path) -> Iterator[Tape]:
-    """A tape, as long as it is read; raises UsageError for what is none, also while entries are read."""
+    """A tape, as long as it is replayed; raises UsageError for what is no tape, or a damaged one."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     with file:
-        yield _tape(
-            msgpack.Unpacker(file, strict_map_key=False, max_buffer_size=LONGEST_STATE), path
-        )
+        values = msgpack.Unpacker(file, strict_map_key=False, max_buffer_size=LONGEST_VALUE)
+        version = _version(values, path)
+        try:
+            yield _tape(values)
+        except _UNSOUND as error:
+            raise UsageError(
+                f"{path} cannot be read on ({error!s:.100}): it is damaged, or was made by a release "
+                f"with other records; {version} made it."
+            ) from error
 
 
-def _tape(values: Any, path: Path) -> Tape:
-    head = _next(values, path)
-    if not isinstance(head, dict) or NAME not in head:
-        raise UsageError(f"{path} is not a tape; serve --tape FILE makes one.")
-    if head[NAME] != FORMAT:
-        raise UsageError(
-            f"{path} is a tape of format {head[NAME]!r:.20}, and this release reads {FORMAT}: replay it "
-            f"with the release that made it, {head.get('version')!s:.40}."
-        )
-    codec = Codec()
+def _version(values: Any, path: Path) -> str:
+    """Of the broker that made it."""
+    no_tape = UsageError(f"{path} is not a tape; serve --tape FILE makes one.")
     try:
-        shapes, frozen = _next(values, path)
-        codec.know(shapes)
-        state = codec.thaw(frozen)
-        if not isinstance(state, RunState):
-            raise ValueError("it begins with no state")
-    except _UNSOUND as error:
-        raise UsageError(_damaged(path, head, error)) from None
-    entries = _entries(values, codec, path, head)
-    return Tape(str(head["version"]), float(head["unix_s"]), Core.with_state(state), entries)
-
-
-_UNSOUND = (ValueError, TypeError, LookupError, AttributeError)
-
-
-def _next(values: Any, path: Path) -> Any:
-    try:
-        return next(values)
+        head = next(values)
     except StopIteration:
         raise UsageError(f"{path} ends before a tape begins.") from None
     except ValueError:
-        raise UsageError(f"{path} is not a tape; serve --tape FILE makes one.") from None
+        raise no_tape from None
+    if not isinstance(head, dict) or NAME not in head:
+        raise no_tape
+    version = f"{head.get('version')!s:.40}"
+    if head[NAME] != FORMAT:
+        raise UsageError(
+            f"{path} is a tape of format {head[NAME]!r:.20}, and this release reads {FORMAT}: replay it "
+            f"with the release that made it, {version}."
+        )
+    return version
 
 
-def _entries(values: Any, codec: Codec, path: Path, head: dict[str, Any]) -> Iterator[Entry]:
-    try:
-        for value in values:
-            yield Entry.read(value, codec)
-    except _UNSOUND as error:
-        raise UsageError(_damaged(path, head, error)) from None
+def _tape(values: Any) -> Tape:
+    codec, bodies = Codec(), _bodies(values)
+    first = next(bodies, None)
+    if first is None:
+        raise ValueError("it ends where it begins")
+    version, unix_s, shapes, frozen = first
+    codec.know(shapes)
+    state = codec.thaw(frozen)
+    if not isinstance(state, RunState):
+        raise ValueError("it begins with no state")
+    entries = (Entry.read(body, codec) for body in bodies)
+    return Tape(str(version), float(unix_s), Core.with_state(state), entries)
 
 
-def _damaged(path: Path, head: dict[str, Any], error: Exception) -> str:
-    return (
-        f"{path} cannot be read on ({error!s:.100}): it is damaged, or was made by a release with other "
-        f"records; {head.get('version')!s:.40} made it."
-    )
+def _bodies(values: Any) -> Iterator[Any]:
+    for number, (checksum, body) in enumerate(values):
+        if crc32(body) != checksum:
+            raise ValueError(f"value {number} is not what was written")
+        yield msgpack.unpackb(body, strict_map_key=False)

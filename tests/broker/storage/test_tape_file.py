@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from typer.testing import CliRunner
 
 from diloco_broker.cli.app import app
 from diloco_broker.core.events import Now
-from diloco_broker.core.tape import Codec, Draws, NotPlain
+from diloco_broker.core.tape import FORMAT, Codec, Draws, NotPlain
 from diloco_broker.shell.effects import Executor
 from diloco_broker.storage import tape_file
-from diloco_broker.storage.tape_file import TapeWriter, read_tape
+from diloco_broker.storage.tape_file import NAME, TapeWriter, read_tape
 from diloco_protocol.errors import UsageError
 from kit.core_harness import Stage, a_round, a_stage
 
@@ -114,6 +118,8 @@ def test_what_a_killed_broker_wrote_is_read_up_to_the_cut(tmp_path: Path, cut: i
         (b"\x01\x02", "not a tape"),
         (b"\xc1\xc1", "not a tape"),
         (b"\x80", "not a tape"),
+        (msgpack.packb({NAME: FORMAT, "version": VERSION}), "damaged"),
+        (msgpack.packb({NAME: FORMAT + 1, "version": VERSION}), VERSION),
     ],
 )
 def test_what_is_no_tape_is_named(tmp_path: Path, content: bytes, word: str) -> None:
@@ -129,11 +135,23 @@ def test_tape_makes_nothing_but_records_of_the_core() -> None:
     for title in (
         "os:system",
         "subprocess:Popen",
-        "diloco_broker.core.tape:replay",
         "builtins:eval",
+        "diloco_broker.core.tape:replay",
+        "diloco_broker.storage.tape_file:Path",
     ):
         with pytest.raises(ValueError, match="cannot have"):
             codec.know([[title, []]])
+
+
+@pytest.mark.parametrize("plain", [["e", 0, "tcp://127.0.0.1:9"], ["d", 0, 0, []], ["b", 1 << 46]])
+def test_tape_calls_no_class_that_it_names(plain: list[Any]) -> None:
+    codec = Codec()
+    codec.know([["diloco_protocol.messages:Leave", []]])
+    try:
+        made = codec.thaw(plain)
+    except ValueError:
+        return
+    assert type(made) is dict, "a missing key makes nothing"
 
 
 def test_what_is_shared_is_shared_again() -> None:
@@ -146,20 +164,79 @@ def test_what_is_shared_is_shared_again() -> None:
         codec.freeze(lambda: None)
 
 
+@pytest.mark.parametrize("where", ["noted", "written"])
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), UnicodeError("x")])
 def test_run_goes_on_when_the_tape_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str,
+    failure: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stage, tape = taped(tmp_path / "tape")
     workers = stage.joined("a", "b")
 
     def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
+        raise failure
 
-    assert tape._file is not None
-    monkeypatch.setattr(tape_file, "write", full)
-    a_round(workers, 0)
-    assert stage.version().counter == 1
+    monkeypatch.setattr(tape_file, where, full)
+    for number in range(20):
+        a_round(workers, number)
+        stage.passes(1.0)
+    assert stage.version().counter == 20
     tape.close()
+    assert "the run goes on" in caplog.text
+
+
+def test_disk_that_is_too_slow_ends_the_tape_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage, tape = taped(tmp_path / "tape")
+    goes_on = threading.Event()
+    monkeypatch.setattr(tape_file, "written", lambda *_: goes_on.wait() and ())
+    workers = stage.joined("a", "b")
+    for number in range(300):
+        a_round(workers, number)
+    assert stage.version().counter == 300
+    assert "too slow" in caplog.text
+    goes_on.set()
+    tape.close()
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "link"])
+def test_what_is_no_tape_is_not_moved_aside(tmp_path: Path, what: str) -> None:
+    path, model = tmp_path / "tape", tmp_path / "model"
+    model.write_bytes(b"parameters")
+    if what == "folder":
+        path.mkdir()
+    elif what == "link":
+        path.symlink_to(model)
+    else:
+        path.write_bytes(b"parameters")
+    with pytest.raises(UsageError, match="something else"):
+        taped(path)
+    assert model.read_bytes() == b"parameters" and path.exists()
+
+
+def test_tape_replays_in_another_process(tmp_path: Path) -> None:
+    """Hashes of texts, and before Python 3.12 that of None, differ from process to process."""
+    trained(tmp_path / "tape")
+    command = [sys.executable, "-m", "diloco_broker", "replay", str(tmp_path / "tape")]
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    trained(tmp_path / "tape")
+    whole = (tmp_path / "tape").read_bytes()
+    for place in range(60, len(whole), len(whole) // 25):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x41
+        (tmp_path / "tape").write_bytes(damaged)
+        code, text = replayed(tmp_path / "tape")
+        assert code == 2, (place, text)
 
 
 def test_tape_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

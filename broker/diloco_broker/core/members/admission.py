@@ -42,13 +42,15 @@ def join(
     gate = state.gate
     if gate is not None:
         gate.check(join, manifest)
-        gate.brings(manifest)
         if not gate.is_open:
+            gate.brings(manifest)
             error = messages.Error(Code.NO_MODEL, gate.wait, retry=True, about=join.kind)
             yield effects.Send(route, error)
             return
     _check_fit(state, join, manifest)
     plan = _plan(state, manifest) if plan is None else plan
+    if gate is not None:
+        gate.brings(manifest)
     member = state.members.named(join.worker_id)
     if plan is None:
         yield effects.SplitModel(route, join, manifest)
@@ -225,13 +227,14 @@ def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...] | None:
     """
     if state.model.manifest == manifest:
         return state.model.plan
-    if state.gate is not None and state.gate.plan:
-        return state.gate.plan
     if state.surroundings.has_own_split:
         return None
-    config = state.config
+    config, pieces = state.config, state.config.num_fragments
     try:
-        plan = FragmentPlan.of(manifest, config.num_fragments, config.fragment_pattern)
+        if state.gate is not None and state.gate.plan:
+            plan = FragmentPlan.from_numbers(manifest, state.gate.plan, pieces)
+        else:
+            plan = FragmentPlan.of(manifest, pieces, config.fragment_pattern)
         return plan.numbers(manifest)
     except UsageError as error:
         raise ProtocolError(Code.MODEL_DIFFERS, str(error)) from None

@@ -137,9 +137,7 @@ def _limits(state: RunState) -> Limits:
     assert round_ is not None
     if round_.barrier is None:
         return Limits(grace_s=state.config.grace)
-    # At a site one push of each fragment is on its way at a time, as with any worker.
-    held = Reason.PARENT if round_.fragment in state.flights else None
-    return Limits(held, state.floor, state.config.grace)
+    return Limits(floor=state.floor, grace_s=state.config.grace)
 
 
 def _held(state: RunState) -> Reason | None:
@@ -156,7 +154,11 @@ def _held(state: RunState) -> Reason | None:
         return Reason.TAKEOVER
     if state.round is None:
         return Reason.PARAMETERS
-    return Reason.CLOSING if state.closing else None
+    if state.closing:
+        return Reason.CLOSING
+    # At a site one push of each fragment is on its way at a time, as with any worker.
+    is_away = state.round.barrier is not None and state.round.fragment in state.flights
+    return Reason.PARENT if is_away else None
 
 
 def rules_of(state: RunState) -> Rules:

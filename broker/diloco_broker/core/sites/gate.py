@@ -74,3 +74,4 @@ class Gate:
         """The parent does not take this model; another worker may bring a better one."""
         if self.brought is not None:
             self.turned_away, self.brought = (self.brought, text), None
+        self.is_open, self.plan = False, ()

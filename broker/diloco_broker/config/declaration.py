@@ -308,8 +308,8 @@ class Options:
     tape: str | None = SAVING.option(
         None,
         path_of("file"),
-        "Record what the broker is told and decides, for diloco-broker replay: at most 128 MB, in this "
-        "file and one that is called so with .1.",
+        "Record what the broker is told and decides, for diloco-broker replay: two files of 64 MB, this "
+        "one and one that is called so with .1.",
         reads=Path,
     )
 

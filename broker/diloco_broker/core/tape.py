@@ -31,7 +31,7 @@ from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rounds.round import Barrier, InvariantBroken
 from diloco_broker.core.versions.reply import Coded
-from diloco_protocol.messages import Ack, Chunk, encode
+from diloco_protocol.messages import Ack, Chunk, Message, encode
 from diloco_protocol.roles import Peer, Role
 
 FORMAT = 1
@@ -307,7 +307,7 @@ def _of_send(send: effects.Send) -> Any:
     if kind is Chunk:
         chunk: Any = said
         return send.route, chunk.fragment, chunk.index, chunk.parts
-    return send.route, encode(said)
+    return send.route, said
 
 
 # What an effect says, of those that come often or have more than they need; others are frozen.
@@ -320,35 +320,45 @@ _SAYS: dict[type, Callable[[Any], Any]] = {
     effects.AggregateAndStep: lambda work: (
         work.fragment,
         work.index,
-        [(each.push_id, each.weight, each.scale) for group in work.wholes for each in group],
+        tuple((each.push_id, each.weight, each.scale) for group in work.wholes for each in group),
         work.count,
     ),
     effects.Save: lambda save: save.number,  # the record in it is made of the state
-    effects.Finish: lambda finish: finish.save and finish.save.number,
+    effects.Finish: lambda finish: -1 if finish.save is None else finish.save.number,
 }
+
+
+def _gist(effect: Effect) -> tuple[str, Any]:
+    """What an effect is, and what it says: without parameters, which would be kept for it."""
+    says = _SAYS.get(type(effect))
+    kind = type(effect.message if type(effect) is effects.Send else effect).__name__
+    return kind, effect if says is None else says(effect)
+
+
+def _mark(gist: tuple[str, Any]) -> tuple[str, int]:
+    kind, said = gist
+    if isinstance(said, tuple) and isinstance(said[-1], Message):
+        said = (*said[:-1], encode(said[-1]))
+    elif not isinstance(said, tuple | int):
+        said = _Freezer({}, shares=False).plain(said)
+    return kind, crc32(repr(said).encode())
 
 
 def mark(effect: Effect) -> tuple[str, int]:
     """What an effect is, and a checksum of what it says: equal ones have the same, in any process."""
-    says = _SAYS.get(type(effect))
-    said = _Freezer({}, shares=False).plain(effect) if says is None else says(effect)
-    kind = type(effect.message if type(effect) is effects.Send else effect).__name__
-    return kind, crc32(repr(said).encode())
+    return _mark(_gist(effect))
 
 
-def noted(
-    event: Event, asked_for: Iterable[Effect] | None
-) -> tuple[list[Any] | Event, list[tuple[str, int]] | None]:
-    """An event, brief where it is about a chunk, and marks of what came of it; neither holds effects."""
-    marks = None if asked_for is None else list(map(mark, asked_for))
+def noted(event: Event, asked_for: Iterable[Effect] | None) -> tuple[Any, Any]:
+    """An event and what came of it, to be `written` later: brief where it is about a chunk."""
     brief = _BRIEF.get(type(event))
-    return (None if brief is None else brief(event)) or event, marks
+    said = (None if brief is None else brief(event)) or event
+    return said, None if asked_for is None else list(map(_gist, asked_for))
 
 
-def written(
-    said: list[Any] | Event, now: Now, marks: list[tuple[str, int]] | None, codec: Codec
-) -> tuple[Any, ...]:
-    """The plain values of an entry."""
+def written(said: Any, now: Now, gists: Any, codec: Codec) -> tuple[Any, ...]:
+    """The plain values of an entry, from what `noted` has made."""
+    marks = None if gists is None else list(map(_mark, gists))
     if isinstance(said, list):
         return (), *now, said, marks
     plain = codec.freeze(said)

@@ -4,8 +4,8 @@ The first worker of the site brings the description of the model, with which the
 to take part. Until the parameters come down its workers wait. Where nobody has any, the parent asks one
 of those that take part to give its own; a relay has none, so it opens the gate, asks the first of its
 workers as any broker would, keeps what that one sends, and hands it up. Then they wait again, for what
-the run begins with, which may be another one's. Nobody at the site hears of a new run before the parent
-has begun it.
+the run begins with, which may be another one's. The site hears of a new run only once the parent has
+begun it.
 
 Where a worker holds a version of a run that the parent has lost, the relay takes that one, and comes
 back to its parent as one that holds it.

@@ -17,11 +17,13 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from diloco_protocol.feed import LastRound, Snapshot, Totals, Worker
+from diloco_protocol.quantities import duration, figure, norm
 
 _T = TypeVar("_T")
 LEAST_RECENT = 4  # points that a scale goes by
 MOST_SPEEDS = 20_000  # points of all workers that a page is sent: some 500 kB
 LEAST_SPEEDS = 60  # of one worker
+LARGEST = 1e100  # of a curve: differences of larger values overflow
 CPU_SNAPSHOTS = 6  # five seconds of a live feed: one turn of work does not make the figure jump
 
 
@@ -39,6 +41,35 @@ def recent_scale(values: Sequence[float]) -> tuple[float, float]:
         return min(values), max(values)
     near = [value for value in values if least - room <= value <= most + room]
     return min(near), max(near)
+
+
+def off_scale(
+    points: Sequence[tuple[int, float | None]],
+    written: Callable[[float], str],
+    *,
+    is_whole: bool,
+) -> tuple[float, float, str] | None:
+    """The scale of a plot over rounds, and which of them are off it; None where there is no point.
+
+    A whole run is shown from its start, unless a few values would flatten all others. Times far above 95%
+    of all, as of a round that a pause interrupted, have no say in it.
+    """
+    known = [(number, y) for number, y in points if y is not None and abs(y) < LARGEST]
+    if not known:
+        return None
+    values = [y for _, y in known]
+    ranked = sorted(values)
+    most = ranked[max(0, min(len(ranked) - 2, int(0.95 * len(ranked))))]
+    limit = most + 8 * max(most - ranked[0], 0.1 * abs(most))
+    may_jump = len(known) >= LEAST_RECENT and written is duration
+    low, high = recent_scale([y for y in values if y <= limit] if may_jump else values)
+    off = [(number, y) for number, y in known if not low <= y <= high]
+    is_flattened = len(off) <= len(known) / 10 and max(values) - min(values) > 8 * (high - low)
+    if not off or (is_whole and not is_flattened):
+        return min(values), max(values), ""
+    least, most = (written(find(y for _, y in off)) for find in (min, max))
+    which = f"round {off[0][0]}" if len(off) == 1 else f"{len(off)} rounds"
+    return low, high, f"Off the scale: {which} with {least}{f' to {most}' * (least != most)}."
 
 
 @dataclass(frozen=True)
@@ -148,13 +179,14 @@ class RunSeries:
             if worker.steps_per_s is not None and worker.health != "lost":
                 self._keep(self.speeds[worker.id], (now, worker.steps_per_s))
 
-    def later(self, now: float, after: float) -> dict[str, Any]:
+    def later(self, now: float, after: float, *, is_whole: bool = False) -> dict[str, Any]:
         """The points later than `after`, each beginning with its time relative to `now` in seconds.
 
         Returns:
             rounds: [t, number, seconds, averaged, loss, delta norm, staleness]
             network: [t, bytes a second up, down]
             speeds: worker id -> [t, steps a second]
+            scales: of all points, see `off_scale`
         """
 
         def points(kept: Sequence[_T], time_of: Callable[[_T], float]) -> Sequence[_T]:
@@ -165,10 +197,26 @@ class RunSeries:
             name: [(at - now, speed) for at, speed in spread(points(kept, itemgetter(0)), each)]
             for name, kept in self.speeds.items()
         }
+        rounds: list[tuple[float, LastRound]] = []
+        for each in self.rounds:  # a broker that went on from an older version makes some again
+            while rounds and rounds[-1][1].number >= each[1].number:
+                rounds.pop()
+            rounds.append(each)
+        figures = {
+            "loss": ("loss", figure),
+            "seconds": ("seconds", duration),
+            "norm": ("delta_norm", norm),
+        }
         return {
+            "scales": {
+                name: off_scale(
+                    [(r.number, getattr(r, field)) for _, r in rounds], written, is_whole=is_whole
+                )
+                for name, (field, written) in figures.items()
+            },
             "rounds": [
                 (at - now, r.number, r.seconds, r.averaged, r.loss, r.delta_norm, r.staleness)
-                for at, r in points(self.rounds, itemgetter(0))
+                for at, r in points(rounds, itemgetter(0))
             ],
             "network": [(r.at - now, r.up, r.down) for r in points(self.network, attrgetter("at"))],
             "speeds": {name: kept for name, kept in speeds.items() if kept},

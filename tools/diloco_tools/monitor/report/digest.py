@@ -210,7 +210,7 @@ class Digest:
         for worker in workers:
             worker.steps_per_s = quantile(worker.speeds, 0.5)
         found.workers, found.workers_left_out = tuple(workers), len(self._others)
-        found.series = self._series.later(found.began_at, float("-inf"))
+        found.series = self._series.later(found.began_at, float("-inf"), is_whole=True)
         seconds = self._seconds
         found.round_median_s, found.round_p95_s = quantile(seconds, 0.5), quantile(seconds, 0.95)
         found.round_longest_s = max(seconds, default=None)

@@ -58,7 +58,7 @@ ENDED = {
 }
 MOST_ROWS = 200
 # Modules of the page, each after those that it imports.
-MODULES = ("dom", "api", "charts", "control", "history", "replay", "app")
+MODULES = ("dom", "api", "charts", "control", "replay", "app")
 
 
 def _ending(life: Life) -> Part:
@@ -140,6 +140,7 @@ def page_of(facts: Facts) -> str:
     """The report as HTML."""
     session = {"mode": "report", "reading": True, "steering": False, "columns": _titles(OF_WORKER)}
     state = {"words": _words(facts), "series": facts.series, "whole": True, "clock": 0}
+    state["origin"] = facts.began_at
     answers = json_safe({"/api/session": session, "/api/state?after=0": state}, 64)
     data = json.dumps(answers, allow_nan=False).replace("<", "\\u003c")
     script, style = _script(), _style()

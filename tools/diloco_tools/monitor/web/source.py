@@ -124,7 +124,7 @@ class ReplaySource:
                 "first_at": first,
                 "last_at": moments[-1].at,
                 "skipped": self.history.skipped,
-                "series": series.later(first, -math.inf),
+                "series": series.later(first, -math.inf, is_whole=True),
             }
         )
 
@@ -144,7 +144,7 @@ class ReplaySource:
                 "index": index,
                 "at": shown.at,
                 "when": f"{moment(shown.at)} UTC, {clock(after)} after the start",
-                "marker": {"number": last and last.number, "elapsed": after},
+                "marker": {"number": last and last.number, "at": shown.at},
                 "words": said,
             }
         )

@@ -2,9 +2,9 @@
 // same page, with one answer in it.
 
 import { get, keepToken, takeToken } from "./api.js";
+import { Plots } from "./charts.js";
 import { Control } from "./control.js";
 import { $, SIGNS, Table, make, say, showRows } from "./dom.js";
-import { History } from "./history.js";
 import { replay } from "./replay.js";
 
 const EVERY_MS = 1000;
@@ -73,10 +73,9 @@ async function poll() {
   });
   if (answer && after === clock) {
     clock = answer.clock;
-    const now = session.mode === "live" ? performance.now() / 1000 : 0;
-    plots.take(answer.series, now, answer.whole);
+    plots.take(answer.series, answer.origin ?? Date.now() / 1000, answer.whole);
     show(answer.words);
-    plots.draw(now);
+    plots.draw();
   }
   // A hidden page does not ask: it gets what it has missed when it is looked at.
   if (session.mode === "live" && !document.hidden) timer = setTimeout(poll, EVERY_MS);
@@ -106,9 +105,9 @@ async function begin() {
   if (!session.reading) return control.show({ ...session, steering: false }, {}, "");
   document.body.dataset.mode = session.mode;
   workers ??= new Table($("worker-box"), session.columns, session.mode === "report" ? null : (order) => control.propose(order));
-  plots ??= new History($("plot-list"), !isLive);
+  plots ??= new Plots($("plot-list"));
   if (isLive) say($("feed"), `Feed ${session.feed}`);
-  if (session.mode === "replay") return replay(plots, show, (marker) => plots.draw(0, marker));
+  if (session.mode === "replay") return replay(plots, show, (marker) => plots.draw(marker));
   await poll();
   addPanels();
 }

@@ -14,7 +14,7 @@ export async function replay(plots, show, draw) {
   let wanted = 0;
   let isBusy = false;
   let timer = 0;
-  plots.take(outline.series, 0, true);
+  plots.take(outline.series, outline.first_at, true);
   $("replay").hidden = false;
   slider.max = last;
   if (outline.skipped) say($("plots-note"), `${outline.skipped} damaged lines were skipped`);

@@ -231,7 +231,7 @@ class Reading:
         return f"the broker has sent nothing for {age:.0f} s" if is_silent else None
 
 
-class FeedWatcher:
+class FeedWatcher(Listener):
     """Keeps the newest snapshot at hand, from entering to leaving; `read` is for any thread.
 
     `complain` is called as by `Listener`, and `note` with each snapshot that is news and the time by
@@ -248,27 +248,27 @@ class FeedWatcher:
         note: Callable[[Snapshot, float], None] = lambda snapshot, now: None,
         keys: Keys | None = None,
     ) -> None:
-        self.address = with_scheme(address, FEED_PORT)
+        super().__init__(FeedSubscriber(address, keys=keys), self._hear, self._cannot_take)
+        self.address = self.feed.address
         self.lock = threading.Lock()
         self.model = FeedModel()
         self.received = 0
-        self._note, self._complain = note, complain
-        self.listener = Listener(FeedSubscriber(address, keys=keys), self._take, self._cannot_take)
+        self._note, self._tell = note, complain
 
     def __enter__(self) -> "FeedWatcher":
-        self.listener.start()
+        self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.listener.close()
+        self.close()
 
     def read(self) -> Reading:
         """What is known of the feed now."""
-        unreadable = self.listener.feed.malformed + self.listener.other_versions
+        unreadable = self.feed.malformed + self.other_versions
         with self.lock:
             return Reading(replace(self.model), time.monotonic(), self.received, unreadable)
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _hear(self, snapshot: Snapshot) -> None:
         with self.lock:
             now = time.monotonic()
             if self.model.update(snapshot, now):
@@ -278,4 +278,4 @@ class FeedWatcher:
     def _cannot_take(self, error: FeedError) -> None:
         with self.lock:
             self.model.cannot_read(error)
-        self._complain(error)
+        self._tell(error)

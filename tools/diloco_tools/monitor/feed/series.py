@@ -51,8 +51,8 @@ def off_scale(
 ) -> tuple[float, float, str] | None:
     """The scale of a plot over rounds, and which of them are off it; None where there is no point.
 
-    A whole run is shown from its start, unless a few values would flatten all others. Times far above 95%
-    of all, as of a round that a pause interrupted, have no say in it.
+    A whole run is shown from its start, unless a few values would flatten all others. Times far above
+    95% of all, as of a round that a pause interrupted, have no say in it.
     """
     known = [(number, y) for number, y in points if y is not None and abs(y) < LARGEST]
     if not known:

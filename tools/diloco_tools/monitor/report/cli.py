@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated
 
 import typer
@@ -72,14 +71,9 @@ def report(
 
 def _write(path: Path, text: str) -> None:
     """Write all of it or nothing: a reader never opens half a page."""
-    with NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.chmod(file.name, 0o644)  # it is for showing
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

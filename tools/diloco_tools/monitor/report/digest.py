@@ -75,7 +75,6 @@ class Digest:
         self._actions = tuple(actions)
         self._orders = {each.sentence for each in self._actions}  # logged as warnings, and none
         self._lives: list[Life] = []
-        self._lives_left_out = 0
         self._workers: dict[str, Worker] = {}
         self._others: set[int] = set()  # hashes of names beyond `MOST_WORKERS`
         self._seconds = array("d")
@@ -117,7 +116,6 @@ class Digest:
     def _begin_life(self, epoch: str, at: float) -> None:
         if len(self._lives) == MOST_LIVES:
             del self._lives[MOST_LIVES // 2]
-            self._lives_left_out += 1
         self._lives.append(Life(epoch, at, at))
         for worker in self._workers.values():
             if worker.ended == HERE:
@@ -236,8 +234,6 @@ class Digest:
                 f"{self._repeated} rounds have a number that an earlier round had: the broker went on "
                 "from an older version than the newest."
             )
-        if self._lives_left_out:
-            yield f"{self._lives_left_out} starts of the broker are left out of the table."
 
 
 def flat(value: Any, before: str = "") -> dict[str, Any]:

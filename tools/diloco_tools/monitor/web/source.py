@@ -49,7 +49,7 @@ class FeedSource(FeedWatcher):
                 "age_s": None if model.snapshot is None else model.age_s(now),
                 "missed": model.missed,
                 "restarts": model.restarts,
-                "malformed": self.listener.feed.malformed,
+                "malformed": self.feed.malformed,
                 "problem": self._problem,
                 "refusal": model.refusal,
                 "verdict": verdict.word,

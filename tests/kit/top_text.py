@@ -84,7 +84,7 @@ def plain(shown: RenderableType, width: int) -> str:
 def scene(model: FeedModel, now: float, **keys: Any) -> Scene:
     """What is known of a live feed at `now`."""
     whole: dict[str, Any] = {"address": "tcp://127.0.0.1:8513", "series": RunSeries()} | keys
-    return Scene(model=model, now=now, fresh=model.freshness(now), age_s=model.age_s(now), **whole)
+    return Scene(model=model, now=now, **whole)
 
 
 def matches(name: str, text: str) -> None:

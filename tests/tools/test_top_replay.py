@@ -138,7 +138,7 @@ class TestScreen:
         assert pilot.workers()[0] == "mac-mini"
         await pilot.press("slash", *"xeon", "enter", "enter")
         assert "Worker xeon" in pilot.text()
-        await pilot.press("escape", "f", "question_mark")
+        await pilot.press("escape", "question_mark")
         assert "play the history" in pilot.text()
         assert "checkpoint now" not in pilot.text()
 

@@ -85,7 +85,7 @@ class TestFreshness:
         assert "○ STALE" in pilot.lines()[0]
         assert "Start diloco-broker serve" in pilot.flat()
         assert "q Quit" in pilot.lines()[-1]
-        for key in ("down", "enter", "f", "o", "k"):
+        for key in ("down", "enter", "o", "k"):
             await pilot.press(key)
         await pilot.hears(snapshot(1))
         assert "● LIVE" in pilot.lines()[0]
@@ -148,21 +148,6 @@ class TestTable:
         await pilot.press("slash", "escape")
         assert len(pilot.workers()) == 5
         assert not pilot.app.query_one(Input).has_focus
-
-    async def test_freeze_holds_the_picture_and_says_so(self, pilot: ScreenPilot) -> None:
-        await pilot.press("f")
-        await pilot.hears(snapshot(42, workers=[]), after_s=1.0)
-        assert len(pilot.workers()) == 5
-        assert "FROZEN 1.0 s" in pilot.lines()[0]
-        assert "● LIVE 0.0 s" in pilot.lines()[0]
-        await pilot.waits(12.0)
-        assert "○ STALE 12 s" in pilot.lines()[0]
-        assert "412 open for 12 s" in pilot.text(), "its ages stand still"
-        await pilot.press("o")
-        assert pilot.workers()[0] == "mac-mini", "what is frozen may be looked through"
-        await pilot.press("f")
-        assert pilot.workers() == []
-        assert "FROZEN" not in pilot.text()
 
     async def test_many_workers_scroll_with_the_mark(self, pilot: ScreenPilot) -> None:
         crew = [worker(f"w{n:03}") for n in range(200)]

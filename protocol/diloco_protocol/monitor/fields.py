@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 
 from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Round, Snapshot
 from diloco_protocol.monitor import tree
-from diloco_protocol.quantities import FORMATS, duration, names, plural, scaled
+from diloco_protocol.quantities import (
+    FORMATS,
+    byte_size,
+    duration,
+    figure,
+    names,
+    norm,
+    plural,
+    scaled,
+)
 
 STATUS, TOP, DASHBOARD, EXPORTER, REPORT = "status", "top", "dashboard", "exporter", "report"
 SCREENS = (STATUS, TOP, DASHBOARD)
@@ -319,15 +328,8 @@ def _standby(snapshot: Snapshot) -> Part:
     if told.is_alone:
         return Part("given up: this broker goes on alone", UNEASY)
     held = "held" if told.holds_lease else "lost"
-    return Part(f"lease of {told.lease_s:g} s {held}", "" if told.holds_lease else BAD)
-
-
-def _standby_heard(snapshot: Snapshot) -> str:
-    told = snapshot.standby
-    if told is None or told.is_replaced or told.is_alone:
-        return ""
-    age = told.heard_age_s
-    return "never heard" if age is None else f"heard {duration(age)} ago"
+    heard = "never heard" if told.heard_age_s is None else f"heard {duration(told.heard_age_s)} ago"
+    return Part(f"lease of {told.lease_s:g} s {held}, {heard}", "" if told.holds_lease else BAD)
 
 
 def _parent_link(snapshot: Snapshot) -> Part:
@@ -624,8 +626,6 @@ OF_SNAPSHOT: tuple[Field, ...] = (
     Field("term", "Term", "How often a standby took over the run.", row="standby",
         say=lambda s: f"term {s.term}" if s.term else ""),
     Field("standby.holds_lease", "Lease", "", "setting", row="standby", say=_standby),
-    Field("standby.heard_age_s", "Standby heard", "", "duration", row="standby",
-        say=_standby_heard),
 
     Field("totals.rejected", "Rejected", "Work of workers that the broker rejected, with reasons.",
         row="rejected", say=_rejected),
@@ -744,12 +744,14 @@ OF_DATA_SET: tuple[Field, ...] = (
 )
 
 IN_TABLES = (STATUS, TOP, DASHBOARD, REPORT)
-# In the order of columns; `title` is the column's, in terminals in capitals.
+# In the order of columns; `title` is the column's, in terminals in capitals; `say` is of `rows.Listed`.
 OF_WORKER: tuple[Field, ...] = (
     Field("id", "Worker", "Id; of a relay with how many workers are downstream.", "text",
-        title="Worker", displays=IN_TABLES),
+        title="Worker", displays=IN_TABLES, say=lambda of: of.worker.title),
     Field("health", "Health", "Whether the worker is well (1), or slow, stalled, lost or dead (0).",
-        "text", title="Health", metric="worker_healthy", measure=lambda of: of.health == "ok"),
+        "text", title="Health", metric="worker_healthy", measure=lambda of: of.health == "ok",
+        say=lambda of: Part(health := of.worker.health,
+            GOOD if health == "ok" else BAD if health in UNHEARD else UNEASY)),
     Field("host", "Host", "Machine that the worker runs on.", "text", title="Host",
         displays=IN_TABLES),
     Field("state", "State", "What the worker does; unknown while it is lost or dead.", "text",
@@ -760,7 +762,9 @@ OF_WORKER: tuple[Field, ...] = (
         unit="steps", displays=(STATUS, TOP), metric="worker_steps_total"),
     Field("inner_step", "Inner steps",
         "Inner steps since the worker's last boundary; absent while it is lost or dead.",
-        title="Inner", unit="steps", metric="worker_inner_steps",
+        title="Inner", unit="steps", metric="worker_inner_steps", say=lambda of: (
+            f"{of.worker.inner_step if of.inner_now is None else f'~{of.inner_now}'}"
+            f"/{of.worker.sync_every}"),
         measure=lambda of: None if of.health in UNHEARD else of.inner_step),
     Field("sync_every", "Steps to a boundary (H)",
         "Inner steps to a push of the worker (H, with DyLU its own).", unit="steps",
@@ -771,10 +775,13 @@ OF_WORKER: tuple[Field, ...] = (
         measure=lambda of: None if of.health in UNHEARD else of.steps_per_s),
     Field("loss", "Loss", "Loss that the worker reported last; NaN if that was not finite.",
         "figure", title="Loss", displays=IN_TABLES, metric="worker_loss",
-        measure=lambda of: of.loss if of.loss_is_finite else math.nan),
+        measure=lambda of: of.loss if of.loss_is_finite else math.nan,
+        say=lambda of: figure(of.worker.loss) if of.worker.loss_is_finite else Part("nan", BAD)),
     Field("delta_norm", "Delta norm",
         "Euclidean norm of the worker's last pseudo-gradient, as the broker measured it.", "norm",
-        title="Norm", displays=(TOP, DASHBOARD, REPORT), metric="worker_delta_norm"),
+        title="Norm", displays=(TOP, DASHBOARD, REPORT), metric="worker_delta_norm",
+        say=lambda of: Part(norm(of.worker.delta_norm),
+            UNEASY * ((of.worker.times_usual or 0) > STANDS_OUT))),
     Field("times_usual", "Times the usual norm",
         "That over the median of the workers, of the same fragment; absent with fewer than three.",
         "norm", metric="worker_times_usual_norm"),
@@ -787,9 +794,9 @@ OF_WORKER: tuple[Field, ...] = (
         "Versions between the base of the worker's last push and the version that it went into.",
         title="Stale", unit="versions", displays=IN_TABLES, metric="worker_staleness_versions"),
     Field("rate_up", "Up/s", "Bytes a second that the worker sends.", "bytes/s",
-        title="Up/s", displays=LARGE),
+        title="Up/s", displays=LARGE, say=lambda of: byte_size(of.up)),
     Field("rate_down", "Down/s", "Bytes a second that the worker receives.", "bytes/s",
-        title="Down/s", displays=LARGE),
+        title="Down/s", displays=LARGE, say=lambda of: byte_size(of.down)),
     Field("bytes_up", "Sent up",
         "Pseudo-gradients, and the first parameters, received from the worker.", "bytes",
         title="Up", displays=(TOP, REPORT), metric="worker_uploaded_bytes_total"),
@@ -798,7 +805,8 @@ OF_WORKER: tuple[Field, ...] = (
     Field("pushes", "Pushes", "Pushes of the worker.", "count", title="Pushes", unit="pushes",
         displays=(TOP,), metric="worker_pushes_total"),
     Field("rejected", "Rejected", "Work of the worker that the broker rejected.", "count",
-        title="Rej", unit="pushes", displays=(TOP,), metric="worker_refused_pushes_total"),
+        title="Rej", unit="pushes", displays=(TOP,), metric="worker_refused_pushes_total",
+        say=lambda of: Part(f"{of.worker.rejected}", UNEASY * bool(of.worker.rejected))),
     Field("tokens", "Tokens", "Tokens that the worker reported.", "amount", title="Tokens",
         unit="tokens", displays=(TOP,), metric="worker_tokens_total"),
     Field("workers", "Workers downstream", "Workers downstream of it, where it is a relay.",

@@ -5,25 +5,20 @@ Every display of text shows these: `diloco-broker status` and `diloco-top` as li
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from diloco_protocol.feed import DEAD, Snapshot, Worker
 from diloco_protocol.monitor.fields import (
-    BAD,
-    GOOD,
     OF_DATA_SET,
     OF_ORDER,
     OF_SNAPSHOT,
-    STANDS_OUT,
-    UNEASY,
     UNHEARD,
     Field,
     Part,
     columns,
 )
-from diloco_protocol.quantities import NONE, byte_size
+from diloco_protocol.quantities import NONE
 
 # In their order; each with at least one field of the catalogue.
 # fmt: off
@@ -34,7 +29,6 @@ ROWS = (
 )
 # fmt: on
 HEALTHS = (DEAD, "lost", "stalled", "slow", "", "ok")  # most urgent first, "" for any other
-ESTIMATED = "~"  # before a number that the worker has not reported
 
 
 class Row(NamedTuple):
@@ -96,8 +90,7 @@ def cell(field: Field, listed: Listed) -> Part:
     )
     if is_unknown:
         return Part(NONE)
-    special = _CELLS.get(field.path)
-    return special(field, listed) if special else Part(field.text(worker))
+    return field.part(listed) if field.say else Part(field.text(worker))
 
 
 def sort_key(field: Field, listed: Listed) -> Any:
@@ -112,42 +105,6 @@ def sort_key(field: Field, listed: Listed) -> Any:
     return field.value(worker)
 
 
-def _health(_: Field, listed: Listed) -> Part:
-    health = listed.worker.health
-    return Part(health, GOOD if health == "ok" else BAD if health in UNHEARD else UNEASY)
-
-
-def _inner(_: Field, listed: Listed) -> Part:
-    worker, now = listed.worker, listed.inner_now
-    steps = worker.inner_step if now is None else f"{ESTIMATED}{now}"
-    return Part(f"{steps}/{worker.sync_every}")
-
-
-def _loss(field: Field, listed: Listed) -> Part:
-    return Part(field.text(listed.worker)) if listed.worker.loss_is_finite else Part("nan", BAD)
-
-
-def _norm(field: Field, listed: Listed) -> Part:
-    """In a tone where it is many times what the other workers send."""
-    usual = listed.worker.times_usual
-    return Part(field.text(listed.worker), UNEASY if usual and usual > STANDS_OUT else "")
-
-
-def _rejected(_: Field, listed: Listed) -> Part:
-    count = listed.worker.rejected
-    return Part(str(count), UNEASY if count else "")
-
-
-_CELLS: dict[str, Callable[[Field, Listed], Part]] = {
-    "id": lambda _, listed: Part(listed.worker.title),
-    "health": _health,
-    "inner_step": _inner,
-    "loss": _loss,
-    "delta_norm": _norm,
-    "rejected": _rejected,
-    "rate_up": lambda _, listed: Part(byte_size(listed.up)),
-    "rate_down": lambda _, listed: Part(byte_size(listed.down)),
-}
 _OF_LIVING = ("state", "inner_step", "steps_per_s")
 # What a relay does not report of the workers downstream of it.
 _NOT_RELAYED = ("bytes_up", "bytes_down", "rejected", "tokens", "delta_norm")

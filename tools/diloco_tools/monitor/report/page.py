@@ -25,7 +25,6 @@ from diloco_protocol.quantities import (
     duration,
     figure,
     moment,
-    parameters,
     plural,
     setting,
 )
@@ -58,7 +57,7 @@ ENDED = {
 }
 MOST_ROWS = 200
 # Modules of the page, each after those that it imports.
-MODULES = ("dom", "api", "charts", "control", "replay", "app")
+MODULES = ("dom", "api", "charts", "control", "app")
 
 
 def _ending(life: Life) -> Part:
@@ -86,7 +85,43 @@ def _where(worker: Worker) -> str:
     return ", ".join(filter(None, (behind, *worker.hosts)))
 
 
+def _loss(facts: Facts) -> str:
+    if facts.first_loss is None:
+        return NONE
+    best = f"best {figure(facts.best_loss)} ({facts.best_loss_round:,})"
+    return f"{figure(facts.first_loss)} → {figure(facts.last_loss)}, {best}"
+
+
+def _times(facts: Facts) -> str:
+    half, most, longest = map(
+        duration, (facts.round_median_s, facts.round_p95_s, facts.round_longest_s)
+    )
+    return f"half within {half}, 95% within {most}, at most {longest}"
+
+
 # fmt: off
+# Of `Facts`: what a reader in a hurry wants, and further figures.
+HEADLINE = (
+    Field("mode", "Mode", say=lambda of: of.mode or NONE),
+    Field("began_at", "Began, UTC", say=lambda of: moment(of.began_at, "%d %b %Y %H:%M")),
+    Field("ended_at", "Lasted", say=lambda of: clock(of.ended_at - of.began_at)),
+    Field("rounds", "Rounds", format="count"),
+    Field("workers", "Workers", say=lambda of:
+        f"{len(of.workers) + of.workers_left_out:,}, at most {of.most_alive:,} at once"),
+    Field("model.parameters", "Parameters", format="parameters"),
+)
+FIGURES = (
+    Field("last_loss", "Loss", say=_loss),
+    Field("round_median_s", "Time", say=_times),
+    Field("contributions", "Counted",
+        say=lambda of: plural(of.contributions, "complete push", "complete pushes")),
+    Field("deaths", "Deaths", say=lambda of: count(sum(each.deaths for each in of.workers))),
+    Field("bytes_up", "Traffic",
+        say=lambda of: f"{byte_size(of.bytes_up)} up, {byte_size(of.bytes_down)} down"),
+    Field("lives", "Broker", say=lambda of: plural(len(of.lives), "start")),
+    Field("warnings", "Logged",
+        say=lambda of: f"{plural(of.warnings, 'warning')}, {plural(of.errors, 'error')}"),
+)
 # The columns of the tables; what stands below is small, below the column before.
 OF_WORKER = (
     Field("id", "Worker", format="text"),
@@ -196,9 +231,9 @@ def _words(facts: Facts) -> dict[str, Any]:
         "title": f"Run {facts.run or 'unnamed'}: report",
         "badge": (tone, ending, ""),
         "notice": (UNEASY, "Note", remarks) if remarks else None,
-        "facts": [(label, [Part(text)]) for label, text in _headline(facts)],
+        "facts": [(field.label, [field.part(facts)]) for field in HEADLINE],
         "counts": f"losses and norms: the last; speeds: the median{more}",
-        "rows": [(label, [Part(text)]) for label, text in _figures(facts)],
+        "rows": [(field.label, [field.part(facts)]) for field in FIGURES],
         "workers": _rows(OF_WORKER, facts.workers[:MOST_ROWS]),
         "empty": "No worker has joined.",
         "events": [
@@ -218,40 +253,6 @@ def _words(facts: Facts) -> dict[str, Any]:
             | {"values": [(label, [Part(text)]) for label, text in settings(facts)]},
         ],
     }
-
-
-def _headline(facts: Facts) -> list[tuple[str, str]]:
-    """What a reader in a hurry wants."""
-    fragments, size = facts.settings.get("num_fragments"), facts.model
-    several = f", {fragments} fragments" if isinstance(fragments, int) and fragments > 1 else ""
-    many = len(facts.workers) + facts.workers_left_out
-    return [
-        ("Mode", (facts.mode or NONE) + several),
-        ("Began, UTC", moment(facts.began_at, "%d %b %Y %H:%M")),
-        ("Lasted", clock(facts.ended_at - facts.began_at)),
-        ("Pushes" if facts.mode == "async" else "Rounds", count(facts.rounds)),
-        ("Workers", f"{many:,}, at most {facts.most_alive:,} at once"),
-        ("Model", f"{parameters(size.parameters)} parameters" if size else NONE),
-    ]
-
-
-def _figures(facts: Facts) -> list[tuple[str, str]]:
-    loss = f"{figure(facts.first_loss)} → {figure(facts.last_loss)}"
-    if facts.best_loss_round is not None:
-        loss += f", best {figure(facts.best_loss)} ({facts.best_loss_round:,})"
-    half, most = duration(facts.round_median_s), duration(facts.round_p95_s)
-    return [
-        ("Loss", NONE if facts.first_loss is None else loss),
-        (
-            "Time",
-            f"half within {half}, 95% within {most}, at most {duration(facts.round_longest_s)}",
-        ),
-        ("Counted", plural(facts.contributions, "complete push", "complete pushes")),
-        ("Deaths", count(sum(worker.deaths for worker in facts.workers))),
-        ("Traffic", f"{byte_size(facts.bytes_up)} up, {byte_size(facts.bytes_down)} down"),
-        ("Broker", plural(len(facts.lives), "start")),
-        ("Logged", f"{plural(facts.warnings, 'warning')}, {plural(facts.errors, 'error')}"),
-    ]
 
 
 def _remarks(facts: Facts) -> list[str]:

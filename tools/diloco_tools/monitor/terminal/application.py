@@ -6,13 +6,11 @@ its answer is a sentence in the status line, and the table changes when the feed
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -178,7 +176,6 @@ class Top(App[None]):
         self._drawn_at = -math.inf
         self._address, self._control, self._readonly = address, control, readonly
         self._ask, self._clock, self._player = ask, clock, player
-        self._frozen: Scene | None = None  # what is shown instead of what is known
         self._asking = ""  # the pending request
         self._listener = Listener(feed, self.heard, self.cannot_read) if feed else None
         self._keys = keys_for(readonly=readonly, replay=player is not None)
@@ -258,10 +255,7 @@ class Top(App[None]):
         if self._player is not None:
             return self._player.scene(self._address)
         now, model = self._clock(), self.model
-        fresh, age_s = model.freshness(now), model.age_s(now)
-        if (frozen := self._frozen) is not None:
-            return replace(frozen, fresh=fresh, age_s=age_s, frozen_s=now - frozen.now)
-        return Scene(model, self.series, now, fresh, age_s, self._address, readonly=self._readonly)
+        return Scene(model, self.series, now, self._address, readonly=self._readonly)
 
     def redraw(self) -> None:
         """Draw the picture as it is now."""
@@ -279,7 +273,7 @@ class Top(App[None]):
             widget.update(by_rich(what))  # type: ignore[arg-type]
             widget.display = bool(what)
 
-        fresh = Freshness.LIVE if scene.replay is not None else scene.fresh
+        fresh = scene.fresh
         show("header", header(scene, width - 2, is_coloured=fresh is not Freshness.LIVE))
         for each in (Freshness.LATE, Freshness.STALE):
             base.query_one("#header").set_class(each is fresh, each.name.lower())
@@ -389,15 +383,6 @@ class Top(App[None]):
     def close_filter(self) -> None:
         self.remove_class("filtering")
         self.set_focus(None)
-        self.redraw()
-
-    def action_freeze(self) -> None:
-        if self._frozen is not None or self._player is not None or self.model.snapshot is None:
-            self._frozen = None
-        else:
-            known = self.scene()
-            model, series = copy.copy(known.model), copy.deepcopy(known.series)
-            self._frozen = replace(known, model=model, series=series)
         self.redraw()
 
     @on(DataTable.RowSelected)  # a click on the marked worker

@@ -182,7 +182,7 @@ def _show_json(name: str, model: FeedModel, now: float) -> bool:
 def _show_text(encoding: str, name: str, model: FeedModel, now: float) -> bool:
     """Print one screen for people; whether the run is healthy."""
     width = max(MIN_WIDTH, console().width)  # a narrower terminal wraps lines, and loses nothing
-    scene = Scene(model, RunSeries(), now, model.freshness(now), model.age_s(now), name)
+    scene = Scene(model, RunSeries(), now, name)
     shown = console(width=width)
     with shown.capture() as captured:
         shown.print(screen(scene, width))

@@ -32,7 +32,6 @@ OTHERS = (
     _key("o", "o", "sort", "Sort", "sort by the next column (O: reverse)"),
     _key("O", "O", "reverse"),
     _key("slash", "/", "filter", "Filter", "only workers with this in id, host, state or health"),
-    _key("f", "f", "freeze", "Freeze", "freeze the display (data keeps arriving), or go on"),
     _key("up", "↑↓", "move(-1)", told="mark a worker (also PgUp, PgDn, the mouse)"),
     _key("down", "↓", "move(1)"),
     _key("pageup", "PgUp", "move(-10)"),
@@ -47,5 +46,4 @@ KEYS = (*STEERING, *PLAYING, *OTHERS)
 
 def keys_for(*, readonly: bool, replay: bool) -> list[Binding]:
     """The keys that mean something in this mode."""
-    others = [key for key in OTHERS if not (replay and key.action == "freeze")]
-    return [*(PLAYING if replay else () if readonly else STEERING), *others]
+    return [*(PLAYING if replay else () if readonly else STEERING), *OTHERS]

@@ -27,27 +27,25 @@ ORDERS = [field for field in columns(TOP) if field.path in _SORTED]
 
 @dataclass(frozen=True)
 class Scene:
-    """`model` and `series` are shown as of `now`; `fresh` and `age_s` are those of the feed itself.
-
-    The two differ while the picture is frozen: `frozen_s` is then for how long.
-    """
+    """The run as of `now`, live or a moment of a replay."""
 
     model: FeedModel
     series: RunSeries
     now: float
-    fresh: Freshness
-    age_s: float
     address: str
-    frozen_s: float | None = None
     replay: Player | None = None
     readonly: bool = False
+
+    @property
+    def fresh(self) -> Freshness:
+        return self.model.freshness(self.now)
 
     def snapshot(self) -> Snapshot | None:
         return self.model.at(self.now)
 
     def listed(self, workers: Sequence[Worker]) -> list[Listed]:
         """The workers with what is known of them beside the feed."""
-        snapshot, fresh = self.snapshot(), self.model.freshness(self.now)
+        snapshot, fresh = self.snapshot(), self.fresh
         assert snapshot is not None, "it has the workers"
         return [listed(snapshot, each, fresh, self.series.rate_of(each.id)) for each in workers]
 
@@ -120,7 +118,7 @@ class Player:
         self._drawn = self.index
         # A model of its own for each moment: going back is no older snapshot, it is another time.
         model, at = FeedModel(self.moment.snapshot, self.moment.at), self.moment.at
-        return Scene(model, self._series, at, Freshness.LIVE, 0.0, address, replay=self)
+        return Scene(model, self._series, at, address, replay=self)
 
     def _go(self, index: int) -> None:
         self.index = max(0, min(len(self.moments) - 1, index))

@@ -98,16 +98,14 @@ def _feed(scene: Scene) -> Text:
         return Text(f"REPLAY {moment(replay.moment.at)} UTC  {place}", STYLES[UNEASY])
     model, snapshot = scene.model, scene.model.snapshot
     is_open = snapshot is not None and snapshot.security == INSECURE
-    frozen = scene.frozen_s
     said = [
         (INSECURE * is_open, f"bold {STYLES[BAD]}"),
         ("readonly" * scene.readonly, QUIET),
-        ("" if frozen is None else f"FROZEN {duration(frozen)}", STYLES[UNEASY]),
         (plural(model.restarts, "restart") if model.restarts else "", STYLES[UNEASY]),
         (f"{model.missed} missed" if model.missed else "", STYLES[UNEASY]),
     ]
     text = Text.assemble(*((f"{word}  ", style) for word, style in said if word))
-    age = "" if snapshot is None else f" {duration(scene.age_s)}"
+    age = "" if snapshot is None else f" {duration(model.age_s(scene.now))}"
     return text + marked(Part(scene.fresh.name + age, FRESHNESS[scene.fresh]))
 
 

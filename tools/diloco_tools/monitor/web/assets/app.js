@@ -5,7 +5,6 @@ import { get, keepToken, takeToken } from "./api.js";
 import { Plots } from "./charts.js";
 import { Control } from "./control.js";
 import { $, SIGNS, Table, make, say, showRows } from "./dom.js";
-import { replay } from "./replay.js";
 
 const EVERY_MS = 1000;
 
@@ -93,6 +92,27 @@ function addPanels() {
   }
 }
 
+/** Show a recorded run: the moment that the slider is at. */
+async function replay() {
+  const outline = await get("/api/replay");
+  const slider = $("moment");
+  const go = async () => {
+    const index = slider.value;
+    const moment = await get(`/api/replay/${index}`).catch(({ message }) => say($("moment-at"), message));
+    if (!moment || slider.value !== index) return;
+    say($("moment-at"), moment.when);
+    slider.setAttribute("aria-valuetext", moment.when);
+    show(moment.words);
+    plots.draw(moment.marker);
+  };
+  plots.take(outline.series, outline.first_at, true);
+  if (outline.skipped) say($("plots-note"), `${outline.skipped} damaged lines were skipped`);
+  $("replay").hidden = false;
+  slider.max = slider.value = outline.moments - 1;
+  slider.oninput = go;
+  await go();
+}
+
 /** Ask what this dashboard is, until it answers, and then show it. */
 async function begin() {
   try {
@@ -107,7 +127,7 @@ async function begin() {
   workers ??= new Table($("worker-box"), session.columns, session.mode === "report" ? null : (order) => control.propose(order));
   plots ??= new Plots($("plot-list"));
   if (isLive) say($("feed"), `Feed ${session.feed}`);
-  if (session.mode === "replay") return replay(plots, show, (marker) => plots.draw(marker));
+  if (session.mode === "replay") return replay();
   await poll();
   addPanels();
 }

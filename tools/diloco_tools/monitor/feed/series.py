@@ -67,9 +67,10 @@ def off_scale(
     is_flattened = len(off) <= len(known) / 10 and max(values) - min(values) > 8 * (high - low)
     if not off or (is_whole and not is_flattened):
         return min(values), max(values), ""
-    least, most = (written(find(y for _, y in off)) for find in (min, max))
+    lowest, highest = (written(find(y for _, y in off)) for find in (min, max))
     which = f"round {off[0][0]}" if len(off) == 1 else f"{len(off)} rounds"
-    return low, high, f"Off the scale: {which} with {least}{f' to {most}' * (least != most)}."
+    span = f" to {highest}" if lowest != highest else ""
+    return low, high, f"Off the scale: {which} with {lowest}{span}."
 
 
 @dataclass(frozen=True)
@@ -198,10 +199,10 @@ class RunSeries:
             for name, kept in self.speeds.items()
         }
         rounds: list[tuple[float, LastRound]] = []
-        for each in self.rounds:  # a broker that went on from an older version makes some again
-            while rounds and rounds[-1][1].number >= each[1].number:
+        for made in self.rounds:  # a broker that went on from an older version makes some again
+            while rounds and rounds[-1][1].number >= made[1].number:
                 rounds.pop()
-            rounds.append(each)
+            rounds.append(made)
         figures = {
             "loss": ("loss", figure),
             "seconds": ("seconds", duration),

@@ -28,12 +28,12 @@ class Counter:
     def __init__(self) -> None:
         self.sum = self._last = 0
 
-    def reads(self, value: int, most: int | None = None) -> int:
+    def reads(self, value: int, most: int) -> int:
         """Take its value, return the sum. A value below the last one began at 0; but one above `most`,
         all that can have been counted since, went on from an older checkpoint."""
         if value >= self._last:
             self.sum += value - self._last
-        elif most is None or value <= most:
+        elif value <= most:
             self.sum += value
         self._last = value
         return self.sum
@@ -65,17 +65,13 @@ class Life:
     longest_turn_ms: float | None = None
     version: str = ""  # of the broker's program
 
-    _up: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
-    _down: Counter = field(default_factory=Counter, compare=False, metadata=NOT_SENT)
-
     def closed(self, closed: feed.LastRound, line: feed.Snapshot) -> None:
         """Take the line of a round."""
         self.rounds += 1
         self.contributions += closed.averaged
         self.first = closed.number if self.first is None else self.first
         self.last = closed.number
-        self.bytes_up = self._up.reads(line.totals.bytes_up)
-        self.bytes_down = self._down.reads(line.totals.bytes_down)
+        self.bytes_up, self.bytes_down = line.totals.bytes_up, line.totals.bytes_down
         loop = line.loop
         self.cpu_s = self.cpu_s if loop.cpu_s is None else loop.cpu_s
         self.rss_bytes = max(filter(None, (self.rss_bytes, loop.rss_bytes)), default=None)

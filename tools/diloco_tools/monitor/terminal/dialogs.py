@@ -68,7 +68,8 @@ class Entry(Confirm):
             yield Static(Text.assemble("Type ", (self.order.typed, "bold"), " and press enter."))
         yield Input(placeholder=f"{self.order.now} → ?" if self.order.setting else "", compact=True)
         yield Static(id="wrong")
-        yield Static(choices(("enter", self.order.label.lower()), ("esc", "cancel")))
+        label = "set it" if self.order.setting else self.order.label.lower()
+        yield Static(choices(("enter", label), ("esc", "cancel")))
 
     @on(Input.Submitted)
     def submitted(self, event: Input.Submitted) -> None:

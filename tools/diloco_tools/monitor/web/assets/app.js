@@ -108,7 +108,8 @@ async function replay() {
   plots.take(outline.series, outline.first_at, true);
   if (outline.skipped) say($("plots-note"), `${outline.skipped} damaged lines were skipped`);
   $("replay").hidden = false;
-  slider.max = slider.value = outline.moments - 1;
+  slider.max = outline.moments - 1;
+  slider.value = slider.max;
   slider.oninput = go;
   await go();
 }

@@ -29,6 +29,7 @@ AGES = {
 }
 # fmt: on
 
+SCALARS = frozenset({str, int, float, bool})
 HEARTBEAT_S = 30.0  # between two heartbeats, unless the broker tolerates less than three of these
 SLACK = 1.5  # intervals after which a worker is silent
 
@@ -102,8 +103,10 @@ def _older(record: T, more: float) -> T:
     """The record with `more` seconds on each age that is known, in it and in the records in it."""
     changed: dict[str, Any] = {}
     for name, value in vars(record).items():
+        if value is None or (type(value) in SCALARS and name not in AGES):  # most are
+            continue
         if name in AGES:
-            changed[name] = None if value is None else value + more
+            changed[name] = value + more
         elif is_dataclass(value):
             changed[name] = _older(value, more)
         elif isinstance(value, tuple) and value and is_dataclass(value[0]):

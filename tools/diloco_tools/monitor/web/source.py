@@ -16,6 +16,7 @@ from typing import Any
 
 from diloco_protocol.clients import Keys
 from diloco_protocol.feed import MAX_DEPTH, FeedError, FeedRefusedError, Snapshot, json_safe
+from diloco_protocol.monitor.verdict import Verdict
 from diloco_protocol.quantities import clock, moment
 from diloco_protocol.records import to_plain
 from diloco_tools.monitor.feed.listener import FeedWatcher
@@ -37,13 +38,15 @@ class FeedSource(FeedWatcher):
         self._problem: str | None = None
         self._recalled_at = -math.inf  # when the past was read: pages lack it that are older
         self._encoded = (0, "null")  # `received` and JSON of the newest picture that was asked for
+        # The moment of the newest words, the verdict then, and their JSON.
+        self._worded: tuple[object, Verdict, str] = (None, Verdict(), "")
 
     def state(self, after: float | None = None) -> str:
         """Everything as JSON; for a page the points later than `after`, and not the snapshot."""
         with self.lock:
             now, model = time.monotonic(), self.model
             since = -math.inf if after is None or after < self._recalled_at else after
-            verdict = model.verdict(now)
+            verdict, words = self._words(now)
             head = {
                 "clock": now,
                 "age_s": None if model.snapshot is None else model.age_s(now),
@@ -56,22 +59,34 @@ class FeedSource(FeedWatcher):
                 "reasons": verdict.reasons,
                 "whole": since == -math.inf,
                 "series": self._series.later(now, since),
-                "words": self._words(now),
             }
+            text = f'{encoded(head)[:-1]},"words":{words}'
             if after is not None:
-                return encoded(head)
+                return f"{text}}}"
             if self._encoded[0] != self.received and model.snapshot is not None:
                 self._encoded = (self.received, picture(model.snapshot, self._series))
-            return f'{encoded(head)[:-1]},"picture":{self._encoded[1]}}}'
+            return f'{text},"picture":{self._encoded[1]}}}'
 
-    def _words(self, now: float) -> dict[str, Any]:
+    def _words(self, now: float) -> tuple[Verdict, str]:
+        """Verdict and words of this moment; the same for all pages that ask within a second."""
+        key = (self.received, math.floor(now), self.model.refusal, self._problem)
+        if self._worded[0] != key:
+            verdict = self.model.verdict(now)
+            self._worded = (key, verdict, encoded(self._said(verdict, now)))
+        return self._worded[1:]
+
+    def _said(self, verdict: Verdict, now: float) -> dict[str, Any]:
         model, series, said = self.model, self._series, None
         if (snapshot := model.at(now)) is not None:
             fresh = model.freshness(now)
             if fresh is not Freshness.STALE:
                 snapshot = replace(snapshot, uptime_s=snapshot.uptime_s + model.age_s(now))
             said = words(snapshot, fresh, series.rate_of, series.cpu)
-        return live_words(model, now, self.address, self._problem, said)
+        is_live = model.freshness(now) is Freshness.LIVE
+        more = [] if is_live or not self._problem else [self._problem]
+        if said is None and not model.refusal:
+            more.append(f"check that {self.address} is the feed of a running diloco-broker")
+        return live_words(model, verdict, now, more, said)
 
     def _note(self, snapshot: Snapshot, now: float) -> None:
         if self._recalled_at == -math.inf:
@@ -152,8 +167,11 @@ class ReplaySource:
 
 def encoded(value: object) -> str:
     """Strict JSON without spaces."""
-    plain = json_safe(to_plain(value, with_none=True), 2 * MAX_DEPTH)
-    return json.dumps(plain, allow_nan=False, separators=(",", ":"))
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError):  # a record, or a number that is not finite
+        plain = json_safe(to_plain(value, with_none=True), 2 * MAX_DEPTH)
+        return json.dumps(plain, allow_nan=False, separators=(",", ":"))
 
 
 def picture(snapshot: Snapshot, series: RunSeries) -> str:

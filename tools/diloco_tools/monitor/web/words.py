@@ -10,7 +10,7 @@ orders        what may be asked of the broker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco_protocol.feed import INSECURE, Snapshot, Worker
@@ -27,6 +27,7 @@ from diloco_protocol.monitor.fields import (
 )
 from diloco_protocol.monitor.rows import cells, rows_of, sort_key
 from diloco_protocol.monitor.tree import everyone
+from diloco_protocol.monitor.verdict import Verdict
 from diloco_protocol.quantities import NONE, duration, percent, plural
 from diloco_tools.monitor.feed.model import FeedModel, Freshness, listed
 from diloco_tools.monitor.feed.series import Rate
@@ -100,7 +101,11 @@ def logged(when: str, level: str, text: str) -> tuple[str, list[Part]]:
 
 
 def live_words(
-    model: FeedModel, now: float, feed: str, problem: str | None, said: dict[str, Any] | None
+    model: FeedModel,
+    verdict: Verdict,
+    now: float,
+    more: Sequence[str],
+    said: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """`said` of the newest snapshot, with how alive the feed is, and what the broker may be asked."""
     fresh, snapshot = model.freshness(now), model.snapshot
@@ -117,25 +122,21 @@ def live_words(
         "facts": [*facts, ("Missed snapshots", [Part(", ".join(filter(None, missed)))])],
         "badge": (FRESHNESS[fresh], fresh.name, age),
         "title": f"{fresh.name}{number}: DiLoCo",
-        "notice": _notice(model, now, feed, problem),
+        "notice": _notice(verdict, fresh, model.refusal, more),
         "silence": silence,
         "orders": {name: vars(order) for name, order in orders(snapshot).items()},
     }
 
 
 def _notice(
-    model: FeedModel, now: float, feed: str, problem: str | None
+    verdict: Verdict, fresh: Freshness, refusal: str, more: Sequence[str]
 ) -> tuple[str, str, list[str]] | None:
-    verdict, fresh = model.verdict(now), model.freshness(now)
     said = list(verdict.reasons[:MOST_REASONS])
     if len(verdict.reasons) > MOST_REASONS:
         said.append(f"and {len(verdict.reasons) - MOST_REASONS} more")
-    if model.snapshot is None and not model.refusal:
-        said.append(f"check that {feed} is the feed of a running diloco-broker")
-    if problem and fresh is not Freshness.LIVE:
-        said.append(problem)
-    word = "REFUSED" if model.refusal else verdict.word.upper()
-    if fresh is Freshness.STALE and not model.refusal:
+    said += more
+    word = "REFUSED" if refusal else verdict.word.upper()
+    if fresh is Freshness.STALE and not refusal:
         word = fresh.name
     tone = BAD if word in ("REFUSED", "STALE") else GOOD if word == "ENDED" else UNEASY
     return (tone, word, said) if said else None

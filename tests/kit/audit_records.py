@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from diloco_lab.chaos.audit import Version
-from diloco_lab.chaos.crew import Job
+from diloco_lab.chaos.crew import Life
 from diloco_lab.chaos.faults import Fault, Kind
 
 RUN = "00000000000000aa"
@@ -74,6 +75,6 @@ def a_fault(kind: Kind, target: str = "w0") -> Fault:
     return Fault(kind, target, 1, 0.0)
 
 
-def a_job(worker: str = "w0", folder: str = "/nowhere", pulls: bool = True) -> Job:
-    text = f"{folder}/text.bin"
-    return Job(worker, 1, "tcp://h:1", "tcp://h:1", folder, text, seed=1, pause=0.5, pulls=pulls)
+def a_life(worker: str = "w0", folder: str = "/nowhere", child: Any = None, **known: Any) -> Life:
+    """The first process of a worker."""
+    return Life(worker, 1, Path(folder), child, **known)

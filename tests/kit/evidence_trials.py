@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from diloco_lab.evidence.training import virtual_order
 from diloco_lab.evidence.trial import MODELS, Trial
-from diloco_lab.evidence.turns import virtual_order
 from diloco_tools.demo.data import Text, batch_seed, load_text, training_batches
 from diloco_tools.demo.model import (
     LARGEST_GRADIENT,

@@ -5,11 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import socket
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +18,19 @@ from typer.testing import CliRunner
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.members import permissions
 from diloco_broker.storage.key_folder import KeyFolder
+from diloco_lab.bench.process_pool import Ends, Probes
 from diloco_lab.chaos.__main__ import app
-from diloco_lab.chaos.attacks import drill, floods, keyed, peers, poison, watch, words
+from diloco_lab.chaos.attacks import drill, floods, keyed, peers, watch, words
 from diloco_lab.chaos.attacks.peers import Scene, Tally
-from diloco_lab.chaos.attacks.report import MIB, Row, poisons_table, table
+from diloco_lab.chaos.attacks.report import MIB, Row, table
 from diloco_lab.chaos.attacks.table import ATTACKS, BY_NAME, attack
-from diloco_lab.chaos.attacks.worker import TIME
 from diloco_lab.driver import machine
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.description import describe
 from diloco_protocol.errors import DilocoError
 from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient, manifest_of
-from kit.process_kit import LOCAL, PATIENCE_S
+from kit.process_kit import LOCAL, PATIENCE_S, wait_for
 
 needs_proc = pytest.mark.skipif(bool(machine.complaint()), reason="memory is in /proc")
 SECONDS = 0.2  # of each attack here
@@ -60,11 +57,14 @@ def test_calm_behind_a_long_attack_does_not_make_up_for_its_pace() -> None:
     assert watch.pace_beside(calm_then_slow, 1.0, 3.0, 5.0) == 2.5 / 4
 
 
-def test_times_of_rounds_are_read_while_they_are_written(tmp_path: Path) -> None:
-    file = tmp_path / "rounds"
-    assert watch.read_times(file) == []
-    file.write_bytes(TIME.pack(1.5) + TIME.pack(2.5) + b"abc")
-    assert watch.read_times(file) == [1.5, 2.5]
+def test_rounds_are_those_of_versions_that_came_after_others(tmp_path: Path) -> None:
+    rounds = watch.Rounds(tmp_path / "audit.jsonl")
+    assert rounds.seen() == []
+    began = time.monotonic()
+    lines = [json.dumps({"after": after}) + "\n" for after in (None, ["r", 0, "t"])]
+    (tmp_path / "audit.jsonl").write_text("".join(lines))
+    (at,) = rounds.seen()
+    assert began <= at <= time.monotonic() and rounds.seen() == [at]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,6 @@ def a_row(**known: Any) -> Row:
         ({"answer_ms": 54.0}, None),
         ({"answer_ms": 56.0}, "took 56 ms (an echo 5 ms)"),
         ({"written_kib": 65.0}, "65 KiB went to the log"),
-        ({"calm": None, "beside": None, "answer_ms": None}, None),
     ],
 )
 def test_each_bound_is_a_sentence_where_it_is_broken(
@@ -128,7 +127,7 @@ def test_each_bound_is_a_sentence_where_it_is_broken(
 def test_second_measurement_forgives_pace_and_answers_but_not_what_stays() -> None:
     first = a_row(beside=1.0, answer_ms=500.0, rise_mib=80.0, written_kib=70.0)
     found = drill.twice(first, a_row(rise_mib=1.0, written_kib=2.0))
-    assert found.again and found.kept == 1.0 and found.answer_ms == 20.0
+    assert found.first == first.plain() and found.kept == 1.0 and found.answer_ms == 20.0
     assert [each.split(": ")[1] for each in found.broken()] == [
         "the broker's memory rose by 80 MiB",
         "70 KiB went to the log and the history",
@@ -137,16 +136,14 @@ def test_second_measurement_forgives_pace_and_answers_but_not_what_stays() -> No
 
 def test_table_has_all_figures_of_a_row() -> None:
     console = Console(file=io.StringIO(), width=130, record=True)
-    console.print(table([a_row(rise_mib=12.0, again=True), a_row(through=["x"])]))
-    losses = {"defence": "none", "loss": 2.5, "honest": 0.5, "held": True}
-    console.print(poisons_table([losses | {"poison": name} for name in poison.POISONS]))
+    console.print(table([a_row(rise_mib=12.0, first={}), a_row(through=["x"])]))
     text = console.export_text()
-    for expected in ("an attack *", "nothing", "1.00", "+12, +0", "20 (5)", "sign-flipped", "2.5"):
+    for expected in ("an attack *", "nothing", "1.00", "+12, +0", "20 (5)"):
         assert expected in text
 
 
 def test_quick_drill_has_each_attack_once_and_the_whole_one_on_both_brokers(tmp_path: Path) -> None:
-    both = [drill.Options.quick(tmp_path).wanted(has_keys=each) for each in (False, True)]
+    both = [drill.Options(tmp_path, is_quick=True).wanted(has_keys=each) for each in (False, True)]
     names = [each.name for wanted in both for each in wanted]
     assert len(names) == len(set(names))
     whole = [drill.Options(tmp_path).wanted(has_keys=each) for each in (False, True)]
@@ -165,7 +162,7 @@ def test_table_says_whose_key_an_attack_uses() -> None:
 
 
 @pytest.mark.parametrize(
-    "words_of_it", [["--out", "x", "attack"], ["--seed", "1", "attack", "--only", "teapot"]]
+    "words_of_it", [["--out", "x", "attack"], ["--modes", "sync", "attack", "--only", "teapot"]]
 )
 def test_option_in_front_of_the_command_is_not_passed_over(words_of_it: list[str]) -> None:
     result = CliRunner().invoke(app, words_of_it)
@@ -188,8 +185,8 @@ def test_rows_that_were_measured_are_not_lost(
         yield a_row()
         raise error
 
-    monkeypatch.setattr(drill, "_beside_training", measure)
-    options = replace(drill.Options.quick(tmp_path), names=("one-byte",))
+    monkeypatch.setattr(drill, "measured", measure)
+    options = drill.Options(tmp_path, is_quick=True, names=("one-byte",))
     rows, problems = drill.drill(options, lambda _: None)
     assert rows == [a_row()] and problems == [str(error)]
 
@@ -198,15 +195,6 @@ def test_attack_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["attack", "--only", "teapot", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "'teapot' is in no attack's name" in result.stderr
-
-
-def test_defences_must_hold_but_for_what_is_known_to_be_no_use() -> None:
-    def row(defence: str, name: str) -> dict[str, Any]:
-        return {"defence": defence, "poison": name, "held": False, "loss": 9.0, "honest": 1.0}
-
-    must = [row("coordinate-median", "x100"), row("none", "NaN")]
-    need_not = [row("none", "x100"), row("max-delta-norm auto", "sign-flipped")]
-    assert len(poison.broken([*must, *need_not])) == len(must)
 
 
 # Each attack, against a broker in this process.
@@ -260,7 +248,7 @@ def _key_file(folder: KeyFolder, owner: Any) -> Path:
     return folder.path / "clients" / f"{owner.role.value}-{owner.name}.key"
 
 
-@pytest.mark.parametrize("name", [each.name for each in ATTACKS if not each.on_empty])
+@pytest.mark.parametrize("name", [each.name for each in ATTACKS])
 def test_attack_is_tried_and_nothing_gets_through(
     name: str,
     place: tuple[Broker, KeyFolder | None, Path],
@@ -338,90 +326,41 @@ def test_question_without_a_key_that_is_answered_got_through(
     assert any("without a key was answered" in each for each in scene.tally.through)
 
 
-def test_claim_is_made_of_an_empty_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floods, "CLAIMED", 1 << 20)
-    monkeypatch.setattr(floods, "CLAIM_BYTES", 0)
-    monkeypatch.setattr(floods, "CHUNK_ELEMENTS", LOCAL["chunk_elements"])
-    tally = claimed()
-    assert (tally.messages, tally.refused) == (3, 0), "a join, credit, and a push that is granted"
+class Role:
+    """Stands for a process that plays a role: gives its answer when it is asked to rest."""
+
+    def __init__(self, due: list[float], seconds: list[float], sent: int) -> None:
+        self.answer = {"due": due, "seconds": seconds, "sent": sent}
+
+    def tell(self, do: str, **_: object) -> None:
+        pass
+
+    def hear(self) -> dict[str, Any]:
+        return self.answer
+
+    def failure(self, what: str) -> ChildFailed:
+        return ChildFailed(what)
 
 
-def test_claim_that_is_not_made_is_no_attack_that_was_withstood(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(floods, "CLAIMED", 1 << 10)
-    monkeypatch.setattr(peers.Peer, "hear", only_welcomes(peers.Peer.hear))
-    with pytest.raises(RuntimeError, match="asked for no parameters"):
-        claimed()
-
-
-def claimed() -> Tally:
-    with Broker(BrokerConfig(**LOCAL)) as broker:
-        scene = Scene(broker.address, seconds=0.0)
-        try:
-            floods.claim(scene)
-        finally:
-            scene.close()
-    return scene.tally
-
-
-def only_welcomes(hear: Any) -> Any:
-    def hears(peer: Any, *kinds: str, **known: Any) -> Any:
-        return hear(peer, *kinds) if "welcome" in kinds else None
-
-    return hears
-
-
-def test_answer_that_has_not_come_counts_as_long_as_it_was_waited_for() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as echo,
-        socket.create_server(("127.0.0.1", 0)) as silent,
-    ):
-        port = silent.getsockname()[1]
-        asker = watch.Status(f"tcp://127.0.0.1:{port}", None)
-        seen = watch.Watch(os.getpid(), asker, echo.getsockname()[1])
-        seen._asked_at = time.monotonic() - 2.0
-        assert seen.longest_ms(time.monotonic() - 1.0, time.monotonic())[0] >= 2000
-        asker.close()
-        seen._echo.close()
+def test_probes_are_those_that_were_due_in_the_window() -> None:
+    hearts, pinger = Role([1.0, 2.0], [0.5, 0.25], 2), Role([2.0], [0.001], 1)
+    ends: Any = Ends(pinger, Role([], [], 0))  # type: ignore[arg-type]
+    probes = Probes(hearts, ends)  # type: ignore[arg-type]
+    probes.begin(0.1)
+    assert probes.end(since=1.5) == ([250.0], [1.0])
+    hearts.answer["sent"] = 3
+    with pytest.raises(ChildFailed, match="too few"):
+        probes.end()
 
 
 @needs_proc
-def test_watch_sees_memory_and_answers_of_a_process() -> None:
-
-    def echo(listener: socket.socket) -> None:
-        near, _ = listener.accept()
-        with near:
-            while data := near.recv(16):
-                near.sendall(data)
-
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        Broker(BrokerConfig(**LOCAL)) as broker,
-    ):
-        threading.Thread(target=echo, args=(listener,), daemon=True).start()
-        port = listener.getsockname()[1]
-        with watch.Watch(os.getpid(), watch.Status(broker.address, None), port) as seen:
-            began = time.monotonic()
-            seen.await_calm(PATIENCE_S)
-            ended = time.monotonic()
-    broker_ms, echo_ms = seen.longest_ms(began, ended)
-    assert 0 < echo_ms < 1e3 * PATIENCE_S and 0 < broker_ms < 1e3 * PATIENCE_S
+def test_watch_sees_memory_of_a_process_while_it_lasts(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with watch.Watch(os.getpid(), watch.Rounds(tmp_path / "none")) as seen:
+        wait_for(lambda: len(seen.memory) > 3)
+    ended = time.monotonic()
     assert min(watch.within(seen.memory, began, ended)) > MIB
-    assert not seen.troubles
-
-
-def test_heartbeats_of_a_member_are_answered() -> None:
-    with Broker(BrokerConfig(**LOCAL)) as broker, DiLoCoClient(broker.address) as first:
-        first.join(Model())
-        packed = describe(manifest_of(Model())).packed
-        member = watch.Heartbeats(broker.address, None, "pulse", packed)
-        for _ in range(3):
-            member.ask()
-        assert {each["id"] for each in first.status()["workers"]} == {first.worker_id, "pulse"}
-        member.close()
-        with pytest.raises(DilocoError, match="not that of the run"):
-            watch.Heartbeats(broker.address, None, "other", b"x" * 200_000)
+    assert watch.within(seen.memory, ended, ended + 1) == []
 
 
 @needs_proc

@@ -40,23 +40,24 @@ def made_in(root: Path, to: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def a_front(*targets: str) -> str:
+    """A front page with a table of these pages."""
+    links = ", ".join(f"[it]({target})" for target in targets)
+    return f"# One\n\n## The book\n\n| chapter | pages |\n| --- | --- |\n| All | {links} |\n\n"
+
+
 def test_every_page_is_in_a_chapter_once() -> None:
-    listed = [page for chapter in book.CHAPTERS.values() for page in chapter]
+    listed = [page for chapter in book.chapters(ROOT).values() for page in chapter]
     assert len(listed) == len(set(listed))
-    assert set(book.pages(ROOT)) <= set(listed)
+    assert set(book.pages(ROOT)) == set(listed), "none of them is missing"
+    assert listed[0] == "README.md"
 
 
-def test_front_page_lists_the_pages_in_the_order_of_the_book() -> None:
-    text = (ROOT / "README.md").read_text()
-    section = text.partition("## The book")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")]  # two are the head
-    pages = re.compile(r"\]\(([^)#]+)")  # without anchors
-    linked = list(dict.fromkeys(page for row in rows for page in pages.findall(row)))
-    order = [page for chapter in book.CHAPTERS.values() for page in chapter if page in linked]
-    assert linked == order
-    for (title, chapter), row in zip(book.CHAPTERS.items(), rows[2:], strict=True):
-        assert row.startswith(f"| {title} | ")
-        assert set(pages.findall(row)) <= set(chapter)
+def test_chapters_are_the_rows_of_the_front_page(tmp_path: Path) -> None:
+    front = a_front("tools/TOP.md#keys", "SECURITY.md", "tools/TOP.md")
+    write(tmp_path, README=front, tools__TOP="# Two", SECURITY="# Three")
+    assert book.chapters(tmp_path) == {"All": ["README.md", "tools/TOP.md", "SECURITY.md"]}
+    assert "tools/TOP.md\nSECURITY.md\n```" in adapted(tmp_path, "README.md")
 
 
 def test_page_that_is_in_no_chapter_is_named(tmp_path: Path) -> None:
@@ -65,17 +66,15 @@ def test_page_that_is_in_no_chapter_is_named(tmp_path: Path) -> None:
         book.pages(tmp_path)
 
 
-def test_page_that_is_not_there_yet_leaves_no_hole(tmp_path: Path) -> None:
-    write(tmp_path, README="# One", tools__TOP="# Two")
-    assert book.pages(tmp_path) == ["README.md", "tools/TOP.md"]
-
-
 def test_links_to_what_is_no_page_are_text_and_code_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("")
     (tmp_path / "tools").mkdir()
     code = "```text\n[a](x.py)\n```\n\n    [a](x.py)\n"
     links = "[x.py](x.py), [tools/](tools), [`run`](x.py), [the code](x.py) and `[no](x.py)`\n"
-    write(tmp_path, README=links + code, tools__TOP="[a](../README.md#b) ![p](p.png) [b](#b)")
+    front = a_front("tools/TOP.md")
+    write(
+        tmp_path, README=links + code + front, tools__TOP="[a](../README.md#b) ![p](p.png) [b](#b)"
+    )
     assert adapted(tmp_path, "README.md").startswith(
         f"`x.py`, `tools/`, `run`, the code and `[no](x.py)`\n{code}"
     )
@@ -85,11 +84,12 @@ def test_links_to_what_is_no_page_are_text_and_code_is_left_alone(tmp_path: Path
 @SPHINX
 @pytest.mark.parametrize("target", ["SECURITY.md#locks", "locks.md"])
 def test_link_that_leads_nowhere_ends_the_build(tmp_path: Path, target: str) -> None:
-    write(tmp_path, README=f"# One\n\n[a](SECURITY.md#keys) [b]({target})", SECURITY="# Keys")
+    text = f"[a](SECURITY.md#keys) [b]({target})\n\n{a_front('SECURITY.md')}"
+    write(tmp_path, README=text, SECURITY="# Keys")
     done = made_in(tmp_path, tmp_path / "site")
     assert done.returncode == 1
     (fault,) = done.stderr.splitlines()[1:]
-    assert fault.startswith("README.md:3: WARNING") and "locks" in fault
+    assert fault.startswith("README.md:1: WARNING") and "locks" in fault
     assert not (tmp_path / "site").exists()
 
 

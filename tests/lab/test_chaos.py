@@ -38,11 +38,11 @@ from diloco_lab.chaos.faults import (
     Scale,
     plan,
 )
-from diloco_lab.chaos.report import averaged, rows, verdict, work_of
+from diloco_lab.chaos.report import averaged, verdict, work_of
 from kit.audit_records import (
     LEFT,
     a_fault,
-    a_job,
+    a_life,
     counted,
     dropped,
     frozen,
@@ -365,8 +365,7 @@ def life(
     ended: float | None = None,
     stops: tuple[tuple[float, float], ...] = (),
 ) -> Life:
-    child: Any = None
-    return Life(a_job(worker), child, joined, ended, stops=list(stops))
+    return a_life(worker, joined_at=joined, ended_at=ended, stops=list(stops))
 
 
 @pytest.mark.parametrize(
@@ -436,13 +435,3 @@ def test_fault_is_survived_when_the_run_goes_on_and_its_worker_takes_part_again(
         "next_round_s": next_round,
         "survived": survived,
     }
-
-
-def test_rows_are_by_kind_with_median_and_worst() -> None:
-    seen = [(float(at), release(at, push(f"p{at}", "w0"))) for at in (1, 2)]
-    kinds = ((Kind.CUT, 0.5), (Kind.CUT, 0.75), (Kind.CUT, 3.0), (Kind.KILL_WORKER, 1.75))
-    cut, kill = {"injected": 3, "survived": 2}, {"injected": 1, "survived": 1}
-    assert rows([verdict(Injected(a_fault(kind), at), seen, 0.0) for kind, at in kinds]) == [
-        {"kind": Kind.KILL_WORKER.words, **kill, "median": 0.25, "worst": 0.25},
-        {"kind": Kind.CUT.words, **cut, "median": 0.375, "worst": 0.5},
-    ]

@@ -92,11 +92,11 @@ def test_time_until_near_the_final_loss_of_rounds_is_held_against_theirs() -> No
     far = [a_result(Trial(), 2.021)]
     never = [a_result(Trial(), None)]
     found = {"rounds": rounds, "fast": fast, "far": far, "never": never}
-    assert sooner("fast", "rounds", 0.5)(found) == pytest.approx([-60.0])
+    assert sooner("soon", ("fast", "rounds"), 0.5).measure(found) == pytest.approx([-60.0])
     for arm in ("far", "never"):
-        assert sooner(arm, "rounds", 0.5)(found) == [math.inf]
-    assert math.isnan(sooner("fast", "never", 0.5)(found)[0])
-    claim = Claim("soon", Relation(most=0), lambda _: [], never="not reached")
+        assert sooner("soon", (arm, "rounds"), 0.5).measure(found) == [math.inf]
+    claim = sooner("soon", ("fast", "never"), 0.5, most=0)
+    assert math.isnan(claim.measure(found)[0])
     assert Finding(claim, [math.inf, math.inf]).told == "not reached in 2 of 2"
 
 
@@ -163,7 +163,6 @@ RATES = ({"outer_lr": 0.4}, {"outer_lr": 0.8}, {"outer_lr": 1.0})
 PART = Part(
     "it",
     "It",
-    "About it.",
     (
         Arm("tuned", Trial(every=5), RATES),
         Arm("like it", Trial(workers=4), tuned_as="tuned"),
@@ -195,9 +194,9 @@ def test_arm_gets_the_setting_that_is_best_on_a_seed_that_nothing_is_measured_on
     assert study.missing(PART) == 0
 
 
-def test_data_and_steps_of_the_command_are_those_of_every_trial(results: Results) -> None:
-    study = Study(results, data="/a/text", steps=200)
-    assert {(trial.data, trial.steps) for trial in study.tuning(PART)} == {("/a/text", 200)}
+def test_data_of_the_command_are_those_of_every_trial(results: Results) -> None:
+    study = Study(results, data="/a/text")
+    assert {trial.data for trial in study.tuning(PART)} == {"/a/text"}
 
 
 def test_results_are_kept_one_by_one_and_not_made_again(

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from diloco_lab.evidence import turns
-from diloco_lab.evidence.turns import Baton, Broken, Stuck, virtual_order
+from diloco_lab.evidence import training
+from diloco_lab.evidence.training import Baton, Broken, Stuck, virtual_order
 from kit.evidence_trials import SPEEDS
 
 
@@ -62,6 +62,6 @@ def test_nobody_waits_for_a_run_that_has_broken() -> None:
 
 
 def test_waiting_in_vain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(training, "PATIENCE_S", 0.01)
     with pytest.raises(Stuck, match="worker 1 had no turn"):
         Baton([2.0, 1.0], [1, 1], 10).wait_for(1)

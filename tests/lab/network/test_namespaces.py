@@ -255,9 +255,3 @@ def test_a_missing_command_is_named_with_its_package(monkeypatch: pytest.MonkeyP
         network(one_switch(1)),
     ):
         pytest.fail("there is no such network")
-
-
-def test_more_workers_than_addresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_lab.network.namespaces.why_not", lambda: "")
-    with pytest.raises(NoNetwork, match="251 workers are too many"), network(one_switch(251)):
-        pytest.fail("there is no such network")

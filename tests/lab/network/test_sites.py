@@ -69,9 +69,7 @@ def test_relays_carry_a_third_of_the_bytes(tmp_path: Path) -> None:
             ProcessPool(tmp_path, 0) as pool,
         ):
             place = Place(made, pool)
-            found = {
-                way: rounds(place, "0.4M", ("bf16", "fp32"), way, 1) for way in ("star", "relays")
-            }
+            found = {each.way: each for each in rounds(place, "0.4M", ("bf16", "fp32"), 1)}
     except NoNetwork as error:
         pytest.skip(str(error))
     assert found["star"].averaged == found["relays"].averaged == 6
@@ -101,8 +99,7 @@ def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--parameters", "11M"], "is unknown here; choose from"),
-        (["--page"], "takes the file of measurements"),
+        (["--page"], "takes the file of results"),
         (["--into", "/nowhere/sites.json"], "cannot be written"),
     ],
 )

@@ -6,12 +6,11 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from diloco_lab.bench.roles.wire import CALL_BYTES
+from diloco_lab.bench.roles.raw import CALL_BYTES
 from diloco_lab.driver import machine
 from diloco_lab.driver.options import ANYWHERE, START_WITHIN_S, broker_command, make_keys
 from diloco_lab.driver.roles import RoleProcess, ask_all
@@ -24,10 +23,6 @@ from diloco_tools.processes import Child, Children, wait_for_line
 SAID_WITHIN_S = 60.0
 LOOK_EVERY_S = 0.02
 STATE_BYTES = 12  # per parameter at the broker: parameters, momentum, accumulator, each in fp32
-
-
-# From the address of a broker, for as long as the context lasts, to one that leads there.
-Link = Callable[[str], AbstractContextManager[str]]
 
 
 class RawSample(NamedTuple):
@@ -70,17 +65,47 @@ class Ends(NamedTuple):
         )
 
 
+class Probes(NamedTuple):
+    """Heartbeats of a member of a run, and at the same time bytes over raw TCP and back.
+
+    What the system's scheduler has to do with the answers shows in the bytes: with more processes than
+    cores, everybody waits for a core now and then. What goes beyond it is the broker's.
+    """
+
+    hearts: RoleProcess
+    ends: Ends
+
+    def begin(self, interval_s: float) -> None:
+        self.hearts.tell("beat", interval_s=interval_s)
+        self.ends.receiver.tell("echo")
+        self.ends.sender.tell("ping", interval_s=interval_s)
+
+    def end(self, since: float = 0.0) -> tuple[list[float], list[float]]:
+        """Milliseconds of all heartbeats and bytes that were due since then; raises ChildFailed."""
+        found = []
+        for role in (self.hearts, self.ends.sender):
+            role.tell("rest")
+            answers = role.hear()
+            if len(answers["seconds"]) != answers["sent"]:
+                raise role.failure("got an answer too few or too many")
+            pairs = zip(answers["due"], answers["seconds"], strict=True)
+            found.append([1e3 * seconds for due, seconds in pairs if due >= since])
+        self.ends.receiver.hear()
+        beats, pings = found
+        return beats, pings
+
+
 class BrokerProcess:
     """A `diloco-broker serve` and what its feed says, until `close`; may raise ChildFailed."""
 
     def __init__(self, child: Child, keys: Keys | None = None) -> None:
         self.child = child
         self.address = wait_for_line(child, "control", START_WITHIN_S)
-        feed = wait_for_line(child, "feed", START_WITHIN_S)
+        self.feed = wait_for_line(child, "feed", START_WITHIN_S)
         self._idle = machine.resident(child.pid)  # before it had a model
         self._snapshots: list[Snapshot] = []  # since the last `forget_turns`
         take = self._snapshots.append
-        self._listener = Listener(FeedSubscriber(feed, keys=keys), take, lambda _: None)
+        self._listener = Listener(FeedSubscriber(self.feed, keys=keys), take, lambda _: None)
         self._listener.start()
         self.close = self._listener.close
 
@@ -126,7 +151,7 @@ class ProcessPool(Children):
         super().__init__(folder)
         self.skipped: list[str] = []  # sentences on what could not be measured
         self.raw_samples: list[RawSample] = []  # all of them
-        self.bytes_raw = bytes_raw  # that a measurement of raw TCP moves, or of the transport alone
+        self.bytes_raw = bytes_raw  # that a measurement of raw TCP moves
         self._roles: dict[str, RoleProcess] = {}
         self._raw: Ends | None = None
 
@@ -194,7 +219,7 @@ class ProcessPool(Children):
                 options["feed"] = f"ipc://{short}/feed"
             options["no_ipc"] = not options.pop("ipc", False)
             options["no_save"] = "save_dir" not in options
-            keys = find_keys(str(options["keys"]), Role.MONITOR) if "keys" in options else None
+            keys = find_keys(str(options["keys"]), Role.MONITOR) if options.get("keys") else None
             command = broker_command("serve", inside=inside, **options)
             child = self.start(f"broker-{len(self.all) + 1}", command)
             stack.callback(child.end)
@@ -205,35 +230,19 @@ class ProcessPool(Children):
         self,
         trainers: Sequence[RoleProcess],
         size: str,
-        link: Link = nullcontext,
         **options: Any,
     ) -> Iterator[BrokerProcess]:
         """A run of these roles, with a boundary behind each step and a model of this size.
 
         `options` are those of `broker`; `sync_every` may be another. With the option `keys`, a folder
-        of `make_keys`, each has the key of its name. `link` leads to the broker by another address.
+        of `make_keys`, each has the key of its name.
         """
         options = {"workers": len(trainers), "sync_every": 1} | options
-        with (
-            self.broker(**options) as broker,
-            link(broker.address) as address,
-        ):
+        with self.broker(**options) as broker:
             ask_all(trainers, "build", size=size)
             for trainer in trainers:  # all of them before any answers: they wait for each other
-                trainer.tell("join", address=address, keys=key_file(options, trainer.name))
+                trainer.tell("join", address=broker.address, keys=key_file(options, trainer.name))
             for trainer in trainers:
                 trainer.hear()
             yield broker
             ask_all(trainers, "leave")
-
-    @contextlib.contextmanager
-    def fake_training(
-        self, workers: int, parameters: int
-    ) -> Iterator[tuple[BrokerProcess, list[RoleProcess]]]:
-        """A run of so many fake workers, who know its version, with a model of this size."""
-        fakes = self.roles("fake-worker", workers)
-        with self.broker(workers=workers, stall_timeout=0) as broker:
-            ask_all(fakes, "join", address=broker.address, parameters=parameters)
-            ask_all(fakes, "learn_version")
-            yield broker, fakes
-            ask_all(fakes, "leave")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,18 +10,15 @@ import torch
 import typer
 
 from diloco_lab.chaos.attacks import drill as attacks
-from diloco_lab.chaos.attacks import poison
 from diloco_lab.chaos.attacks import report as attack_report
 from diloco_lab.chaos.crew import MODES
 from diloco_lab.chaos.drill import Options, drill, prepare_text
 from diloco_lab.chaos.faults import SHORT, WHOLE
-from diloco_lab.chaos.leftovers import claim
-from diloco_lab.chaos.report import NO_TIME, NOTES, Report, faults_table, figures_table, new_report
+from diloco_lab.chaos.report import NOTES, Report, faults_table, figures_table
 from diloco_lab.driver import machine
 from diloco_lab.driver.experiment import Experiment
 from diloco_lab.driver.options import words
 from diloco_protocol.clients.command_line import with_version
-from diloco_tools.processes import ChildFailed
 from diloco_tools.terminal import fail
 
 COMMAND = "python -m diloco_lab.chaos"
@@ -42,16 +36,7 @@ def main(
     modes: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(MODES),
     out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/chaos"),
     seed: Annotated[int, typer.Option(help="Decides faults, their order, and batches.")] = 0,
-    short: Annotated[
-        bool, typer.Option("--short", help="Fewer faults, and no calm run to compare with.")
-    ] = False,
-    durable: Annotated[
-        bool, typer.Option("--durable", help="The broker saves each version before it tells of it.")
-    ] = False,
-    minutes: Annotated[
-        float | None,
-        typer.Option(help="End after so many; what is left is not run. Default: no limit."),
-    ] = None,
+    short: Annotated[bool, typer.Option("--short", help="Fewer faults and rounds.")] = False,
 ) -> None:
     """Kill, stop, cut off and fill up a run of one broker and four workers, then audit it.
 
@@ -70,7 +55,6 @@ def main(
                 fail(COMMAND, f"--{name} before a command does nothing; {behind}", 2)
         return
     experiment = Experiment(COMMAND, out, width=WIDTH)
-    ends_at = math.inf if minutes is None else time.monotonic() + 60 * minutes
     chosen = words(modes)
     if not chosen or not MODES.keys() >= set(chosen):
         choose = f"choose from {', '.join(MODES)}"
@@ -78,8 +62,7 @@ def main(
     if complaint := machine.complaint():
         experiment.refuse(complaint)
     torch.set_num_threads(1)
-    scale = SHORT if short else WHOLE
-    asked = Options(experiment.out, scale, seed, ends_at, durable=durable, with_calm=not short)
+    asked = Options(experiment.out, SHORT if short else WHOLE, seed)
     with experiment.folder() as folder:
         reports = list(_reports(experiment, chosen, asked))
     experiment.say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {folder}")
@@ -90,32 +73,24 @@ def main(
 
 def _reports(experiment: Experiment, modes: Sequence[str], asked: Options) -> Iterator[Report]:
     """Run one mode after the other; what it comes to is written to MODE.json as well."""
-    claim(asked.out)
     for mode in modes:
         (asked.out / f"{mode}.json").unlink(missing_ok=True)  # of an earlier drill
-    held_out = prepare_text(asked.texts)
+    prepare_text(asked.texts)
     for mode in modes:
-        if time.monotonic() > asked.ends_at:
-            report = new_report(mode, 0, "-") | {"not_run": NO_TIME}
-        else:
-            scale = asked.scale.of(MODES[mode].relays)
-            faults, logs = sum(scale.counts.values()), asked.out / mode
-            experiment.say(
-                f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {logs}"
-            )
-            report = drill(mode, held_out, asked, experiment.say)
+        scale = asked.scale.of(MODES[mode].relays)
+        faults, logs = sum(scale.counts.values()), asked.out / mode
+        experiment.say(f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {logs}")
+        report = drill(mode, asked)
         experiment.save(f"{mode}.json", report)
         yield report
 
 
 def _remarks(reports: list[Report]) -> Iterator[str]:
-    """Pushes that are in no final version, with the reason, and modes that were not run."""
+    """Pushes that are in no final version, with the reason."""
     for report in reports:
         audit = report["audit"] or {}
         remarks = [each for name in REMARKS for each in audit.get(name, ())]
         yield from (f"note    {report['mode']}: {each}" for each in remarks[:MOST_REMARKS])
-        if report["not_run"]:
-            yield f"NOT RUN  {report['mode']}: {report['not_run']}"
 
 
 @app.command()
@@ -128,7 +103,6 @@ def attack(
         str, typer.Option(help="Attacks whose names have one of these words in them, with commas.")
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/attack"),
-    seed: Annotated[int, typer.Option(help="Decides random messages.")] = 0,
 ) -> None:
     """Attack a broker with two training workers, without keys and with: under four minutes.
 
@@ -139,27 +113,15 @@ def attack(
     experiment = Experiment(f"{COMMAND} attack", out)
     if complaint := machine.complaint():
         experiment.refuse(complaint)
-    folder, names = experiment.out, tuple(words(only))
-    options = replace(
-        attacks.Options.quick(folder) if quick else attacks.Options(folder), seed=seed, names=names
-    )
+    options = attacks.Options(experiment.out, quick, tuple(words(only)))
     if not any(options.wanted(has_keys=has_keys) for has_keys in (False, True)):
         experiment.refuse(f"--only {only!r} is in no attack's name")
     with experiment.folder():
         rows, problems = attacks.drill(options, experiment.say)
-        poisoned = []
-        if not quick and not names:
-            try:
-                poisoned = attacks.poisons(options)
-            except ChildFailed as error:
-                problems.append(str(error))
         problems += [sentence for row in rows for sentence in row.broken()]
-        problems += poison.broken(poisoned)
         plain = [row.plain() for row in rows]
-        experiment.save("attack.json", {"rows": plain, "poisons": poisoned, "problems": problems})
-    tables = [attack_report.table(rows)]
-    tables += [attack_report.poisons_table(poisoned)] if poisoned else []
-    experiment.end(tables, attack_report.NOTES, problems)
+        experiment.save("attack.json", {"rows": plain, "problems": problems})
+    experiment.end([attack_report.table(rows)], attack_report.NOTES, problems)
     experiment.say(f"Nothing got through, and every bound held; attack.json is in {experiment.out}")
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import resource
+import shutil
 import socket
-import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco_lab.chaos import leftovers
 from diloco_lab.chaos.audit import BROKER_LOG, RELAY_LOGS
-from diloco_lab.chaos.disk import Disk
 from diloco_lab.chaos.faults import (
     DISCONNECT_GRACE_S,
     HEARTBEAT_TIMEOUT_S,
@@ -23,73 +22,40 @@ from diloco_lab.chaos.faults import (
 )
 from diloco_lab.driver import machine
 from diloco_lab.driver.options import ANYWHERE, broker_command
-from diloco_tools.processes import C, Child, Children
+from diloco_lab.driver.roles import RoleProcess
+from diloco_tools.processes import Child, Children
 from diloco_tools.tcp_proxy import HOST, Gate, TcpProxy
 
-# Files of a process, named NAME.LIFE and one of these.
-JOB = "job.json"  # what it is started with
+# Files of one process of a worker, named NAME.LIFE and one of these.
 STEPS = "steps"  # 8 bytes: the inner steps trained so far, little-endian
 AUDIT = "worker.jsonl"  # its own log of its pushes
-RESULT = "result.json"  # what has come of it
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one process of a worker has to do."""
-
-    worker: str
-    number: int  # of the worker's processes: 1, 2, ...
-    server: str  # where it trains
-    broker: str  # where it pulls the final version
-    folder: str  # for its files; absolute, like the path of the text
-    shard: str  # the text to train on
-    seed: int  # of the batches
-    pause: float  # seconds of sleep behind each step: stands for a larger model
-    pulls: bool  # in the end it waits for the others and pulls the final version
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        return cls(**json.loads(path.read_text()))
-
-    def write(self) -> Path:
-        """Write it to the file that the process is started with."""
-        path = self.file(JOB)
-        path.write_text(json.dumps(asdict(self)))
-        return path
-
-    @property
-    def name(self) -> str:
-        return f"{self.worker}.{self.number}"
-
-    def file(self, kind: str) -> Path:
-        return Path(self.folder) / f"{self.name}.{kind}"
-
-    @property
-    def finish(self) -> Path:
-        """As soon as it exists training comes to its end; newcomers have one of their own."""
-        return Path(self.folder) / ("finish" if self.pulls else f"finish.{self.worker}")
-
-    @property
-    def pull(self) -> Path:
-        """As soon as it exists the final version is pulled."""
-        return Path(self.folder) / "pull"
 
 
 @dataclass
 class Life:
     """One process of a worker, from its start to its end. Times are of the monotonic clock."""
 
-    job: Job
-    child: Child
+    worker: str
+    number: int  # of the worker's processes: 1, 2, ...
+    folder: Path  # for its files
+    child: RoleProcess
+    is_guest: bool = False  # it leaves before the others, and does not pull the final version
     joined_at: float | None = None  # when it was seen to have joined
     ended_at: float | None = None  # when it was killed, or seen to have left
     was_killed: bool = False
     stops: list[tuple[float, float]] = field(default_factory=list)  # from when to when
 
     @property
+    def name(self) -> str:
+        return f"{self.worker}.{self.number}"
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"{self.name}.{kind}"
+
+    @property
     def steps(self) -> int:
         """Inner steps that it has trained so far."""
-        path = self.job.file(STEPS)
+        path = self.file(STEPS)
         return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
     def is_alive_throughout(self, start: float, end: float) -> bool:
@@ -140,6 +106,10 @@ MODES = {
     "relays": Mode(("--mode", "sync", "--relays"), 0.05, 1, relays=RELAYS),
 }
 
+# Bytes, on a full disk: less than a fragment of a checkpoint, more than a log.
+LARGEST_FILE = 1 << 20
+# Whatever kills the drill, its processes end with it.
+END_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 OF_EVERY_BROKER: dict[str, Any] = {
     "feed": ANYWHERE,
     "heartbeat_timeout": HEARTBEAT_TIMEOUT_S,
@@ -192,25 +162,12 @@ class DrillProxy(TcpProxy):
 class Crew(Children):
     """Starts, kills, stops and cuts off. Everything has ended once its context is left.
 
-    Everything is written to `folder`, which is empty, `disk` is where the checkpoints go, if that is not
-    simply `folder / "disk"`, and `texts` has NAME.bin for each worker. Each inner step is followed by a
-    `pause` in seconds.
+    Everything is written to `folder`, which is empty, and `texts` has NAME.bin for each worker.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        mode: Mode,
-        disk: Disk | None,
-        texts: Path,
-        *,
-        seed: int,
-        pause: float,
-        durable: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, mode: Mode, texts: Path, *, seed: int) -> None:
         super().__init__(folder)
         self.mode = mode
-        self.disk = disk
         self.lives: list[Life] = []  # of all workers, in the order of their start
         self.broker: Child  # the process at hand
         self.address = f"tcp://{HOST}:{machine.free_port()}"  # the broker's own
@@ -220,8 +177,6 @@ class Crew(Children):
         self.addresses = {name: f"tcp://{HOST}:{machine.free_port()}" for name in mode.relays}
         self._texts = texts
         self._seed = seed
-        self._pause = pause
-        self._durable = durable
         self._brokers = 0
 
     def __exit__(self, *error: object) -> None:
@@ -230,12 +185,21 @@ class Crew(Children):
             child.kill()
         for proxy in self.proxies.values():
             proxy.close()
-        if self.disk is not None:
-            self.disk.close()
 
-    def add(self, child: C) -> C:
-        leftovers.note(self.folder, child.pid)
-        return super().add(child)
+    def start(self, name: str, command: Sequence[str]) -> Child:
+        return super().start(name, [*END_WITH_US, *command])
+
+    def fill_disk(self) -> None:
+        """From here on no checkpoint of the broker fits; its logs do. Python gets EFBIG, not ENOSPC."""
+        self._limit_files(LARGEST_FILE)
+
+    def make_room(self) -> None:
+        self._limit_files(None)
+
+    def _limit_files(self, size: int | None) -> None:
+        _, most = resource.prlimit(self.broker.pid, resource.RLIMIT_FSIZE)
+        limits = (most if size is None else size, most)
+        resource.prlimit(self.broker.pid, resource.RLIMIT_FSIZE, limits)
 
     def start_broker(self) -> None:
         """Start the broker, for the first time or again. Returns at once."""
@@ -243,18 +207,16 @@ class Crew(Children):
         command = broker_command(
             "serve",
             *self.mode.options,
-            inside=self.disk.prefix if self.disk is not None else (),
             workers=len(self.mode.relays or WORKERS),
             sync_every=SYNC_EVERY,
             outer_lr=0.8,
             outer_momentum=0.5,
             bind=self.address,
-            save_dir=self.folder / "disk",
+            save_dir=self.folder / "checkpoints",
             save_every=1,
             keep=3,
             audit=self.folder / BROKER_LOG,
             recover_wait=RECOVER_WAIT_S,
-            durable=self._durable,
             **OF_EVERY_BROKER,
         )
         self.broker = self.start(f"broker.{self._brokers}", command)
@@ -281,7 +243,7 @@ class Crew(Children):
 
     def behind(self, relay: str) -> list[Life]:
         """The latest lives of the workers behind a relay."""
-        names = {life.job.worker for life in self.lives}
+        names = {life.worker for life in self.lives}
         return [self.life(name) for name in sorted(names) if self.relay_of(name) == relay]
 
     def proxy_of(self, name: str, target: str) -> DrillProxy:
@@ -290,31 +252,30 @@ class Crew(Children):
             self.proxies[name] = DrillProxy(target)
         return self.proxies[name]
 
-    def start_worker(self, worker: str, *, pulls: bool = True) -> Life:
+    def start_worker(self, worker: str, *, is_guest: bool = False) -> Life:
         """Start a worker, for the first time or again."""
-        number = 1 + sum(life.job.worker == worker for life in self.lives)
+        number = 1 + sum(life.worker == worker for life in self.lives)
         relay = self.relay_of(worker)
         target = self.address if relay is None else self.addresses[relay]
-        job = Job(
-            worker,
-            number,
+        child = self.add(RoleProcess("drill-worker", f"{worker}.{number}", self.folder))
+        life = Life(worker, number, self.folder, child, is_guest)
+        child.tell(
+            "train",
             server=self.proxy_of(worker, target).address,
-            broker=self.address,
-            folder=str(self.folder),
+            worker=worker,
+            steps=str(life.file(STEPS)),
+            audit=str(life.file(AUDIT)),
             shard=str(self._texts / f"{worker}.bin"),
             # Other batches in each life of each worker.
             seed=int.from_bytes(f"{self._seed}{worker}{number}".encode(), "big") % (1 << 62),
-            pause=self._pause,
-            pulls=pulls,
+            pause=self.mode.pause_s,
         )
-        command = [sys.executable, "-m", "diloco_lab.chaos.worker", str(job.write())]
-        life = Life(job, self.start(job.name, command))
         self.lives.append(life)
         return life
 
     def life(self, worker: str) -> Life:
         """The latest life of a worker."""
-        return next(life for life in reversed(self.lives) if life.job.worker == worker)
+        return next(life for life in reversed(self.lives) if life.worker == worker)
 
     def kill_worker(self, worker: str) -> None:
         life = self.life(worker)

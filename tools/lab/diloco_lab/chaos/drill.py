@@ -1,33 +1,28 @@
-"""One mode of the drill: the run with its faults and its end, the calm run, the audit."""
+"""One mode of the drill: the run with its faults and its end, and the audit."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from diloco_lab.chaos import audit as audits
 from diloco_lab.chaos import report as reports
 from diloco_lab.chaos.audit import Record
-from diloco_lab.chaos.crew import MODES, RESULT, Crew
-from diloco_lab.chaos.disk import small_disk
+from diloco_lab.chaos.crew import MODES, Crew
 from diloco_lab.chaos.faults import NEWCOMERS, WORKERS, Injected, Scale, plan
 from diloco_lab.chaos.inject import inject_all
-from diloco_lab.chaos.leftovers import empty
 from diloco_lab.chaos.report import CALM_ROUNDS, Pace, Report
-from diloco_lab.chaos.run_watch import Broken, OutOfTime, RunWatch
+from diloco_lab.chaos.run_watch import Broken, RunWatch
 from diloco_lab.chaos.worker import CONTEXT, checksum, named
+from diloco_lab.driver.experiment import emptied
 from diloco_protocol.errors import DilocoError
 from diloco_tools.demo.data import load_text
-from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
 from diloco_tools.processes import ChildFailed
-from diloco_worker import DiLoCoClient, GlobalParameters
+from diloco_worker import DiLoCoClient
 
 START_WITHIN_S = 60.0
 START = Pace(10.0)  # of a machine of which nothing is known yet
@@ -36,7 +31,6 @@ PULL_WITHIN_S = 20.0
 EXIT_WITHIN_S = 30.0
 BROKER_EXIT_WITHIN_S = 10.0
 LAST_ROUNDS = 4  # after everything; a crash may have taken one back
-Windows = tuple[Tensor, Tensor]  # of held-out text, and what comes next, for the loss
 
 
 @dataclass(frozen=True)
@@ -46,59 +40,46 @@ class Options:
     out: Path  # a folder for each mode, and one for the text
     scale: Scale
     seed: int
-    ends_at: float  # on the monotonic clock; what is left then is not run
-    durable: bool
-    with_calm: bool  # compare with a run without faults
 
     @property
     def texts(self) -> Path:
         return self.out / "text"
 
 
-def prepare_text(folder: Path) -> Windows:
+def prepare_text(folder: Path) -> None:
     """Cut the demo's text for everybody who will take part, newcomers included: NAME.bin for each."""
     folder.mkdir(parents=True, exist_ok=True)
     names = (*WORKERS, *NEWCOMERS)
     text = load_text(None, len(names), CONTEXT)
     for name, shard in zip(names, text.shards, strict=True):
         (folder / f"{name}.bin").write_bytes(bytes(shard.numpy()))
-    return text.validation
 
 
-def drill(mode: str, held_out: Windows, asked: Options, say: Callable[[str], None]) -> Report:
+def drill(mode: str, asked: Options) -> Report:
     """Run one mode in its folder, emptied first; whatever is broken is in the report."""
-    folder, how, seed = asked.out / mode, MODES[mode], asked.seed
-    empty(folder)
+    how = MODES[mode]
+    folder = emptied(asked.out / mode, audits.BROKER_LOG)
     began, injected, broken = time.monotonic(), list[Injected](), list[str]()
-    disk = small_disk(folder / "disk")
-    report = reports.new_report(mode, how.allowed_loss, disk.how)
-    crew = Crew(folder, how, disk, asked.texts, seed=seed, pause=how.pause_s, durable=asked.durable)
+    report = reports.new_report(mode, how.allowed_loss)
+    crew = Crew(folder, how, asked.texts, seed=asked.seed)
     with crew:
-        watch = RunWatch(crew, START, asked.ends_at)
+        watch = RunWatch(crew, START)
         try:
             open_run(watch)
             watch.wait_rounds(CALM_ROUNDS, "the start")
             watch.pace = Pace.of(time.monotonic() - began)
             report["slowness"] = watch.pace.slowness
-            inject_all(watch, plan(seed, mode, asked.scale.of(how.relays)), injected)
+            inject_all(watch, plan(asked.seed, mode, asked.scale.of(how.relays)), injected)
             close_in(watch, asked.scale.rounds)
             until = time.monotonic()
-            report["ending"] = bring_to_an_end(watch, held_out)
-        except OutOfTime:
-            return report | {"not_run": reports.CUT_SHORT}
+            report["ending"] = bring_to_an_end(watch)
         except (Broken, ChildFailed) as error:
             broken.append(str(error))
     report["seconds"] = round(time.monotonic() - began, 1)
     seen = watch.seen
     if report["ending"] is not None:
         seen = judge(report, watch, until)
-        if asked.with_calm:
-            say(f"{mode}: the same without faults, for comparison")
-            empty(folder / "calm")
-            with Crew(folder / "calm", how, None, asked.texts, seed=seed + 1, pause=0.0) as crew:
-                broken += calm(report, RunWatch(crew, watch.pace, asked.ends_at), held_out)
     report["faults"] = [reports.verdict(each, seen, began) for each in injected]
-    report["table"] = reports.rows(report["faults"])
     broken += reports.problems(report, asked.scale.rounds)
     report["problems"] = [f"{mode}: {sentence}" for sentence in broken]
     return report
@@ -124,15 +105,14 @@ def close_in(watch: RunWatch, rounds: int) -> None:
     watch.wait_rounds(LAST_ROUNDS, "the last fault")
 
 
-def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
+def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
     """Have everybody leave by itself and pull the same version, and stop the broker.
 
     Returns:
         `versions`, the final one of each fragment; `checksum` of its parameters as the drill pulled it,
-        `checksums` as each surviving worker did, by name of its life; their `loss`, nats per byte of
-        held-out text; `held`, by life a checksum of each version that training stood on; `exits` of the
-        workers that were not killed; `broker_exit` after SIGTERM, None if it had to be killed, and the
-        `broker_seconds` that it took.
+        `checksums` as each surviving worker did, by name of its life; `held`, by life a checksum of each
+        version that training stood on; `exits` of the workers that were not killed; `broker_exit` after
+        SIGTERM, None if it had to be killed, and the `broker_seconds` that it took.
 
     Raises:
         Broken: somebody hangs.
@@ -140,7 +120,7 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
     crew, pace = watch.crew, watch.pace
     staying = [life for life in crew.lives if not life.was_killed]
     for life in staying:
-        life.job.finish.touch()
+        life.child.tell("rest")
     watch.wait_until(
         lambda: all(life.ended_at is not None for life in staying),
         LEAVE_WITHIN_S,
@@ -151,15 +131,15 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
             final = observer.pull()
     except DilocoError as error:
         raise Broken(f"The final version cannot be pulled: {error}") from None
-    for life in staying:
-        life.job.pull.touch()
     within_s = pace.stretched(EXIT_WITHIN_S)
-    until = time.monotonic() + within_s
-    exits = {life.job.name: life.child.wait(until - time.monotonic()) for life in staying}
-    hung = [name for name, code in exits.items() if code is None]
-    if hung:
-        raise Broken(f"{', '.join(hung)} did not end within {within_s:g} s of leaving.")
-    pulled = [life.job for life in staying if life.job.pulls and life.job.file(RESULT).exists()]
+    held = {life.name: life.child.hear(within_s)["held"] for life in staying}
+    pulls = [life for life in staying if not life.is_guest]
+    for life in pulls:
+        life.child.tell("pull", broker=crew.address)
+    checksums = {life.name: life.child.hear(within_s)["checksum"] for life in pulls}
+    for life in staying:
+        life.child.dismiss()
+    exits = {life.name: life.child.wait(within_s) for life in staying}
     for name, relay in crew.relays.items():
         relay.process.terminate()
         exits[name] = relay.wait(pace.stretched(BROKER_EXIT_WITHIN_S))
@@ -169,24 +149,12 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
     return {
         "versions": named(final),
         "checksum": checksum(final),
-        "checksums": {
-            job.name: json.loads(job.file(RESULT).read_text())["checksum"] for job in pulled
-        },
-        "held": {
-            job.name: json.loads(job.file(RESULT).read_text()).get("held", {}) for job in pulled
-        },
-        "loss": loss_of(final, held_out),
+        "checksums": checksums,
+        "held": held,
         "exits": exits,
         "broker_exit": broker_exit,
         "broker_seconds": time.monotonic() - began,
     }
-
-
-def loss_of(final: GlobalParameters, held_out: Windows) -> float:
-    """Mean loss of these parameters, nats per byte."""
-    model = build_model(0, GPTConfig(context=CONTEXT))
-    model.load_state_dict(final.tensors)
-    return validation_loss(model, *held_out)
 
 
 def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Record]]:
@@ -209,7 +177,7 @@ def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Re
     by_name = {log.name: log for log in logs}
     trained, applied = Counter[str](), Counter[str]()
     for life in crew.lives:
-        name, steps = life.job.name, life.steps
+        name, steps = life.name, life.steps
         work = reports.work_of(steps, by_name[name], entered, fragments)
         if life.was_killed:
             lost = (work["trained"] - work["applied"]) / fragments
@@ -225,27 +193,3 @@ def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Re
         window=2 * len(WORKERS) if report["mode"] == "async" else 1,
     )
     return seen
-
-
-def calm(report: Report, watch: RunWatch, held_out: Windows) -> list[str]:
-    """The same mode without faults, until as many contributions are in; its loss goes in the report.
-
-    Returns:
-        What was broken, in a sentence.
-    """
-    began = time.monotonic()
-    try:
-        open_run(watch)
-        while watch.contributions < report["contributions"]:
-            watch.wait_rounds(1 / watch.crew.mode.versions_a_round, "the start of the calm run")
-        ending = bring_to_an_end(watch, held_out)
-    except OutOfTime:
-        return []  # the loss is compared with nothing
-    except (Broken, ChildFailed) as error:
-        return [f"The calm run: {error}"]
-    report["calm"] = {
-        "loss": ending["loss"],
-        "contributions": watch.contributions,
-        "seconds": time.monotonic() - began,
-    }
-    return []

@@ -90,7 +90,7 @@ def _is_away(watch: RunWatch, life: Life, at: float) -> None:
 
     def is_back() -> bool:
         newest = watch.seen[-1] if watch.seen else None
-        has_it = newest is not None and newest[0] > at and life.job.worker in workers_in(newest[1])
+        has_it = newest is not None and newest[0] > at and life.worker in workers_in(newest[1])
         return has_it or life.ended_at is not None
 
     watch.when(is_back, goes_on)
@@ -115,7 +115,7 @@ def _go_on(life: Life, goes_on: Callable[[], None]) -> None:
 def _newcomer(watch: RunWatch, entry: Injected) -> None:
     """Start a worker that takes part for some rounds, and then leaves or is killed."""
     crew, worker = watch.crew, entry.fault.target
-    life = crew.start_worker(worker, pulls=False)
+    life = crew.start_worker(worker, is_guest=True)
 
     def has_left() -> None:
         entry.is_over = True
@@ -124,7 +124,7 @@ def _newcomer(watch: RunWatch, entry: Injected) -> None:
         if entry.fault.kind is Kind.PASSER:
             crew.kill_worker(worker)
         else:
-            life.job.finish.touch()
+            life.child.tell("rest")
             watch.when(lambda: life.ended_at is not None, has_left)
         entry.at = time.monotonic()
 
@@ -137,14 +137,12 @@ def _newcomer(watch: RunWatch, entry: Injected) -> None:
 
 def _fill_disk(watch: RunWatch, entry: Injected) -> None:
     """No checkpoint fits for some rounds. The broker has to say so, train on, and save again after."""
-    crew, disk = watch.crew, watch.crew.disk
-    assert disk is not None
-    broker = crew.broker.pid
+    crew = watch.crew
 
     def wait(condition: Callable[[], bool], sentence: str) -> None:
         watch.wait_until(condition, REPORT_WITHIN_S, sentence, STATUS_EVERY_S)
 
-    disk.fill(broker)
+    crew.fill_disk()
     entry.at = time.monotonic()
     try:
         wait(
@@ -153,7 +151,7 @@ def _fill_disk(watch: RunWatch, entry: Injected) -> None:
         )
         watch.wait_rounds(FULL_ROUNDS, "the checkpoint disk was full")
     finally:
-        disk.make_room(broker)
+        crew.make_room()
     sentence = "There is room for checkpoints again and the broker writes none."
     wait(lambda: _error(watch) == "", sentence)
     entry.is_over = True

@@ -14,19 +14,20 @@ are known from a file that each step writes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from diloco_lab.chaos.audit import Contribution, Findings, Push, Record, WorkerLog
 from diloco_lab.chaos.crew import Life
 from diloco_lab.chaos.faults import RELAYS, WORKERS, Injected, Kind
-from diloco_lab.driver.tables import Table
+from diloco_lab.driver.tables import Table, table_of
 
 CALM_ROUNDS = 3  # at the beginning of a run, before its first fault
 # Seconds until these have closed on two idle cores: mostly five processes that start.
 USUAL_S = 8.0
-# Seconds that a mode may take there. It takes about 100, with its calm run.
+# Seconds that a mode may take there. It takes less than 100.
 MODE_S = 300.0
 
 
@@ -52,22 +53,15 @@ class Pace:
 
 
 LEAST_SHARE_AVERAGED = 0.95
-MOST_LOSS = 1.03  # of the calm run's
-# With relays half of the workers are away at once, until a process has started again: for some rounds
-# the mean is of two, and noisier.
-MOST_LOSS_WITH_RELAYS = 1.06
 RECOVERY_S = 20.0  # from a kill to the next round, starting a process on a busy machine included
 SEEN_BY_ITSELF = (Kind.FILL_DISK, Kind.GUEST)  # their end takes more than a new version
-# Why a mode was not run, or not to its end.
-NO_TIME, CUT_SHORT = "--minutes were over before it began", "--minutes were over before its end"
 Report = dict[str, Any]
 
 
-def new_report(mode: str, allowed: int, disk: str) -> Report:
+def new_report(mode: str, allowed: int) -> Report:
     """Of a run that has not come to anything yet; one kill may cost `allowed` inner steps."""
     return {
         "mode": mode,
-        "disk": disk,
         "rounds": 0.0,  # in the lineage of the final version, like the contributions
         "contributions": 0,
         "seconds": 0.0,
@@ -76,12 +70,9 @@ def new_report(mode: str, allowed: int, disk: str) -> Report:
         "allowed_steps_a_kill": allowed,
         "averaged": {"alive": 0, "averaged": 0, "share": 1.0},
         "faults": [],  # see `verdict`
-        "table": [],  # see `rows`
         "audit": None,  # see `audited`
         "ending": None,  # see `drill.bring_to_an_end`
-        "calm": None,  # the run without faults: loss, contributions, seconds
         "slowness": 1.0,  # of this machine, see `Pace`
-        "not_run": None,  # why, where it was not run to its end
         "problems": [],
     }
 
@@ -117,7 +108,7 @@ def averaged(
     for end in range(window, len(versions), window):
         start_at, end_at = versions[end - window][0], versions[end][0]
         inside = {name for _, names in versions[end - window + 1 : end + 1] for name in names}
-        there = {e.job.worker for e in lives if e.is_alive_throughout(start_at, end_at)}
+        there = {e.worker for e in lives if e.is_alive_throughout(start_at, end_at)}
         alive += len(there)
         hits += len(there & inside)
     return {"alive": alive, "averaged": hits, "share": hits / alive if alive else 1.0}
@@ -146,25 +137,6 @@ def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float)
         "next_round_s": later[0][0] - at if later else None,
         "survived": bool(back) and (entry.is_over or entry.fault.kind not in SEEN_BY_ITSELF),
     }
-
-
-def rows(verdicts: Sequence[Record]) -> list[dict[str, Any]]:
-    """All faults of each kind, in the order of `Kind`: how many, and seconds to the next round."""
-    made = []
-    for kind in Kind:
-        these = [each for each in verdicts if each["kind"] == kind.name.lower()]
-        times = [each["next_round_s"] for each in these if each["next_round_s"] is not None]
-        if these:
-            made.append(
-                {
-                    "kind": kind.words,
-                    "injected": len(these),
-                    "survived": sum(each["survived"] for each in these),
-                    "median": statistics.median(times) if times else None,
-                    "worst": max(times, default=None),
-                }
-            )
-    return made
 
 
 def kills(report: Report) -> list[dict[str, Any]]:
@@ -246,14 +218,6 @@ def _of_figures(report: Report, least_rounds: int) -> Iterator[str]:
             f"{average['averaged']} of {average['alive']} workers alive throughout a round "
             f"were averaged in it; at least {LEAST_SHARE_AVERAGED:.0%} should be."
         )
-    if report["calm"] is not None:
-        loss, calm = report["ending"]["loss"], report["calm"]["loss"]
-        most = MOST_LOSS_WITH_RELAYS if report["mode"] == "relays" else MOST_LOSS
-        if loss / calm > most:
-            yield (
-                f"The final loss is {loss:.4f}, {loss / calm - 1:.1%} above the calm run's "
-                f"{calm:.4f}; at most {most - 1:.0%} are allowed."
-            )
 
 
 NOTES = (
@@ -267,24 +231,21 @@ NOTES = (
 
 def faults_table(reports: Sequence[Report]) -> Table:
     """Faults injected and survived, and how soon the next round closed, by mode."""
-    by_mode = [{row["kind"]: row for row in report["table"]} for report in reports]
-    return Table(
-        "faults",
-        "faults: survived of injected, seconds to the next round (median, worst)",
-        ("", *(report["mode"] for report in reports)),
-        tuple(
-            (kind.words, *(_survived(rows.get(kind.words)) for rows in by_mode))
-            for kind in Kind
-            if any(kind.words in rows for rows in by_mode)
-        ),
-    )
+    title = "faults: survived of injected, seconds to the next round (median, worst)"
+    columns: dict[str, Callable[[Kind], str]] = {"": lambda kind: kind.words}
+    columns |= {report["mode"]: partial(_survived, report["faults"]) for report in reports}
+    seen = {each["kind"] for report in reports for each in report["faults"]}
+    kinds = (kind for kind in Kind if kind.name.lower() in seen)
+    return table_of("faults", title, columns, kinds)
 
 
-def _survived(row: Record | None) -> str:
-    if row is None:
+def _survived(verdicts: Sequence[Record], kind: Kind) -> str:
+    these = [each for each in verdicts if each["kind"] == kind.name.lower()]
+    if not these:
         return "-"
-    times = "" if row["median"] is None else f"  {row['median']:.1f}  {row['worst']:.1f}"
-    return f"{row['survived']} of {row['injected']}{times}"
+    times = [each["next_round_s"] for each in these if each["next_round_s"] is not None]
+    told = f"  {statistics.median(times):.1f}  {max(times):.1f}" if times else ""
+    return f"{sum(each['survived'] for each in these)} of {len(these)}{told}"
 
 
 def figures_table(reports: Sequence[Report]) -> Table:
@@ -305,41 +266,25 @@ def _work(work: Record) -> str:
 
 def _cells(report: Report) -> dict[str, str]:
     """One mode, from top to bottom; a dash where it did not come to that."""
-    findings, told, same, loss = "not audited", "-", "-", "-"
+    findings, told, same = "not audited", "-", "-"
     if (audit := report["audit"]) is not None:
         doubled, lost = len(audit["doubled"]), len(audit["lost"])
         findings = f"{doubled}, {lost}, {len(audit['problems']) - doubled - lost}"
         told = f"{len(audit['dropped'])}, {len(audit['forgotten'])}"
-    seconds = f"{report['seconds']:.0f}"
     if (ending := report["ending"]) is not None:
         checksums = ending["checksums"].values()
         same = f"{sum(each == ending['checksum'] for each in checksums)} of {len(checksums)}"
-        loss = f"{ending['loss']:.4f}"
-        if (calm := report["calm"]) is not None:
-            seconds += f", {report['seconds'] + calm['seconds']:.0f}"
-            loss += f", {calm['loss']:.4f} ({ending['loss'] / calm['loss'] - 1:+.1%})"
     average = report["averaged"]
     share = f"{average['averaged']} of {average['alive']} = {average['share']:.1%}"
-    headline = "not run" if report["not_run"] else _work(report["useful_work"]["not_killed"])
     return {
-        "lives not killed (goal 1.0)": headline,
+        "lives not killed (goal 1.0)": _work(report["useful_work"]["not_killed"]),
         "all lives": _work(report["useful_work"]["all"]),
         "steps lost, kill by kill": " ".join(f"{c['lost']:g}" for c in report["kills"]) or "-",
         "  of these allowed": f"{report['allowed_steps_a_kill']} each",
-        "from a kill to the next round": _times(report),
         "rounds, contributions": f"{report['rounds']:.0f}, {report['contributions']}",
         f"averaged of alive (goal {LEAST_SHARE_AVERAGED:.0%})": share if average["alive"] else "-",
         "counted twice, lost, other findings": findings,
         "dropped for a reason, forgotten": told,
         "same version, bit for bit": same,
-        "final loss, that of a calm run": loss,
-        "checkpoint disk": report["disk"],
-        "seconds, with the calm run": seconds,
+        "seconds": f"{report['seconds']:.0f}",
     }
-
-
-def _times(report: Report) -> str:
-    times = [each["next_round_s"] for each in kills(report)]
-    if None in times:
-        return "never"
-    return f"{statistics.median(times):.1f} s, worst {max(times):.1f} s" if times else "-"

@@ -6,7 +6,6 @@ while it lasts what has been put off (`when`) is done at its time.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
@@ -23,22 +22,16 @@ class Broken(Exception):
     """A promise is broken and the drill cannot go on; the message is a sentence that names it."""
 
 
-class OutOfTime(Exception):
-    """The drill was given no more minutes: what is left is not run."""
-
-
 class RunWatch:
     """See the head of this module. Times are of the monotonic clock.
 
-    `pace` says how slow this machine is, and so how long each wait may take. The drill ends at
-    `drill_ends_at`, whatever is left to do.
+    `pace` says how slow this machine is, and so how long each wait may take.
     """
 
-    def __init__(self, crew: Crew, pace: Pace, drill_ends_at: float = math.inf) -> None:
+    def __init__(self, crew: Crew, pace: Pace) -> None:
         self.crew = crew
         self.pace = pace
         self._began = time.monotonic()
-        self._drill_ends_at = drill_ends_at
         # The versions so far, those that came after others, and when each was seen.
         self.seen: list[tuple[float, Record]] = []
         self._log = JsonLines(crew.folder / BROKER_LOG)
@@ -49,11 +42,6 @@ class RunWatch:
     def rounds(self) -> float:
         """Rounds so far, as they are counted in this mode (see `Mode`)."""
         return len(self.seen) / self.crew.mode.versions_a_round
-
-    @property
-    def contributions(self) -> int:
-        """Pushes that the versions so far contain; of lost versions, too."""
-        return sum(push.get("workers", 1) for _, e in self.seen for push in e["pushes"])
 
     @property
     def is_quiet(self) -> bool:
@@ -81,7 +69,7 @@ class RunWatch:
                 action()
 
     def _look_at(self, life: Life, now: float) -> None:
-        log = self._logs.setdefault(life.job.name, JsonLines(life.job.file(AUDIT)))
+        log = self._logs.setdefault(life.name, JsonLines(life.file(AUDIT)))
         for record in log.new():
             if record["event"] == "joined" and life.joined_at is None:
                 life.joined_at = now
@@ -102,8 +90,6 @@ class RunWatch:
         self.look()
         while not condition():
             now = time.monotonic()
-            if now > self._drill_ends_at:
-                raise OutOfTime
             if now - self._began > self.pace.mode_s:
                 raise Broken(f"The run was not over after {self.pace.mode_s:.0f} s. {sentence}")
             if now > until:

@@ -1,19 +1,16 @@
-"""A worker of the drill: trains the demo's model until it is told to finish, or is killed.
+"""The role "drill-worker": trains the demo's model until it is told to leave, or is killed.
 
-    python -m diloco_lab.chaos.worker JOB.json
-
-It writes down each inner step at once (`steps`), so that what was trained in a life that ended in the
-middle is known; and it leaves the run only when nothing that it has trained is unsent.
+It writes down each inner step at once, so that what was trained in a life that ended in the middle is
+known; and it leaves the run only when nothing that it has trained is unsent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ import torch
 from torch.optim import Optimizer
 
 from diloco_lab.chaos.audit import log_of, read_lines
-from diloco_lab.chaos.crew import AUDIT, RESULT, STEPS, Job
 from diloco_tools.demo.data import training_batches
 from diloco_tools.demo.model import GPTConfig, Recipe, build_model, build_optimizer, inner_step
 from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
@@ -30,10 +26,6 @@ CONTEXT = 32  # bytes that the model sees at once: half of the demo's, so that r
 BATCH = 4
 LEARNING_RATE = 2e-3
 WARMUP = 10  # steps of each life: AdamW has no state in the beginning
-LOOK_EVERY_S = 0.05
-PULL_WITHIN_S = (
-    600.0  # that a worker which has left waits for the others; the drill has bounds of its own
-)
 PATIENCE_S = 30.0  # without a sign of life of the broker
 FORCES = 3  # attempts to get the last steps in
 
@@ -50,33 +42,51 @@ class StepCount:
         os.pwrite(self._file, self.steps.to_bytes(8, "little"), 0)
 
 
-def train(job: Job) -> dict[str, Any]:
-    """Take part in the run until `job.finish` exists; returns the figures of this life."""
-    torch.set_num_threads(1)  # several of these share one machine
-    text = torch.frombuffer(bytearray(Path(job.shard).read_bytes()), dtype=torch.uint8)
-    model = build_model(0, GPTConfig(context=CONTEXT))
-    optimizer = build_optimizer(model, Recipe(0, BATCH, CONTEXT, LEARNING_RATE, "constant"))
-    count = StepCount(job.file(STEPS))
-    optimizer.register_step_post_hook(count)  # before the hook's, so it is called before
-    with DiLoCoWorker(
-        model,
-        optimizer,
-        server=job.server,
-        worker_id=job.worker,
-        audit=str(job.file(AUDIT)),
-        timeout=PATIENCE_S,
-    ) as diloco:
-        for tokens, targets in training_batches(text, BATCH, CONTEXT, job.seed):
-            if job.finish.exists():
-                break
-            for group in optimizer.param_groups:
-                group["lr"] = LEARNING_RATE * min(1.0, (count.steps + 1) / WARMUP)
-            loss = inner_step(model, optimizer, tokens, targets)
-            diloco.report(loss=loss, tokens=tokens.numel())
-            time.sleep(job.pause)
-        bring_in(diloco, job.file(AUDIT))
-        held = copies(diloco)
-    return {"steps": count.steps, "metrics": dict(diloco.sync_metrics), "held": held}
+class DrillWorker:
+    """One life of a worker."""
+
+    def __init__(self, is_asked: Callable[[], bool]) -> None:
+        torch.set_num_threads(1)  # several of these share one machine
+        self._is_asked = is_asked
+
+    def train(  # noqa: PLR0917  by name
+        self, server: str, worker: str, steps: str, audit: str, shard: str, seed: int, pause: float
+    ) -> dict[str, Any]:
+        """Take part in the run until something else is asked for, and leave it.
+
+        Args:
+            steps: file for the number of steps, 8 bytes.
+            audit: file for the worker's own log of its pushes.
+            shard: file with the text to train on.
+            seed: of the batches.
+            pause: seconds of sleep behind each step, which stand for a larger model.
+
+        Returns:
+            `held`, by the name of each version that this worker holds a checksum of its values.
+        """
+        text = torch.frombuffer(bytearray(Path(shard).read_bytes()), dtype=torch.uint8)
+        model = build_model(0, GPTConfig(context=CONTEXT))
+        optimizer = build_optimizer(model, Recipe(0, BATCH, CONTEXT, LEARNING_RATE, "constant"))
+        count = StepCount(Path(steps))
+        optimizer.register_step_post_hook(count)  # before the hook's, so it is called before
+        with DiLoCoWorker(
+            model, optimizer, server=server, worker_id=worker, audit=audit, timeout=PATIENCE_S
+        ) as diloco:
+            for tokens, targets in training_batches(text, BATCH, CONTEXT, seed):
+                if self._is_asked():
+                    break
+                for group in optimizer.param_groups:
+                    group["lr"] = LEARNING_RATE * min(1.0, (count.steps + 1) / WARMUP)
+                loss = inner_step(model, optimizer, tokens, targets)
+                diloco.report(loss=loss, tokens=tokens.numel())
+                time.sleep(pause)
+            bring_in(diloco, Path(audit))
+            return {"held": copies(diloco)}
+
+    def pull(self, broker: str) -> dict[str, str]:
+        """The checksum of the final version."""
+        with DiLoCoClient(broker, timeout=PATIENCE_S) as client:
+            return {"checksum": checksum(client.pull())}
 
 
 def copies(diloco: DiLoCoWorker) -> dict[str, str]:
@@ -117,25 +127,3 @@ def checksum(parameters: GlobalParameters) -> str:
         digest.update(name.encode() + b"\0")
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def main(job: Job) -> None:
-    """Train, leave, wait until everybody has left, pull, and write the result."""
-    result = train(job)
-    if job.pulls:
-        deadline = time.monotonic() + PULL_WITHIN_S
-        while not job.pull.exists():
-            if time.monotonic() > deadline:
-                sys.exit(f"nobody asked for the final pull within {PULL_WITHIN_S:g} s")
-            time.sleep(LOOK_EVERY_S)
-        with DiLoCoClient(job.broker, timeout=PATIENCE_S) as client:
-            final = client.pull()
-        result |= {"versions": named(final), "checksum": checksum(final)}
-    unfinished = job.file("result.tmp")
-    unfinished.write_text(json.dumps(result, default=str))
-    unfinished.rename(job.file(RESULT))  # there whole, or not at all
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
-    main(Job.read(Path(sys.argv[1])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,20 @@ from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 T = TypeVar("T")
 
 
+def emptied(folder: Path, mark: str) -> Path:
+    """A folder without what an earlier start has left in it, which has a file of this name.
+
+    Raises:
+        OSError: there is something else in it.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / mark).exists():
+            raise FileExistsError(f"{folder} has no {mark}, so something else is in it")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 class Experiment:
     """One start of an experiment.
 
@@ -28,7 +43,6 @@ class Experiment:
         command: as it is started in a checkout; it begins each message to standard error.
         out: the folder for its results and logs.
         interrupted: what Ctrl-C leaves behind.
-        is_quiet: progress goes to standard error, since standard output is for the results.
         width: of tables where there is no terminal.
 
     Attributes:
@@ -41,13 +55,11 @@ class Experiment:
         out: Path,
         *,
         interrupted: str = "all of its processes have ended",
-        is_quiet: bool = False,
         width: int = 130,
     ) -> None:
         self.command, self.out = command, out.resolve()
         self.shown = terminal.console_for_tables(width)
         self.has_failed = False
-        self._progress = terminal.console(stderr=True) if is_quiet else self.shown
         self._interrupted = interrupted
         self._at, self._began = datetime.now().astimezone(), time.monotonic()
 
@@ -72,7 +84,7 @@ class Experiment:
         return shlex.join([*self.command.split()[:3], *sys.argv[1:]])
 
     def say(self, text: str) -> None:
-        self._progress.print(text, soft_wrap=True)
+        self.shown.print(text, soft_wrap=True)
 
     def tick(self, text: str) -> None:
         """Say something with the seconds since the start."""

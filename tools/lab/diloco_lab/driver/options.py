@@ -1,52 +1,17 @@
-"""Command lines: options of experiments with several values, and those of brokers and relays."""
+"""Command lines: values between commas, and those of brokers and relays."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import typer
 
 from diloco_tools.processes import Children
-from diloco_tools.terminal import fail
 
 
 def words(text: str) -> list[str]:
     """Those between commas."""
     return [each.strip() for each in text.split(",") if each.strip()]
-
-
-def whole_numbers(text: str) -> list[int]:
-    return [int(each) for each in words(text)]
-
-
-def numbers(help_text: str, most: int) -> Any:
-    """An option of numbers from 1 to `most`."""
-
-    def check(context: typer.Context, param: typer.CallbackParam, text: str) -> str:
-        found = words(text)
-        if not found or not all(each.isdecimal() and 1 <= int(each) <= most for each in found):
-            sentence = f"should be numbers from 1 to {most}, with commas between them"
-            fail(context.command_path, f"{param.opts[0]} {text!r} {sentence}", 2)
-        return text
-
-    return typer.Option(help=help_text, callback=check)
-
-
-def choice(name: str, known: Iterable[str], help_text: str, *, several: bool = True) -> Any:
-    """An option that is one of the known names, or several; none means all."""
-    known = list(known)
-
-    def check(context: typer.Context, text: str) -> str:
-        for each in words(text) if several else [text]:
-            if each not in known:
-                sentence = f"is unknown here; choose from {', '.join(known)}"
-                fail(context.command_path, f"{name} {each!r} {sentence}", 2)
-        return text
-
-    return typer.Option(name, help=f"{help_text}: {', '.join(known)}.", callback=check)
 
 
 START_WITHIN_S = 60.0  # for a process of ours to say where it listens, on a busy machine

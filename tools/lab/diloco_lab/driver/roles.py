@@ -27,15 +27,13 @@ ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must 
 END_WITHIN_S = 3.0
 # Each is loaded only where it is played: most need no torch, which takes seconds and 200 MB.
 ROLES = {
-    "raw": "bench.roles.wire:RawEnd",
-    "transport": "bench.roles.wire:TransportEnd",
-    "line-probe": "bench.roles.wire:LineProbe",
-    "kernels": "bench.roles.kernels:Kernels",
-    "tensor-work": "bench.roles.tensor_work:TensorWork",
-    "fake-worker": "bench.roles.fake_worker:FakeWorkers",
+    "raw": "bench.roles.raw:RawEnd",
+    "line-probe": "bench.roles.raw:LineProbe",
+    "hearts": "bench.roles.hearts:Hearts",
     "trainer": "bench.roles.trainer:Trainer",
+    "drill-worker": "chaos.worker:DrillWorker",
     "attacker": "chaos.attacks.table:Attacker",
-    "poison": "chaos.attacks.poison:Poisons",
+    "attacked": "chaos.attacks.worker:Training",
 }
 
 
@@ -71,9 +69,13 @@ class RoleProcess(Child):
         self.tell(do, **arguments)
         return self.hear()
 
+    def dismiss(self) -> None:
+        """Ask for nothing more: the process ends by itself."""
+        self._channel.close()
+
     def end(self) -> None:
         super().end()
-        self._channel.close()
+        self.dismiss()
 
 
 def ask_all(processes: Sequence[RoleProcess], do: str, **arguments: Any) -> list[dict[str, Any]]:

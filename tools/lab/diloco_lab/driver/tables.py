@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 
 from diloco_lab.driver.records import BadFile
 
+R = TypeVar("R")
 NOTHING = "-"  # a cell for which there is no number
 
 
@@ -50,6 +51,20 @@ class Table:
         for note in self.notes:
             yield ""
             yield note
+
+
+def table_of(
+    key: str,
+    title: str,
+    columns: Mapping[str, Callable[[R], str]],
+    rows: Iterable[R],
+    *,
+    labels: int = 1,
+    notes: Iterable[str] = (),
+) -> Table:
+    """A table with a row for each of these; a column is its head and what makes a cell of a row."""
+    cells = tuple(tuple(cell(row) for cell in columns.values()) for row in rows)
+    return Table(key, title, tuple(columns), cells, labels, tuple(notes))
 
 
 def show(tables: Iterable[Table], console: Console) -> None:

@@ -89,13 +89,11 @@ class Part:
 
     Attributes:
         name: on the command line.
-        about: what is compared and how, in a few sentences for the page.
         axis: what the horizontal axis of its picture is.
     """
 
     name: str
     title: str
-    about: str
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...]
     axis: Literal["steps", "seconds"] = "steps"
@@ -160,6 +158,9 @@ def perplexity(result: Result) -> float:
     return DIVERGED if loss is None or loss > 10 else math.exp(loss)
 
 
+Arms = tuple[str, str]  # one, and the other that it is held against
+
+
 def apart(arm: str, base: str) -> Callable[[Measured], list[float]]:
     """By how many percent the perplexity of one arm is above that of another, seed by seed.
 
@@ -177,6 +178,18 @@ def apart(arm: str, base: str) -> Callable[[Measured], list[float]]:
     return measure
 
 
+def compared(
+    text: str,
+    arms: Arms,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    published: str = "",
+) -> Claim:
+    """The perplexity of one arm against that of another; without bounds it is reported."""
+    return Claim(text, Relation(least, most), apart(*arms), published)
+
+
 def until(result: Result, loss: float | None) -> float:
     """Virtual seconds until the curve first is at this loss or below; infinite if never."""
     if loss is None:
@@ -189,11 +202,12 @@ def until(result: Result, loss: float | None) -> float:
 NEAR = 1.01
 
 
-def sooner(arm: str, base: str, speed: float) -> Callable[[Measured], list[float]]:
+def sooner(text: str, arms: Arms, speed: float, *, most: float = math.inf) -> Claim:
     """By how many percent later than rounds one arm is within 1% of their final loss.
 
     Below 0: sooner. Infinite where it never is. `speed` is that of the slowest worker of the rounds.
     """
+    arm, base = arms
 
     def measure(found: Measured) -> list[float]:
         values = []
@@ -202,7 +216,7 @@ def sooner(arm: str, base: str, speed: float) -> Callable[[Measured], list[float
             values.append(100 * (until(one, target) / (until(other, target) / speed) - 1))
         return values
 
-    return measure
+    return Claim(text, Relation(most=most), measure, never="not reached")
 
 
 Choices = tuple[Mapping[str, Any], ...]

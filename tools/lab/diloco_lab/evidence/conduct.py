@@ -157,13 +157,9 @@ class Conducted:
 class Study:
     """The parts' trials, with the text that they are trained on and the file of their results."""
 
-    def __init__(
-        self, results: Results, *, seeds: int = 3, data: str | None = None, steps: int | None = None
-    ) -> None:
+    def __init__(self, results: Results, *, seeds: int = 3, data: str | None = None) -> None:
         self.results = results
         self._changes: dict[str, Any] = {} if data is None else {"data": data}
-        if steps is not None:
-            self._changes["steps"] = steps
         self._seeds = range(seeds)
 
     def conduct(self, part: Part, jobs: int, tell: Callable[[str], None]) -> Conducted:

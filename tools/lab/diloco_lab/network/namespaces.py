@@ -36,7 +36,6 @@ LEAST_BURST = 16_000  # bytes: a few packets of 1500
 QUEUE_MS, WAN_QUEUE_MS = 20, 100  # how long a packet may wait before it is dropped
 PREFIX = "diloco-net"
 NETWORK = "198.18.0"  # 198.18.0.0/15 is for benchmarks: RFC 2544
-MOST_MEMBERS = 250  # each has one value of the last byte of an address
 LINE = "line"  # the interface of each member
 NAMES = Path("/run/netns")  # where `ip netns` keeps them: ip-netns(8)
 HUB, STANDBY = "hub", "standby"
@@ -178,8 +177,6 @@ def network(
     made = Network(f"{PREFIX}-{os.getpid()}", members)
     if reason := why_not():
         raise NoNetwork(reason)
-    if len(made.workers) > MOST_MEMBERS:
-        raise NoNetwork(f"{len(made.workers)} workers are too many: {MOST_MEMBERS} fit in")
     if made.sites and not Path("/dev/net/tun").exists():
         raise NoNetwork("this kernel has no tun/tap interfaces, which make the delay")
     remove_abandoned()

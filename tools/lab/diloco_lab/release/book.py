@@ -1,8 +1,8 @@
 """The pages of this repository as one book in HTML: `make docs` makes it in `site/`.
 
-Sphinx reads the pages where they are, as CommonMark by way of MyST, as forges do; a link that leads
-nowhere, also to a heading, ends the build. Links to what is no page of the book (sources, folders)
-become plain text.
+The chapters and the order of their pages are those of a table of the front page. Sphinx reads the pages
+where they are, as CommonMark by way of MyST, as forges do; a link that leads nowhere, also to a heading,
+ends the build. Links to what is no page of the book (sources, folders) become plain text.
 """
 
 from __future__ import annotations
@@ -22,68 +22,8 @@ import typer
 from diloco_protocol.errors import UsageError
 from diloco_tools.terminal import fail
 
-# In the order in which they are read. A page that is not there yet has its place all the same.
-CHAPTERS: dict[str, tuple[str, ...]] = {
-    "Start": ("README.md", "CONCEPTS.md", "GLOSSARY.md"),
-    "Choosing": ("CHOOSING.md", "broker/ALGORITHMS.md", "broker/SCHEDULES.md"),
-    "The training script": (
-        "worker/README.md",
-        "worker/ROUNDS.md",
-        "worker/FRAMEWORKS.md",
-        "worker/GROUPS.md",
-        "worker/DATA.md",
-        "worker/CHECKPOINTS.md",
-        "worker/LAUNCHING.md",
-        "worker/DOCTOR.md",
-        "worker/TESTING.md",
-        "worker/NAMES.md",
-    ),
-    "Sizing and placing": (
-        "tools/deploy.md",
-        "tools/PLAN.md",
-        "tools/SLURM.md",
-        "tools/RAY.md",
-        "tools/KUBERNETES.md",
-        "tools/SERVICES.md",
-    ),
-    "Operating": (
-        "broker/README.md",
-        "broker/STEERING.md",
-        "broker/RELAYS.md",
-        "broker/STANDBY.md",
-        "tools/README.md",
-        "tools/TOP.md",
-        "tools/DASHBOARD.md",
-        "tools/EXPORTER.md",
-        "tools/REPORT.md",
-    ),
-    "When something breaks": (
-        "FAILURES.md",
-        "worker/FAILURES.md",
-        "broker/CHECKPOINTS.md",
-        "broker/TROUBLE.md",
-    ),
-    "Security": ("SECURITY.md", "broker/POISON.md"),
-    "The protocol": (
-        "protocol/README.md",
-        "protocol/SPECIFICATION.md",
-        "protocol/CODECS.md",
-        "protocol/KEYS.md",
-        "protocol/LANES.md",
-        "protocol/DATA.md",
-        "protocol/RELAYS.md",
-        "protocol/STANDBY.md",
-    ),
-    "What was measured": (
-        "tools/lab/EVIDENCE.md",
-        "tools/DEMO.md",
-        "tools/lab/LAN.md",
-        "tools/lab/SITES.md",
-        "tools/lab/BENCHMARK.md",
-        "tools/lab/CHAOS.md",
-    ),
-    "Changing it": ("CONTRIBUTING.md", "broker/DESIGN.md", "tests/README.md", "CHANGELOG.md"),
-}
+FRONT, SECTION = "README.md", "The book"
+PAGE = re.compile(r"\]\(([^)#]+)")  # the target of a link, without an anchor
 FOLDERS = ("broker", "protocol", "tests", "tools", "worker")
 # Settings of Sphinx. Text in blocks without a language is no Python, and quotes stay as they were typed.
 SETTINGS = {
@@ -119,20 +59,30 @@ LINK = re.compile(
 )
 
 
+def chapters(root: Path) -> dict[str, list[str]]:
+    """The pages of each chapter by its title, as the front page has them in a table."""
+    front = (root / FRONT).read_text()
+    section = front.partition(f"## {SECTION}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")]
+    found = {row[1].strip(): list(dict.fromkeys(PAGE.findall(row[2]))) for row in rows[2:]}
+    first = next(iter(found), "Start")
+    return {first: []} | found | {first: [FRONT, *found.get(first, ())]}
+
+
 def pages(root: Path) -> list[str]:
-    """The pages of the book that are there, in its order.
+    """The pages of the book, in its order.
 
     Raises:
         UsageError: a page is in no chapter.
     """
-    listed = [page for chapter in CHAPTERS.values() for page in chapter]
+    listed = [page for chapter in chapters(root).values() for page in chapter]
     found = {path.name for path in root.glob("*.md")}
     for folder in FOLDERS:
         found |= {path.relative_to(root).as_posix() for path in (root / folder).rglob("*.md")}
     if lost := sorted(found - set(listed)):
         raise UsageError(
             f"{', '.join(lost)} would be in no chapter of the book: "
-            f"name it in CHAPTERS of {Path(__file__).name}."
+            f"link to it in the table {SECTION!r} of {FRONT}."
         )
     return [page for page in listed if page in found]
 
@@ -172,9 +122,9 @@ def adapted(root: Path, page: str, text: str, there: list[str]) -> str:
     `there` are the pages of the book.
     """
     text = LINK.sub(partial(_link, root / page, {root / each for each in there}), text)
-    if page != "README.md":
+    if page != FRONT:
         return text
-    for title, chapter in CHAPTERS.items():
+    for title, chapter in chapters(root).items():
         names = "\n".join(each for each in chapter if each in there and each != page)
         text += f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{names}\n```\n"
     return text

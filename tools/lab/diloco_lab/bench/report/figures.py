@@ -1,17 +1,51 @@
-"""The results of a benchmark: figures with their spread, and targets to compare them with. Pure."""
+"""The results of a benchmark: ratios, figures with their spread, and targets to compare with. Pure."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from diloco_lab.driver.tables import Table
 
-FORMAT = 1  # of the JSON file; keys may be added without a new one
+L = TypeVar("L")
+P = TypeVar("P")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` (0 to 1) of the values do not exceed (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def in_turn(
+    limit: Callable[[], L], product: Callable[[], P], repeats: int
+) -> tuple[list[L], list[P]]:
+    """Measure the limit, the product, the limit, ...; one limit more than products."""
+    limits, products = [limit()], []
+    for _ in range(repeats):
+        products.append(product())
+        limits.append(limit())
+    return limits, products
+
+
+def around(limits: Sequence[float]) -> list[float]:
+    """What each product is measured against: the mean of the limits before and behind it."""
+    return [statistics.fmean(pair) for pair in itertools.pairwise(limits)]
+
+
+def against(products: Sequence[float], limits: Sequence[float]) -> list[float]:
+    """Each product divided by the limits around it."""
+    return [each / limit for each, limit in zip(products, around(limits), strict=True)]
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """Of the straight line closest to the points (least squares); None where all have one x."""
+    if len({x for x, _ in points}) < 2:
+        return None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 class Target(NamedTuple):
@@ -30,7 +64,6 @@ class Target(NamedTuple):
 
 
 TARGETS: Mapping[str, Target] = {
-    "fold": Target("transport with fold / raw TCP", 0.80, True, "x"),
     "round": Target("whole round, in + out / raw TCP", 0.60, True, "x"),
     "broker memory": Target("broker peak beyond its state, 2 workers", 64, False, "MB"),
     "broker growth": Target("broker peak, more for each worker", 8, False, "MB"),
@@ -40,28 +73,14 @@ TARGETS: Mapping[str, Target] = {
     "blocked": Target("training blocked beyond the copy, tau 2", 0.02, False, "%"),
     "idle": Target("500 idle workers, of a core", 0.10, False, "%"),
     "cpu": Target("broker CPU per GB, whole round / raw TCP", 2.0, False, "x"),
-    "cpu transport": Target("CPU per GB, transport alone / raw TCP", 1.4, False, "x"),
     "link": Target("share of a 1 Gb/s link, 100 ms", 0.80, True, "%"),
-    "tensor threads": Target("64 chunks with two threads, times as fast", 1.6, True, "x"),
     "int4z loopback": Target("int4z / bf16/fp32, round on loopback", 1.15, False, "x"),
-    "int4z 1 Gb/s": Target("int4z / bf16/fp32, round at 1 Gb/s", 0.12, False, "x"),
     "int4z 10 Gb/s": Target("int4z / bf16/fp32, computed at 10 Gb/s", 0.50, False, "x"),
     "attached": Target("step with the hook attached / without", 1.01, False, "times"),
 }
 
 # Digits behind the point, by unit. A share is kept as a fraction and shown in percent.
-_DIGITS = {
-    "x": 2,
-    "times": 3,
-    "GB/s": 2,
-    "s": 3,
-    "ms": 1,
-    "MB": 0,
-    "/s": 1,
-    "%": 1,
-    "s/GB": 2,
-    "bits": 2,
-}
+_DIGITS = {"x": 2, "times": 3, "GB/s": 2, "s": 3, "ms": 1, "MB": 0, "%": 1, "s/GB": 2, "bits": 2}
 RATIOS = ("x", "times")  # shown without a unit
 
 
@@ -85,9 +104,7 @@ class Figure:
     of: str  # what it was measured on; rows of a table
     name: str  # what was measured; columns of a table
     values: tuple[float, ...]  # in the order in which they were measured
-    unit: (
-        str  # x (a ratio), times (one near 1), GB/s, s, ms, MB, /s, s/GB, bits, or % for a fraction
-    )
+    unit: str  # x (a ratio), times (one near 1), GB/s, s, ms, MB, s/GB, bits, or % for a fraction
     target: str | None = None  # key in `TARGETS`
     note: str = ""  # what else one should know
 
@@ -101,25 +118,9 @@ class Figure:
         return statistics.median(self.values)
 
     @property
-    def low(self) -> float:
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        return max(self.values)
-
-    @property
     def is_met(self) -> bool | None:
         """Whether the median is within the target; None without one."""
         return None if self.target is None else TARGETS[self.target].is_met(self.median)
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        plain = asdict(self) | {"median": self.median, "low": self.low, "high": self.high}
-        if self.target is not None:
-            target = TARGETS[self.target]
-            plain["target"] = {"name": target.name, "words": str(target), "met": self.is_met}
-        return plain
 
 
 def figure(
@@ -135,10 +136,6 @@ def figure(
     """A figure of one value or of several."""
     several = (values,) if isinstance(values, int | float) else tuple(values)
     return Figure(part, of, name, several, unit, target=target, note=note)
-
-
-# What is measured, by name.
-Parts = dict[str, Callable[..., list[Figure]]]
 
 
 @dataclass(frozen=True)
@@ -178,8 +175,8 @@ class Report:
             }
             for key, found in self.verdicts.items()
         ]
-        figures = [each.plain() for each in self.figures]
-        return {"format": FORMAT, **asdict(self), "targets": targets, "figures": figures}
+        figures = [asdict(each) | {"median": each.median} for each in self.figures]
+        return asdict(self) | {"targets": targets, "figures": figures}
 
 
 # Spreads of fewer values than this say nothing.
@@ -195,50 +192,44 @@ def tables(report: Report) -> list[Table]:
     return [*found, _targets_table(report)] if report.verdicts else found
 
 
-def _table(title: str, of: str, columns: Sequence[str]) -> Table:
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column(of, no_wrap=True)
-    for name in columns:
-        shown.add_column(name, justify="right", no_wrap=True)
-    return shown
-
-
 def _part_table(part: str, figures: Sequence[Figure]) -> Table:
     """What it was measured on in rows, what was measured in columns; medians with their spreads."""
     columns = dict.fromkeys((each.name, each.unit) for each in figures)
     cells = {(each.of, each.name): _cell(each) for each in figures}
-    heads = [name if unit in RATIOS else f"{name}\n{unit}" for name, unit in columns]
-    shown = _table(part, "", heads)
-    for row in dict.fromkeys(each.of for each in figures):
-        shown.add_row(row, *(cells.get((row, name), "") for name, _ in columns))
-    return shown
+    rows = dict.fromkeys(each.of for each in figures)
+    return Table(
+        part,
+        part,
+        ("", *(name if unit in RATIOS else f"{name}\n{unit}" for name, unit in columns)),
+        tuple((row, *(cells.get((row, name), "") for name, _ in columns)) for row in rows),
+    )
 
 
-def _cell(figure: Figure) -> Text:
-    text, spread = number(figure.median, figure.unit), _spread(figure)
-    return Text.assemble(text, " ", (spread, "dim")) if spread else Text(text)
+def _cell(figure: Figure) -> str:
+    return f"{number(figure.median, figure.unit)} {_spread(figure)}".rstrip()
 
 
 def _spread(figure: Figure) -> str:
     if len(figure.values) < LEAST_VALUES:
         return ""
-    return f"{number(figure.low, figure.unit)}-{number(figure.high, figure.unit)}"
+    low, high = min(figure.values), max(figure.values)
+    return f"{number(low, figure.unit)}-{number(high, figure.unit)}"
 
 
 def _targets_table(report: Report) -> Table:
     """Of all figures that a target applies to, the worst counts."""
-    what = "what, and on what the worst was measured"
-    shown = _table("targets", what, ["asked", "worst", "spread"])
-    shown.add_column("", no_wrap=True)
-    for key, found in report.verdicts.items():
-        shown.add_row(
-            Text.assemble(TARGETS[key].name, "  ", (found.of, "dim")),
+    rows = tuple(
+        (
+            f"{TARGETS[key].name}  {found.of}",
             str(TARGETS[key]),
             show(found.median, found.unit),
             _spread(found),
-            Text("met", "green") if found.is_met else Text("NOT MET", "bold red"),
+            "met" if found.is_met else "NOT MET",
         )
-    return shown
+        for key, found in report.verdicts.items()
+    )
+    what = "what, and on what the worst was measured"
+    return Table("targets", "targets", (what, "asked", "worst", "spread", ""), rows)
 
 
 def sentences(report: Report) -> list[str]:
@@ -248,10 +239,5 @@ def sentences(report: Report) -> list[str]:
         told.append("Nothing that was measured here has a target.")
     elif absent := [each.name for key, each in TARGETS.items() if key not in report.verdicts]:
         told.append(f"Not measured here: {'; '.join(absent)}.")
-    return [*told, NOTE]
-
-
-NOTE = (
-    "Each figure is a median, with the least and the greatest value behind it. Ratios to raw TCP are of "
-    "measurements in turn, so they hold where absolute figures drift; see tools/lab/BENCHMARK.md."
-)
+    note = "Each figure is a median, with the least and the greatest value: tools/lab/BENCHMARK.md."
+    return [*told, note]

@@ -1,4 +1,4 @@
-"""Attacks that cost: floods of frames, headers, questions and claims, and answers that nobody reads."""
+"""Attacks that cost: floods of frames, headers and questions, and answers that nobody reads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import zmq
 
 from diloco_lab.chaos.attacks.peers import Peer, Scene, frame
 from diloco_protocol import messages
-from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.description import MOST_BYTES, PIECE_BYTES
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.messages import Purpose
 
 MIB = 1 << 20
 EMPTY_FRAMES = 3_000_000
@@ -25,7 +23,6 @@ BLOCK = frame(b"", more=True) * (1 << 15)
 JOINS, HEADER_BYTES = 60, 7_000_000
 OBSERVERS = 30
 QUESTIONS = 700  # of about 70 bytes: 50 kB
-CLAIMED, CLAIM_BYTES = 400_000_000, 2 * MIB
 ENDS_WITHIN_S = 2.0
 READS_WITHIN_S = 10.0  # the broker's own bound on who reads nothing; see `connection_watch` there
 
@@ -167,38 +164,6 @@ def noise(scene: Scene) -> None:
             scene.tally.ended += peer.is_ended(0.2)
 
     scene.repeat(send)
-
-
-def claim(scene: Scene) -> None:
-    """An empty broker is told of 4e8 elements and sent 2 MiB of them; then the claimant goes."""
-    entry = TensorEntry("weight", (CLAIMED,), "float32", Kind.TRAINABLE)
-    with scene.peer() as control, scene.peer() as bulk:
-        control.say(messages.Join(scene.worker_id, Manifest((entry,))))
-        welcome = control.hear("welcome", "error")
-        if welcome is None or welcome["kind"] == "error":
-            scene.tally.refused += 1
-            return
-        session = welcome["session"]
-        bulk.say(messages.Credit(8, session))
-        while (notice := control.hear("notice")) is not None and notice["what"] != "donate":
-            pass
-        if notice is None:
-            raise RuntimeError("the broker asked for no parameters")
-        chunks = -(-CLAIMED // CHUNK_ELEMENTS)
-        control.say(
-            messages.Push(
-                session, 41, 0, chunks, "fp32", purpose=Purpose.DONATION, buffers="values"
-            )
-        )
-        granted = control.hear("grant", "error")
-        if granted is None or granted["kind"] == "error":
-            scene.tally.refused += 1
-            return
-        body = bytes(CHUNK_ELEMENTS * 4)
-        for index in range(CLAIM_BYTES // len(body)):
-            bulk.send(messages.encode(messages.Chunk(0, index, session, 41)), body)
-        bulk.hear("ack", within_s=1.0)
-        time.sleep(1.0)  # what it does with them shows
 
 
 def large_description(scene: Scene) -> None:

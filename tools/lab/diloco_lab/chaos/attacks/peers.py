@@ -68,7 +68,6 @@ class Tally:
         refused: requests that it has refused.
         through: a sentence for each thing that should not have worked.
         began_at, ended_at: of the monotonic clock.
-        cpu: its seconds.
     """
 
     messages: int = 0
@@ -79,7 +78,6 @@ class Tally:
     through: list[str] = field(default_factory=list)
     began_at: float = 0.0
     ended_at: float = 0.0
-    cpu: float = 0.0
 
     def got_through(self, sentence: str) -> None:
         if sentence not in self.through:
@@ -243,14 +241,13 @@ class Scene:
         address: str,
         *,
         seconds: float,
-        seed: int = 0,
         keys: Keys | None = None,
         folder: str = "",
         description: bytes = b"",
         feed: str = "",
     ) -> None:
         self.address, self.keys, self.folder = address, keys, Path(folder)
-        self.description, self.seed, self.feed = description, seed, feed
+        self.description, self.feed = description, feed
         self.seconds = seconds
         self.tally = Tally()
         self.context: zmq.Context[Any] = zmq.Context()

@@ -8,20 +8,24 @@ for the uploads of all, and sends each of them the new parameters over it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from statistics import linear_regression
 from typing import NamedTuple
 
 from diloco_lab.bench.sizes import parameters_of
-from diloco_lab.driver.tables import NOTHING, Table, percent, seconds
-from diloco_lab.network.lan import grid
-from diloco_lab.network.lan.grid import Measurement
+from diloco_lab.driver.tables import NOTHING, Table, percent, seconds, table_of
+from diloco_lab.network.lan.grid import FOUNDING_PAIRS, FOUNDING_SIZE, Measurement, Pair
 
 SYNC_EVERY, STEP_S = 500, 1.0  # of the table: inner steps between syncs, and the seconds of each
 FAST_LINE = 1e9
-Pair = tuple[str, str]
+PARAMETERS = {FOUNDING_SIZE: parameters_of(FOUNDING_SIZE), "1B": 10**9, "7B": 7 * 10**9}
+PLANNED = {FOUNDING_SIZE: 0.995, "1B": 0.97, "7B": 0.82}
+GOALS = {"1B": 0.995, "7B": 0.97}
+WORKERS = (1, 2, 4, 8)
 
 
 def utilisation(standstill_s: float, sync_every: int = SYNC_EVERY, step_s: float = STEP_S) -> float:
@@ -31,14 +35,6 @@ def utilisation(standstill_s: float, sync_every: int = SYNC_EVERY, step_s: float
     0.9952
     """
     return sync_every * step_s / (sync_every * step_s + standstill_s)
-
-
-@dataclass(frozen=True)
-class Number:
-    """Seconds, and whether they were measured or computed."""
-
-    seconds: float
-    is_measured: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,10 @@ class Costs:
         return self.least_seconds(parameters, workers, bits_per_s) / self.efficiency
 
 
+def _on_the_fast_line(of: Sequence[Measurement], kind: str, pair: Pair) -> list[Measurement]:
+    return [m for m in of if (m.kind, m.pair, m.broker_bits_per_s) == (kind, pair, FAST_LINE)]
+
+
 def costs_of(measurements: Sequence[Measurement], pair: Pair) -> Costs | None:
     """From the largest model on the fast line; None where nothing of this pair was measured there.
 
@@ -73,10 +73,8 @@ def costs_of(measurements: Sequence[Measurement], pair: Pair) -> Costs | None:
     """
     found = [
         each
-        for each in measurements
-        if (each.kind, each.pair, each.broker_bits_per_s) == ("round", pair, FAST_LINE)
-        and each.broker_cpu_s is not None
-        and each.worker_cpu_s is not None
+        for each in _on_the_fast_line(measurements, "round", pair)
+        if each.broker_cpu_s is not None and each.worker_cpu_s is not None
     ]
     if not found:
         return None
@@ -101,12 +99,7 @@ def costs_of(measurements: Sequence[Measurement], pair: Pair) -> Costs | None:
         alone,
     )
     least = ideal.least_seconds(largest, alone.workers, FAST_LINE)
-    return Costs(**(vars(ideal) | {"efficiency": min(1.0, least / alone.median_s)}))
-
-
-def on_a_slower_line(faster: Measurement, bits_per_s: float) -> float:
-    """Seconds of the same sync on a slower line, by the share of the line it came to on a faster one."""
-    return faster.median_s * faster.broker_bits_per_s / bits_per_s
+    return replace(ideal, efficiency=min(1.0, least / alone.median_s))
 
 
 def standstill_beside(
@@ -125,22 +118,11 @@ def streaming_standstill(measurements: Sequence[Measurement], pair: Pair) -> flo
 
     From the largest model on the fast line; None where nothing of this pair was measured there.
     """
-    found = [
-        each
-        for each in measurements
-        if (each.kind, each.pair, each.broker_bits_per_s) == ("streaming", pair, FAST_LINE)
-    ]
+    found = _on_the_fast_line(measurements, "streaming", pair)
     if not found:
         return None
     largest = max(found, key=lambda each: each.parameters)
     return largest.median_s / largest.parameters
-
-
-MODELS = {grid.FOUNDING_SIZE: parameters_of(grid.FOUNDING_SIZE), "1B": 10**9, "7B": 7 * 10**9}
-PLANNED = {grid.FOUNDING_SIZE: 0.995, "1B": 0.97, "7B": 0.82}
-GOALS = {"1B": 0.995, "7B": 0.97}
-WORKERS = (1, 2, 4, 8)
-PAIRS = grid.FOUNDING_PAIRS
 
 
 class Cell(NamedTuple):
@@ -156,9 +138,7 @@ class Cell(NamedTuple):
     @property
     def standstill(self) -> float:
         """Seconds in SYNC_EVERY steps."""
-        if self.copies is None:
-            return self.sync
-        return standstill_beside(self.copies, self.sync)
+        return self.sync if self.copies is None else standstill_beside(self.copies, self.sync)
 
     @property
     def share(self) -> float:
@@ -175,103 +155,83 @@ class Cell(NamedTuple):
         return math.ceil(seconds_needed / STEP_S)
 
 
-def cells(measurements: Sequence[Measurement]) -> list[Cell]:
-    """All of them that there are numbers for, by model, setting and number of workers."""
-    found = []
-    for model, parameters in MODELS.items():
-        for pair in PAIRS:
-            costs = costs_of(measurements, pair)
-            if costs is None:
-                continue
-            name, standstill = "/".join(pair), streaming_standstill(measurements, pair)
-            for workers in WORKERS:
-                measured = _measured(measurements, parameters, pair, workers)
-                computed = costs.seconds(parameters, workers, FAST_LINE)
-                sync = computed if measured is None else measured.median_s
-                found.append(Cell(model, name, workers, sync, measured is not None))
-                if standstill is not None:
-                    copies = parameters * standstill
-                    of_it = (f"{name}, streaming", workers, computed, False, copies)
-                    found.append(Cell(model, *of_it))
-    return found
+def _cells(measurements: Sequence[Measurement], all_costs: Sequence[Costs]) -> Iterator[Cell]:
+    """By model, setting and number of workers."""
+    for (model, parameters), costs in product(PARAMETERS.items(), all_costs):
+        name, standstill = "/".join(costs.pair), streaming_standstill(measurements, costs.pair)
+        for workers in WORKERS:
+            measured = _measured(measurements, parameters, costs.pair, workers)
+            computed = costs.seconds(parameters, workers, FAST_LINE)
+            sync = computed if measured is None else measured.median_s
+            yield Cell(model, name, workers, sync, measured is not None)
+            if standstill is not None:
+                copies = parameters * standstill
+                yield Cell(model, f"{name}, streaming", workers, computed, False, copies)
+
+
+Row = tuple[str, str]  # model and setting
+Cells = dict[Row, dict[int, Cell]]  # by number of workers
 
 
 def founding_tables(measurements: Sequence[Measurement]) -> Iterator[Table]:
     """Utilisation, the seconds behind it, what they were computed with."""
-    found = cells(measurements)
-    if not found:
+    costs = [each for each in (costs_of(measurements, pair) for pair in FOUNDING_PAIRS) if each]
+    if not costs:
         return
-    head = ("model", "codecs", *(_people(each) for each in WORKERS))
-    by_row: dict[tuple[str, str], dict[int, Cell]] = {}
-    for cell in found:
-        by_row.setdefault((cell.model, cell.setting), {})[cell.workers] = cell
-    yield Table(
-        "plan",
-        "At 1 Gb/s: the share of time that is training",
-        ("model", "codecs", "one upload only, as planned", *head[2:]),
-        tuple(
-            (*row, percent(PLANNED[row[0]]), *(_share(of_row.get(each)) for each in WORKERS))
-            for row, of_row in by_row.items()
-        ),
-        2,
-        tuple(_goal_sentences(found)),
-    )
-    yield Table(
-        "plan-seconds",
-        "The seconds behind it: how long training stands still for a sync",
-        head,
-        tuple(
-            (*row, *(_standstill(of_row.get(each)) for each in WORKERS))
-            for row, of_row in by_row.items()
-        ),
-        2,
-    )
-    costs = [each for each in (costs_of(measurements, pair) for pair in PAIRS) if each]
-    yield Table(
-        "costs",
-        "What is computed with",
-        (
-            "codecs",
-            "bits up",
-            "bits down",
-            "broker CPU, 1B",
-            "more for each worker",
-            "a worker's CPU, 1B",
-            "efficiency",
-        ),
-        tuple(_costs_row(each) for each in costs),
-        1,
-        tuple(_check(measurements, costs)),
-    )
+    by_row: Cells = defaultdict(dict)
+    for cell in _cells(measurements, costs):
+        by_row[cell.model, cell.setting][cell.workers] = cell
+
+    def table(
+        key: str, title: str, show: Callable[[Cell], str], planned: bool, notes: Iterator[str]
+    ) -> Table:
+        def shown(workers: int, row: Row) -> str:
+            cell = by_row[row].get(workers)
+            return f"{show(cell)} {'m' if cell.is_measured else 'c'}" if cell else NOTHING
+
+        columns: dict[str, Callable[[Row], str]] = {
+            "model": lambda r: r[0],
+            "codecs": lambda r: r[1],
+        }
+        if planned:
+            columns["one upload only, as planned"] = lambda row: percent(PLANNED[row[0]])
+        columns |= {_people(each): partial(shown, each) for each in WORKERS}
+        return table_of(key, title, columns, by_row, labels=2, notes=notes)
+
+    title = "At 1 Gb/s: the share of time that is training"
+    yield table("plan", title, lambda of: percent(of.share), True, _goal_sentences(by_row))
+    title = "The seconds behind it: how long training stands still for a sync"
+    yield table("plan-seconds", title, lambda of: seconds(of.standstill), False, iter(()))
+    columns: dict[str, Callable[[Costs], str]] = {
+        "codecs": lambda of: "/".join(of.pair),
+        "bits up": lambda of: f"{of.bits_up:.3g}",
+        "bits down": lambda of: f"{of.bits_down:.3g}",
+        "broker CPU, 1B": lambda of: seconds(1e9 * of.broker_cpu),
+        "more for each worker": lambda of: seconds(1e9 * of.broker_cpu_of_each),
+        "a worker's CPU, 1B": lambda of: seconds(1e9 * of.worker_cpu),
+        "efficiency": lambda of: f"{of.efficiency:.2f}",
+    }
+    check = _check(measurements, costs)
+    yield table_of("costs", "What is computed with", columns, costs, notes=check)
 
 
 def _measured(
-    measurements: Sequence[Measurement], parameters: int, pair: tuple[str, str], workers: int
+    of: Sequence[Measurement], parameters: int, pair: Pair, workers: int
 ) -> Measurement | None:
-    for each in measurements:
-        if (each.kind, each.parameters, each.pair, each.workers, each.broker_bits_per_s) == (
-            "round",
-            parameters,
-            pair,
-            workers,
-            FAST_LINE,
-        ):
-            return each
-    return None
+    rounds = _on_the_fast_line(of, "round", pair)
+    return next((m for m in rounds if (m.parameters, m.workers) == (parameters, workers)), None)
 
 
-def _goal_sentences(found: Sequence[Cell]) -> Iterator[str]:
+def _goal_sentences(by_row: Cells) -> Iterator[str]:
     """The settings that reach each goal, and those that miss it."""
     for model, goal in GOALS.items():
-        by_setting: dict[str, list[Cell]] = {}
-        for cell in found:
-            if cell.model == model:
-                by_setting.setdefault(cell.setting, []).append(cell)
         reached, missed = [], []
-        for setting, of_it in by_setting.items():
-            if good := [cell.workers for cell in of_it if cell.share >= goal]:
+        for (of_model, setting), of_row in by_row.items():
+            if of_model != model:
+                continue
+            if good := [cell.workers for cell in of_row.values() if cell.share >= goal]:
                 reached.append(f"{setting} ({_counts(good)})")
-            if bad := [cell for cell in of_it if cell.share < goal]:
+            if bad := [cell for cell in of_row.values() if cell.share < goal]:
                 steps = sorted({cell.steps_for(goal) for cell in bad})
                 ends = f"{steps[0]} on" if len(steps) == 1 else f"{steps[0]} to {steps[-1]} on"
                 people = _counts([cell.workers for cell in bad])
@@ -303,31 +263,6 @@ def _check(measurements: Sequence[Measurement], costs: Sequence[Costs]) -> Itera
             f"Computed beside measured: {'; '.join(told)}. So what is computed for more workers in few "
             "bits is too short here by as much."
         )
-
-
-def _share(cell: Cell | None) -> str:
-    return NOTHING if cell is None else f"{percent(cell.share)} {_mark(cell)}"
-
-
-def _standstill(cell: Cell | None) -> str:
-    return NOTHING if cell is None else f"{seconds(cell.standstill)} {_mark(cell)}"
-
-
-def _mark(cell: Cell) -> str:
-    return "m" if cell.is_measured else "c"
-
-
-def _costs_row(costs: Costs) -> tuple[str, ...]:
-    billion = 1e9
-    return (
-        "/".join(costs.pair),
-        f"{costs.bits_up:.3g}",
-        f"{costs.bits_down:.3g}",
-        seconds(billion * costs.broker_cpu),
-        seconds(billion * costs.broker_cpu_of_each),
-        seconds(billion * costs.worker_cpu),
-        f"{costs.efficiency:.2f}",
-    )
 
 
 def _counts(workers: Sequence[int]) -> str:

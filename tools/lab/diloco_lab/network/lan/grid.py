@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.tables import rate_of
 
-KINDS = ("round", "streaming", "mixed")
 MODES = ("sync", "quorum", "async")
-# Codecs up and down.
+Pair = tuple[str, str]  # codecs up and down
 USUAL, SHORT_REPLIES = ("bf16", "fp32"), ("bf16", "bf16")
 INT8, INT4Z = ("int8", "int8"), ("int4z", "int4z")
-PAIRS = (USUAL, SHORT_REPLIES, INT8, INT4Z)
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One configuration. Bytes are counted on the wire, headers of TCP, IP and Ethernet included."""
 
-    kind: str  # one of KINDS
+    kind: str  # "round", "streaming" or "mixed"
     parameters: int
     workers: int
     wire_dtype: str
@@ -60,15 +58,8 @@ class Measurement:
         return median(self.seconds)
 
     @property
-    def pair(self) -> tuple[str, str]:
+    def pair(self) -> Pair:
         return self.wire_dtype, self.reply_dtype
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What it was measured on: a later measurement of the same takes its place."""
-        lines = (self.broker_bits_per_s, self.worker_bits_per_s)
-        how = (self.fragments, self.mode, self.quorum)
-        return (self.kind, self.parameters, self.workers, *self.pair, *lines, *how)
 
 
 @dataclass(frozen=True)
@@ -80,20 +71,8 @@ class LanFile:
     machine: Mapping[str, Any]
     measurements: tuple[Measurement, ...] = ()
 
-    def with_older(self, older: LanFile) -> LanFile:
-        """With those of another file that have not been measured again."""
-        found = {each.key: each for each in (*older.measurements, *self.measurements)}
-        in_order = sorted(found.values(), key=_order)
-        return LanFile(self.command, self.at, self.machine, tuple(in_order))
 
-
-def _order(of: Measurement) -> tuple[Any, ...]:
-    codecs = PAIRS.index(of.pair) if of.pair in PAIRS else len(PAIRS)
-    line, mode = -of.broker_bits_per_s, MODES.index(of.mode)
-    return (KINDS.index(of.kind), of.parameters, of.workers, codecs, line, mode)
-
-
-LINES = {"1G": 1e9, "100M": 1e8, "50M": 5e7}  # bits a second, by the name on the command line
+FAST, MEDIUM, SLOW = LINES = (1e9, 1e8, 5e7)  # bits a second
 # Bits of a parameter on the wire, to guess how long a sync will take.
 BITS = {"bf16": 16.8, "fp32": 33.5, "int8": 8.5, "int4z": 2.4}
 EFFICIENCY = 0.93  # of a line, for the guess
@@ -111,11 +90,9 @@ FRAGMENTS = 4
 # of a sync they last: with H = 500 and steps of 1 s it is 8 times for 1B, bf16/fp32, 2 workers, 1 Gb/s.
 STREAMING_STEPS, STREAMING_TIMES = 48, 3.0
 # One worker on a slow line beside two on fast ones.
-SLOW, FAST_WORKERS = 5e7, 2
+FAST_WORKERS = 2
 MIXED_STEPS, MIXED_STEP_S, MIXED_SYNCS = 20, 0.2, 4
 GRACE_S = 0.5
-
-Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -137,29 +114,6 @@ class Part:
         return f"{self.kind}{how}: {self.size}, {'/'.join(self.pair)}, {people}, {rates}"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What is asked for on the command line; empty stands for all."""
-
-    kinds: Sequence[str] = ()
-    sizes: Sequence[str] = ()
-    pairs: Sequence[Pair] = ()
-    lines: Sequence[str] = ()
-    workers: Sequence[int] = ()
-
-    def takes(self, part: Part) -> bool:
-        return (
-            part.kind in (self.kinds or KINDS)
-            and part.size in (self.sizes or [part.size])
-            and part.pair in (self.pairs or PAIRS)
-            and part.workers in (self.workers or [part.workers])
-        )
-
-    @property
-    def rates(self) -> list[float]:
-        return [rate for name, rate in LINES.items() if name in (self.lines or LINES)]
-
-
 def guess(parameters: int, pair: Pair, workers: int, bits_per_s: float) -> float:
     """About how many seconds a sync takes: all bytes over the broker's line, or the CPU."""
     bits = max(BITS[each] for each in pair) * parameters * workers
@@ -173,53 +127,37 @@ def repeats(seconds: float, most: int = MOST_REPEATS) -> int:
 
 def everything() -> list[Part]:
     """The whole of `make lan`, small models first."""
-    all_lines = tuple(LINES.values())
     parts = [
-        Part("round", size, pair, WORKERS, all_lines)
+        Part("round", size, pair, WORKERS, LINES)
         for size in ("10M", "50M", "125M")
         for pair in (USUAL, INT8, INT4Z)
     ]
     parts += [
-        Part("round", FOUNDING_SIZE, pair, workers, (LINES["1G"],))
+        Part("round", FOUNDING_SIZE, pair, workers, (FAST,))
         for pair in FOUNDING_PAIRS
         for workers in FOUNDING_WORKERS
     ]
-    parts += [Part("round", "50M", pair, 8, (LINES["1G"],)) for pair in (USUAL, INT4Z)]
+    parts += [Part("round", "50M", pair, 8, (FAST,)) for pair in (USUAL, INT4Z)]
     parts += [
-        Part("streaming", "50M", USUAL, WORKERS, (LINES["1G"],)),
-        Part("streaming", "50M", SHORT_REPLIES, WORKERS, (LINES["1G"],)),
-        Part("streaming", "50M", INT4Z, WORKERS, (LINES["1G"], LINES["100M"])),
-        Part("streaming", "125M", INT4Z, WORKERS, (LINES["1G"],)),
+        Part("streaming", "50M", USUAL, WORKERS, (FAST,)),
+        Part("streaming", "50M", SHORT_REPLIES, WORKERS, (FAST,)),
+        Part("streaming", "50M", INT4Z, WORKERS, (FAST, MEDIUM)),
+        Part("streaming", "125M", INT4Z, WORKERS, (FAST,)),
     ]
-    mixed = [("10M", pair) for pair in (USUAL, INT8)]
     return parts + [
-        Part("mixed", size, pair, FAST_WORKERS + 1, (LINES["1G"],), mode)
-        for size, pair in mixed
+        Part("mixed", "10M", pair, FAST_WORKERS + 1, (FAST,), mode)
+        for pair in (USUAL, INT8)
         for mode in MODES
     ]
 
 
 def quick() -> list[Part]:
     """One of each kind: a minute or two."""
-    line = LINES["1G"]
     return [
-        *(
-            Part("round", "10M", pair, WORKERS, (line, LINES["100M"]))
-            for pair in (USUAL, INT8, INT4Z)
-        ),
-        Part("streaming", "10M", USUAL, WORKERS, (line,)),
-        Part("mixed", "10M", INT4Z, FAST_WORKERS + 1, (line,), "quorum"),
+        *(Part("round", "10M", pair, WORKERS, (FAST, MEDIUM)) for pair in (USUAL, INT8, INT4Z)),
+        Part("streaming", "10M", USUAL, WORKERS, (FAST,)),
+        Part("mixed", "10M", INT4Z, FAST_WORKERS + 1, (FAST,), "quorum"),
     ]
-
-
-def chosen(parts: Iterable[Part], choice: Choice) -> list[Part]:
-    """Those that are asked for, each with the lines that are; none of them without a line."""
-    found = []
-    for part in parts:
-        lines = tuple(each for each in part.lines if each in choice.rates)
-        if lines and choice.takes(part):
-            found.append(replace(part, lines=lines))
-    return found
 
 
 def too_long(part: Part) -> dict[float, float]:

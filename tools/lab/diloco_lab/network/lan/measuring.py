@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from diloco_lab.bench.parts.rounds import Round, has_room, one_round
 from diloco_lab.bench.process_pool import BrokerProcess
-from diloco_lab.bench.report.arithmetic import percentile
+from diloco_lab.bench.report.figures import percentile
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_lab.network.lan import grid
@@ -82,7 +82,7 @@ def rounds(place: Place, part: Part) -> Iterator[Measurement]:
     parameters, trainers = parameters_of(part.size), place.trainers(part.workers)
     skipped = grid.too_long(part)
     # It sends heartbeats from where the first worker is, so over the same line.
-    heart = place.role("fake-worker", place.network.workers[0])
+    heart = place.role("hearts", place.network.workers[0])
     with _run(place, part, trainers) as broker:
         one_round(trainers, broker, normal=True)  # memory is taken for the first time
         for line in part.lines:
@@ -207,7 +207,7 @@ def _with_heartbeats(
 
     The heart joins while a round is open that does not expect it, and leaves before the next.
     """
-    heart.ask("join", address=broker.address, parameters=None)
+    heart.ask("join", address=broker.address, names=["heart"])
     heart.tell("beat", interval_s=INTERVAL_S)
     found = one_round(trainers, broker, normal=True)
     heart.tell("rest")

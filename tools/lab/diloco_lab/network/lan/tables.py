@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 
 from diloco_lab.bench.sizes import parameters_of, size_of
@@ -13,11 +14,12 @@ from diloco_lab.driver.tables import (
     percent,
     rate_of,
     seconds,
+    table_of,
     where_measured,
 )
 from diloco_lab.network.lan import grid
-from diloco_lab.network.lan.founding import Number, founding_tables, on_a_slower_line, utilisation
-from diloco_lab.network.lan.grid import LanFile, Measurement
+from diloco_lab.network.lan.founding import founding_tables, utilisation
+from diloco_lab.network.lan.grid import LanFile, Measurement, Pair
 
 # Tables that a page may ask for.
 KEYS = (
@@ -25,16 +27,42 @@ KEYS = (
     *("streaming", "mixed"),
     *("plan", "plan-seconds", "costs"),
 )
-LINES = tuple(grid.LINES.values())
-Row = tuple[int, tuple[str, str]]  # parameters, codecs
+Row = tuple[int, Pair]  # parameters, codecs
+Rounds = dict[Row, dict[float, Measurement]]  # by line
+Columns = dict[str, Callable[[Measurement], str]]
+LABELS: Columns = {
+    "model": lambda of: size_of(of.parameters),
+    "codecs": lambda of: "/".join(of.pair),
+}
 
 
 def tables(measurements: Sequence[Measurement]) -> list[Table]:
     """None of them is empty."""
+    slow = rate_of(grid.SLOW)
+    rounds = _rounds(measurements)
     found = [
-        *_of_rounds(_rounds(measurements)),
-        *_streaming([each for each in measurements if each.kind == "streaming"]),
-        *_mixed([each for each in measurements if each.kind == "mixed"]),
+        *_of_lines(rounds),
+        table_of(
+            "bytes",
+            "Bytes and work of a sync",
+            LABELS | BYTES,
+            (by_line[max(by_line)] for by_line in rounds.values()),
+            labels=2,
+        ),
+        table_of(
+            "streaming",
+            "Streaming: what of a sync is hidden behind training",
+            LABELS | STREAMING,
+            (each for each in measurements if each.kind == "streaming"),
+            labels=3,
+        ),
+        table_of(
+            "mixed",
+            f"One worker on {slow} beside {grid.FAST_WORKERS} on 1 Gb/s",
+            LABELS | MIXED,
+            (each for each in measurements if each.kind == "mixed"),
+            labels=3,
+        ),
         *founding_tables(measurements),
     ]
     return [each for each in found if each.rows]
@@ -48,94 +76,86 @@ def blocks(found: LanFile) -> dict[str, str]:
     return blocks_of(KEYS, tables(all_of_it), where)
 
 
-def _rounds(measurements: Sequence[Measurement]) -> dict[Row, dict[float, Measurement]]:
-    """Of the grid: by model and codecs, by line."""
-    found: dict[Row, dict[float, Measurement]] = {}
+BYTES: Columns = {
+    "up": lambda of: f"{of.bytes_up / 1e6:.3g} MB",
+    "down": lambda of: f"{of.bytes_down / 1e6:.3g} MB",
+    "broker CPU": lambda of: seconds(of.broker_cpu_s or 0.0),
+    "a worker's CPU": lambda of: seconds(of.worker_cpu_s or 0.0),
+}
+STREAMING: Columns = {
+    "line": lambda of: rate_of(of.broker_bits_per_s),
+    "sync, nothing hidden": lambda of: seconds(of.sync_seconds or 0.0),
+    "steps between two": lambda of: f"{of.sync_every} of {seconds(of.step_s or 0.0)}",
+    "training stands still": lambda of: seconds(of.median_s),
+    "to copy the model twice": lambda of: NOTHING if of.copy_s is None else seconds(2 * of.copy_s),
+    "hidden": lambda of: percent(of.hidden or 0.0),
+    "merged behind the slot": lambda of: f"{of.delay_steps} steps",
+}
+MODES = {
+    "sync": "synchronous",
+    "async": "--mode async",
+    "quorum": "--quorum {0.quorum} --grace {0.grace_s:g}",
+}
+MIXED: Columns = {
+    "mode": lambda of: MODES[of.mode].format(of),
+    "fast ones stand still": lambda of: seconds(of.median_s),
+    "the slow one": lambda of: seconds(median(of.slow_seconds)),
+}
+
+
+def _rounds(measurements: Sequence[Measurement]) -> Rounds:
+    found: Rounds = {}
     for each in measurements:
         of_founding = each.parameters == parameters_of(grid.FOUNDING_SIZE)
         if each.kind == "round" and each.workers == grid.WORKERS and not of_founding:
-            by_line = found.setdefault((each.parameters, each.pair), {})
-            by_line[each.broker_bits_per_s] = each
+            found.setdefault((each.parameters, each.pair), {})[each.broker_bits_per_s] = each
     return found
 
 
-def _of_rounds(rounds: dict[Row, dict[float, Measurement]]) -> Iterator[Table]:
+def _of_lines(rounds: Rounds) -> Iterator[Table]:
     """A row for each model and codecs, a column for each line."""
 
-    def of_lines(row: Row, cell: Callable[[Row, float], str]) -> tuple[str, ...]:
-        return (*_labels(row), *(cell(row, line) for line in LINES))
-
-    def number(row: Row, line: float) -> Number | None:
+    def sync_on(line: float, row: Row) -> float | None:
+        """Seconds: measured, or computed from the next faster line by the share of it that was used."""
         if found := rounds[row].get(line):
-            return Number(found.median_s, True)
-        faster = [each for at, each in rounds[row].items() if at > line]
-        if not faster:
-            return None
-        nearest = min(faster, key=lambda each: each.broker_bits_per_s)
-        return Number(on_a_slower_line(nearest, line), False)
+            return found.median_s
+        faster = [at for at in rounds[row] if at > line]
+        return rounds[row][min(faster)].median_s * min(faster) / line if faster else None
 
-    def time_and_share(row: Row, line: float) -> str:
+    def time_and_share(line: float, row: Row) -> str:
         if found := rounds[row].get(line):
             return f"{seconds(found.median_s)}, {found.line_seconds / found.median_s:.0%}"
-        return NOTHING if (of := number(row, line)) is None else f"{seconds(of.seconds)} c"
+        return NOTHING if (of := sync_on(line, row)) is None else f"{seconds(of)} c"
 
-    def share_of_training(row: Row, line: float) -> str:
-        if (of := number(row, line)) is None:
+    def share_of_training(line: float, row: Row) -> str:
+        if (of := sync_on(line, row)) is None:
             return NOTHING
-        return percent(utilisation(of.seconds)) + ("" if of.is_measured else " c")
+        return percent(utilisation(of)) + ("" if line in rounds[row] else " c")
 
-    def heartbeat(row: Row, line: float) -> str:
+    def heartbeat(line: float, row: Row) -> str:
         found = rounds[row].get(line)
         p99 = found.heartbeat_p99_s if found else None
         return NOTHING if p99 is None else f"{1e3 * p99:.0f} ms"
 
-    lines = tuple(map(rate_of, LINES))
-    yield Table(
-        "sync",
-        "A sync, and how much of the line it used",
-        ("model", "codecs", *lines),
-        tuple(of_lines(row, time_and_share) for row in rounds),
-        2,
-        tuple(_left_out(rounds)),
-    )
-    yield Table(
-        "training",
-        "The share of time that is training",
-        ("model", "codecs", *lines),
-        tuple(of_lines(row, share_of_training) for row in rounds),
-        2,
-    )
-    yield Table(
-        "heartbeats",
-        "Heartbeats beside a sync, p99",
-        ("model", "codecs", *lines),
-        tuple(of_lines(row, heartbeat) for row in rounds),
-        2,
-    )
-    yield Table(
-        "bytes",
-        "Bytes and work of a sync",
-        ("model", "codecs", "up", "down", "broker CPU", "a worker's CPU"),
-        tuple(
-            (
-                *_labels(row),
-                f"{found.bytes_up / 1e6:.3g} MB",
-                f"{found.bytes_down / 1e6:.3g} MB",
-                seconds(found.broker_cpu_s or 0.0),
-                seconds(found.worker_cpu_s or 0.0),
-            )
-            for row, by_line in rounds.items()
-            for found in [by_line[max(by_line)]]
-        ),
-        2,
-    )
+    def table(key: str, title: str, cell: Callable[[float, Row], str], *notes: str) -> Table:
+        columns: dict[str, Callable[[Row], str]] = {
+            "model": lambda row: size_of(row[0]),
+            "codecs": lambda row: "/".join(row[1]),
+            **{rate_of(line): partial(cell, line) for line in grid.LINES},
+        }
+        return table_of(key, title, columns, rounds, labels=2, notes=notes)
+
+    title = "A sync, and how much of the line it used"
+    yield table("sync", title, time_and_share, *_left_out(rounds))
+    yield table("training", "The share of time that is training", share_of_training)
+    yield table("heartbeats", "Heartbeats beside a sync, p99", heartbeat)
 
 
-def _left_out(rounds: dict[Row, dict[float, Measurement]]) -> Iterator[str]:
+def _left_out(rounds: Rounds) -> Iterator[str]:
     missing = [
         f"{size_of(row[0])} {'/'.join(row[1])} at {rate_of(line)}"
         for row, by_line in rounds.items()
-        for line in LINES
+        for line in grid.LINES
         if line not in by_line
     ]
     if missing:
@@ -143,64 +163,3 @@ def _left_out(rounds: dict[Row, dict[float, Measurement]]) -> Iterator[str]:
             f"Not measured, since one sync takes more than {grid.MOST_S:g} s: {', '.join(missing)}. "
             "These are computed (c) from the next faster line, which alone holds those syncs up."
         )
-
-
-def _streaming(found: Sequence[Measurement]) -> Iterator[Table]:
-    yield Table(
-        "streaming",
-        "Streaming: what of a sync is hidden behind training",
-        (
-            "model",
-            "codecs",
-            "line",
-            "sync, nothing hidden",
-            "steps between two",
-            "training stands still",
-            "to copy the model twice",
-            "hidden",
-            "merged behind the slot",
-        ),
-        tuple(
-            (
-                *_labels((each.parameters, each.pair)),
-                rate_of(each.broker_bits_per_s),
-                seconds(each.sync_seconds or 0.0),
-                f"{each.sync_every} of {seconds(each.step_s or 0.0)}",
-                seconds(each.median_s),
-                NOTHING if each.copy_s is None else seconds(2 * each.copy_s),
-                percent(each.hidden or 0.0),
-                f"{each.delay_steps} steps",
-            )
-            for each in found
-        ),
-        3,
-    )
-
-
-def _mixed(found: Sequence[Measurement]) -> Iterator[Table]:
-    slow = rate_of(grid.SLOW)
-    yield Table(
-        "mixed",
-        f"One worker on {slow} beside {grid.FAST_WORKERS} on 1 Gb/s",
-        ("model", "codecs", "mode", "fast ones stand still", "the slow one"),
-        tuple(
-            (
-                *_labels((each.parameters, each.pair)),
-                _mode(each),
-                seconds(each.median_s),
-                seconds(median(each.slow_seconds)),
-            )
-            for each in found
-        ),
-        3,
-    )
-
-
-def _mode(of: Measurement) -> str:
-    if of.mode == "quorum":
-        return f"--quorum {of.quorum} --grace {of.grace_s:g}"
-    return {"sync": "synchronous", "async": "--mode async"}[of.mode]
-
-
-def _labels(row: Row) -> tuple[str, str]:
-    return size_of(row[0]), "/".join(row[1])

@@ -16,10 +16,9 @@ from tempfile import TemporaryDirectory
 from diloco_lab.bench.process_pool import BrokerProcess
 from diloco_lab.driver.options import START_WITHIN_S, broker_command
 from diloco_lab.network.namespaces import FAST, HUB, STANDBY, Place, dtypes, now
-from diloco_lab.network.sites.rounds import WAN, WORKERS, join, start_relay
+from diloco_lab.network.sites.rounds import SITES, WAN, WORKERS, join, start_relay
 from diloco_lab.network.sites.tables import Loss
-from diloco_protocol.feed import Snapshot
-from diloco_tools.processes import wait_for_line
+from diloco_tools.processes import Child, wait_for_line
 
 PAIR = ("int4z", "int4z")
 STEP_S, EVERY = 0.05, 20  # so rounds of one second and the exchange
@@ -27,37 +26,40 @@ AWAY_S = 12.0
 # A line that is cut gives no notice: rounds wait this long for a silent site.
 HEARTBEAT_TIMEOUT_S = 5.0
 PORT = 8512
+ALL_WORKERS = SITES * WORKERS
 
 
 class Tree:
     """A hub, its relays, and workers that train until the end. Each process keeps its address."""
 
-    def __init__(self, place: Place, size: str, folder: Path, *, with_standby: bool) -> None:
+    def __init__(self, place: Place, folder: Path, *, with_standby: bool) -> None:
         self.place, self.folder, self.with_standby = place, folder, with_standby
-        self.sites = place.network.sites
-        self.all_workers = WORKERS * len(self.sites)
-        self.address = place.network.at(HUB, PORT)
+        self.parent = self.address = place.network.at(HUB, PORT)
         self.hub = self.start_hub()
-        self.parent = self.address
         if with_standby:
-            self.standby = self._start_standby()
-            self.parent = f"{self.address},{place.network.at(STANDBY, PORT)}"
-        self.relays = [start_relay(place, self.parent, site, PAIR[0], PORT) for site in self.sites]
+            address = place.network.at(STANDBY, PORT)
+            self.standby = self._start("standby", STANDBY, address, of=self.address)
+            self.parent = f"{self.address},{address}"
+        self.relays = [self.start_relay(site) for site in range(SITES)]
+
+    def train(self, size: str) -> None:
+        """Have all workers join, and train from now on."""
         for each in self.relays:
             wait_for_line(each, "control", START_WITHIN_S)
-        self.trainers = place.trainers()
-        servers = [place.network.at(f"relay-{site}", PORT) for site in self.sites]
-        join(self.trainers, size, servers)
-        for trainer in self.trainers:
-            trainer.tell("go_on", step_s=STEP_S, drift_every=EVERY)
+        servers = [self.place.network.at(f"relay-{site}", PORT) for site in range(SITES)]
+        join(self.place.trainers(), size, servers)
+        for trainer in self.place.trainers():
+            trainer.tell("simulate", steps=None, step_s=STEP_S, drift_every=EVERY)
+
+    def start_relay(self, site: int) -> Child:
+        return start_relay(self.place, self.parent, site, PAIR[0], PORT)
 
     def start_hub(self) -> BrokerProcess:
         return self._start("serve", HUB, self.address, standby=self.with_standby)
 
-    def _start_standby(self) -> BrokerProcess:
-        return self._start(
-            "standby", STANDBY, self.place.network.at(STANDBY, PORT), of=self.address
-        )
+    def kill_hub(self) -> None:
+        self.hub.close()
+        self.hub.child.kill()
 
     def _start(self, word: str, member: str, address: str, **options: object) -> BrokerProcess:
         command = broker_command(
@@ -69,7 +71,7 @@ class Tree:
             no_ipc=True,
             relays=True,
             durable=True,
-            workers=len(self.sites),
+            workers=SITES,
             sync_every=EVERY,
             save_dir=self.folder / f"run-{member}",
             heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
@@ -97,51 +99,42 @@ class Tree:
     def next_round_of(self, workers: int, since: float) -> float:
         """Seconds since then until the next round that averages this many workers ends."""
         made = self.rounds
-        self.hub.wait_for(lambda s: s.totals.rounds > made and _averaged(s) == workers)
+        self.hub.wait_for(lambda s: s.totals.rounds > made and s.counts.averaged == workers)
         return time.monotonic() - since
-
-
-def _averaged(snapshot: Snapshot) -> int:
-    return snapshot.counts.averaged
 
 
 @contextlib.contextmanager
 def a_tree(place: Place, size: str, *, with_standby: bool = False) -> Iterator[Tree]:
     place.network.set_wan(FAST)
     with TemporaryDirectory(prefix="diloco-") as folder:
-        tree = Tree(place, size, Path(folder), with_standby=with_standby)
+        tree = Tree(place, Path(folder), with_standby=with_standby)
         try:
+            tree.train(size)
             place.network.set_wan(WAN)
-            tree.next_round_of(tree.all_workers, time.monotonic())
+            tree.next_round_of(ALL_WORKERS, time.monotonic())
             yield tree
         finally:
             tree.end()
 
 
-def losses(place: Place, size: str, say: Callable[[str], None]) -> Iterator[Loss]:
+def losses(place: Place, size: str) -> Iterator[Loss]:
     """One after the other; the run is complete again before the next."""
+    network = place.network
     with a_tree(place, size) as tree:
-        for lose in (_relay, _line, _hub):
-            found = lose(tree)
-            say(f"{found.what}: {found.others_s} s, {found.all_s} s")
-            yield found
+
+        def relay_comes_back() -> None:
+            tree.relays[0] = tree.start_relay(0)
+
+        yield _of_a_site(tree, "relay killed (-9)", tree.relays[0].kill, relay_comes_back)
+        what = "line of a site cut"
+        yield _of_a_site(tree, what, lambda: network.cut(0), lambda: network.mend(0))
+        tree.kill_hub()
+        back_at = time.monotonic()
+        tree.hub = tree.start_hub()  # with its checkpoints
+        whole = tree.next_round_of(ALL_WORKERS, back_at)
+        yield Loss("hub killed (-9), started again at once", None, None, whole, 0, now())
     with a_tree(place, size, with_standby=True) as tree:
-        found = _hub_with_a_standby(tree)
-        say(f"{found.what}: {found.all_s} s")
-        yield found
-
-
-def _relay(tree: Tree) -> Loss:
-    def comes_back() -> None:
-        tree.relays[0] = start_relay(tree.place, tree.parent, 0, PAIR[0], PORT)
-
-    return _of_a_site(tree, "relay killed (-9)", tree.relays[0].kill, comes_back)
-
-
-def _line(tree: Tree) -> Loss:
-    network = tree.place.network
-    what = "line of a site cut"
-    return _of_a_site(tree, what, lambda: network.cut(0), lambda: network.mend(0))
+        yield _hub_with_a_standby(tree)
 
 
 def _of_a_site(
@@ -150,31 +143,20 @@ def _of_a_site(
     """A site is away for some seconds while the others go on."""
     before, lost_at = tree.rounds, time.monotonic()
     lose()
-    others = tree.next_round_of(tree.all_workers - WORKERS, lost_at)
+    others = tree.next_round_of(ALL_WORKERS - WORKERS, lost_at)
     time.sleep(max(0.0, lost_at + AWAY_S - time.monotonic()))
     made, back_at = tree.rounds - before, time.monotonic()
     comes_back()
-    whole = tree.next_round_of(tree.all_workers, back_at)
+    whole = tree.next_round_of(ALL_WORKERS, back_at)
     return Loss(what, back_at - lost_at, others, whole, made, now())
-
-
-def _hub(tree: Tree) -> Loss:
-    """The hub is killed and started again at once, with its checkpoints."""
-    tree.hub.close()
-    tree.hub.child.kill()
-    back_at = time.monotonic()
-    tree.hub = tree.start_hub()
-    whole = tree.next_round_of(tree.all_workers, back_at)
-    return Loss("hub killed (-9), started again at once", None, None, whole, 0, now())
 
 
 def _hub_with_a_standby(tree: Tree) -> Loss:
     """The hub is killed for good: until the standby has made a round of all workers."""
     before, killed_at = tree.rounds, time.monotonic()
-    tree.hub.close()
-    tree.hub.child.kill()
+    tree.kill_hub()
     made = tree.standby.wait_for(
-        lambda s: s.totals.rounds > 0 and _averaged(s) == tree.all_workers
+        lambda s: s.totals.rounds > 0 and s.counts.averaged == ALL_WORKERS
     ).round
     whole = time.monotonic() - killed_at
     number = -1 if made is None else made.number

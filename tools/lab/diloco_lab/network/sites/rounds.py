@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from diloco_lab.bench.parts.rounds import one_round
-from diloco_lab.bench.process_pool import BrokerProcess
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.options import START_WITHIN_S, broker_command
 from diloco_lab.driver.roles import RoleProcess, ask_all
@@ -22,7 +20,11 @@ from diloco_tools.processes import Child, wait_for_line
 
 SITES, WORKERS = 2, 3  # workers at each site
 WAN, DELAY_S = 5e7, 0.04  # bits a second, and seconds each way
-WAYS_OF_A_HUB = {"star": {}, "whole": {"deterministic": True}, "relays": {"relays": True}}
+WAYS = {
+    "star": {},
+    "whole": {"deterministic": True},
+    "relays": {"relays": True},
+}  # the hub's options
 LAN_DTYPE = "bf16"  # of what workers send to a relay
 
 
@@ -45,19 +47,6 @@ def start_relay(place: Place, hub: str, site: int, wire_dtype: str, port: int | 
     return place.pool.start(f"{name}-{len(place.pool.all)}", command)
 
 
-@contextlib.contextmanager
-def relays(place: Place, hub: str, wire_dtype: str) -> Iterator[list[str]]:
-    """One at each site; their addresses."""
-    children: list[Child] = []
-    try:
-        for site in place.network.sites:
-            children.append(start_relay(place, hub, site, wire_dtype))
-        yield [wait_for_line(each, "control", START_WITHIN_S) for each in children]
-    finally:
-        for each in children:
-            each.end()
-
-
 def join(trainers: Sequence[RoleProcess], size: str, servers: Sequence[str]) -> None:
     """Have all workers join with a model of this size, those of a site at its server."""
     ask_all(trainers, "build", size=size)
@@ -67,11 +56,26 @@ def join(trainers: Sequence[RoleProcess], size: str, servers: Sequence[str]) -> 
         trainer.hear()
 
 
-def rounds(place: Place, size: str, pair: tuple[str, str], way: str, repeats: int) -> Measurement:
-    """Syncs in which training waits, one after the other, by way of relays or without."""
+def rounds(place: Place, size: str, pair: tuple[str, str], repeats: int) -> Iterator[Measurement]:
+    """Syncs in which training waits, one after the other, by way of relays and without."""
+    for way in WAYS:
+        yield _rounds(place, size, pair, way, repeats)
+
+
+def _rounds(place: Place, size: str, pair: tuple[str, str], way: str, repeats: int) -> Measurement:
     network, trainers = place.network, place.trainers()
     network.set_wan(FAST)  # the first copy of the model is not measured
-    with _run(place, trainers, size, pair, way) as broker:
+    workers = SITES if way == "relays" else len(trainers)
+    options = {**at_the_hub(network), **dtypes(pair), "sync_every": 1, **WAYS[way]}
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(place.pool.broker(workers=workers, **options))
+        servers = [broker.address] * SITES
+        if way == "relays":
+            relays = [start_relay(place, broker.address, site, pair[0]) for site in range(SITES)]
+            for each in relays:
+                stack.callback(each.end)
+            servers = [wait_for_line(each, "control", START_WITHIN_S) for each in relays]
+        join(trainers, size, servers)
         one_round(trainers, broker, normal=True)  # memory is taken for the first time
         network.set_wan(WAN)
         load = os.getloadavg()[0]
@@ -85,7 +89,7 @@ def rounds(place: Place, size: str, pair: tuple[str, str], way: str, repeats: in
     return Measurement(
         way=way,
         parameters=parameters_of(size),
-        sites=len(network.sites),
+        sites=SITES,
         workers=len(trainers),
         wire_dtype=pair[0],
         reply_dtype=pair[1],
@@ -98,28 +102,3 @@ def rounds(place: Place, size: str, pair: tuple[str, str], way: str, repeats: in
         load=load,
         at=now(),
     )
-
-
-@contextlib.contextmanager
-def _run(
-    place: Place,
-    trainers: Sequence[RoleProcess],
-    size: str,
-    pair: tuple[str, str],
-    way: str,
-) -> Iterator[BrokerProcess]:
-    """A run that all have joined, with a boundary behind each step."""
-    options: dict[str, Any] = {
-        **at_the_hub(place.network),
-        **dtypes(pair),
-        "sync_every": 1,
-        "workers": len(place.network.sites) if way == "relays" else len(trainers),
-        **WAYS_OF_A_HUB[way],
-    }
-    with contextlib.ExitStack() as begun:
-        broker = begun.enter_context(place.pool.broker(**options))
-        servers = [broker.address] * len(place.network.sites)
-        if way == "relays":
-            servers = begun.enter_context(relays(place, broker.address, pair[0]))
-        join(trainers, size, servers)
-        yield broker

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
 from diloco_lab.bench.sizes import size_of
-from diloco_lab.driver.tables import NOTHING, Table, blocks_of, rate_of, seconds, where_measured
-
-WAYS = ("star", "whole", "relays")
+from diloco_lab.driver.tables import (
+    NOTHING,
+    Table,
+    blocks_of,
+    rate_of,
+    seconds,
+    table_of,
+    where_measured,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,10 @@ class Measurement:
     @property
     def pair(self) -> str:
         return f"{self.wire_dtype}/{self.reply_dtype}"
+
+    @property
+    def moved(self) -> float:
+        return self.bytes_up + self.bytes_down
 
 
 @dataclass(frozen=True)
@@ -78,9 +88,18 @@ class SitesFile:
     losses: tuple[Loss, ...] = ()
     trained: tuple[Trained, ...] = ()
 
-    def with_older(self, _: SitesFile) -> SitesFile:
-        """All of it is measured again each time."""
-        return self
+
+Found = Sequence[Measurement | Loss | Trained]
+
+
+def of_records(command: str, machine: Mapping[str, Any], found: Found) -> SitesFile:
+    return SitesFile(
+        command,
+        machine,
+        tuple(each for each in found if isinstance(each, Measurement)),
+        tuple(each for each in found if isinstance(each, Loss)),
+        tuple(each for each in found if isinstance(each, Trained)),
+    )
 
 
 KEYS = ("rounds", "losses", "trained")  # of tables that a page may ask for
@@ -93,47 +112,36 @@ NAMES = {
 
 def tables(found: SitesFile) -> list[Table]:
     """None of them is empty."""
-    made = (_of_rounds(found), _of_losses(found), _of_training(found))
+    losses = table_of("losses", "What is lost, and comes back", LOSSES, found.losses)
+    made = (_of_rounds(found), losses, _of_training(found))
     return [each for each in made if each.rows]
 
 
 def _of_rounds(found: SitesFile) -> Table:
-    stars = {(each.parameters, each.pair, each.way): each for each in found.rounds}
+    by_way = {(each.parameters, each.pair, each.way): each for each in found.rounds}
 
-    def share(of: Measurement, way: str) -> str:
-        star = stars.get((of.parameters, of.pair, way))
-        if star is None or of.way != "relays":
-            return NOTHING
-        return f"{of.median_s / star.median_s:.2f}"
+    def over(of: Measurement, way: str) -> str:
+        other = by_way.get((of.parameters, of.pair, way))
+        is_there = other is not None and of.way == "relays"
+        return f"{of.median_s / other.median_s:.2f}" if other and is_there else NOTHING
 
-    def bytes_of(of: Measurement) -> str:
-        star = stars.get((of.parameters, of.pair, "star"))
-        moved = of.bytes_up + of.bytes_down
-        less = f", 1/{(star.bytes_up + star.bytes_down) / moved:.1f}" if star else ""
-        return f"{moved / 1e6:.1f} MB{less if of.way == 'relays' else ''}"
+    def moved(of: Measurement) -> str:
+        star = by_way.get((of.parameters, of.pair, "star"))
+        less = f", 1/{star.moved / of.moved:.1f}" if star and of.way == "relays" else ""
+        return f"{of.moved / 1e6:.1f} MB{less}"
 
-    rows = tuple(
-        (
-            size_of(each.parameters),
-            each.pair,
-            NAMES[each.way],
-            seconds(each.median_s),
-            share(each, "star"),
-            share(each, "whole"),
-            bytes_of(each),
-        )
-        for each in found.rounds
+    columns: dict[str, Callable[[Measurement], str]] = {
+        "model": lambda of: size_of(of.parameters),
+        "codecs": lambda of: of.pair,
+        "way": lambda of: NAMES[of.way],
+        "a round": lambda of: seconds(of.median_s),
+        "of the star": lambda of: over(of, "star"),
+        "of the same, whole": lambda of: over(of, "whole"),
+        "over the WAN": moved,
+    }
+    return table_of(
+        "rounds", "Rounds of two sites", columns, found.rounds, labels=3, notes=_lines(found)
     )
-    head = (
-        "model",
-        "codecs",
-        "way",
-        "a round",
-        "of the star",
-        "of the same, whole",
-        "over the WAN",
-    )
-    return Table("rounds", "Rounds of two sites", head, rows, labels=3, notes=tuple(_lines(found)))
 
 
 def _lines(found: SitesFile) -> Iterator[str]:
@@ -145,27 +153,18 @@ def _lines(found: SitesFile) -> Iterator[str]:
         )
 
 
-def _of_losses(found: SitesFile) -> Table:
-    def of(value: float | None) -> str:
-        return NOTHING if value is None else seconds(value)
-
-    rows = tuple(
-        (each.what, of(each.others_s), of(each.away_s), _rounds_of(each), of(each.all_s))
-        for each in found.losses
-    )
-    head = (
-        "what",
-        "next round without it",
-        "away for",
-        "rounds meanwhile",
-        "from its return to a round of all",
-    )
-    return Table("losses", "What is lost, and comes back", head, rows)
+def _seconds(value: float | None) -> str:
+    return NOTHING if value is None else seconds(value)
 
 
-def _rounds_of(loss: Loss) -> str:
-    """Without a hub there are none."""
-    return NOTHING if loss.others_s is None else str(loss.rounds)
+LOSSES: Mapping[str, Callable[[Loss], str]] = {
+    "what": lambda of: of.what,
+    "next round without it": lambda of: _seconds(of.others_s),
+    "away for": lambda of: _seconds(of.away_s),
+    # Without a hub there are none.
+    "rounds meanwhile": lambda of: NOTHING if of.others_s is None else str(of.rounds),
+    "from its return to a round of all": lambda of: _seconds(of.all_s),
+}
 
 
 def _of_training(found: SitesFile) -> Table:
@@ -174,19 +173,20 @@ def _of_training(found: SitesFile) -> Table:
         by_way.setdefault(each.way, []).append(each)
     first = {each.seed: each.loss for each in next(iter(by_way.values()), [])}
 
-    def against(rows: list[Trained]) -> str:
-        if rows[0].way == found.trained[0].way:
+    def against_first(way: str) -> str:
+        if way == found.trained[0].way:
             return NOTHING
-        ratios = [100 * (each.loss / first[each.seed] - 1) for each in rows]
+        ratios = [100 * (each.loss / first[each.seed] - 1) for each in by_way[way]]
         spread = f" ± {stdev(ratios) / len(ratios) ** 0.5:.1f}" if len(ratios) > 1 else ""
         return f"{fmean(ratios):+.1f}%{spread}"
 
-    rows = tuple(
-        (way, str(rows[0].pushes), f"{fmean(each.loss for each in rows):.3f}", against(rows))
-        for way, rows in by_way.items()
-    )
-    head = ("way", "pushes of a site", "loss", "against the first")
-    return Table("trained", "Several rounds to a push", head, rows)
+    columns: dict[str, Callable[[str], str]] = {
+        "way": str,
+        "pushes of a site": lambda way: str(by_way[way][0].pushes),
+        "loss": lambda way: f"{fmean(each.loss for each in by_way[way]):.3f}",
+        "against the first": against_first,
+    }
+    return table_of("trained", "Several rounds to a push", columns, by_way)
 
 
 def blocks(found: SitesFile) -> dict[str, str]:

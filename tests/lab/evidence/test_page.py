@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from diloco_lab.driver.records import Results
 from diloco_lab.driver.tables import WHERE
-from diloco_lab.evidence import page, picture
+from diloco_lab.evidence import page
 from diloco_lab.evidence.__main__ import app
 from diloco_lab.evidence.conduct import Study, key_of, measure
 from diloco_lab.evidence.parts import PARTS
@@ -96,9 +96,9 @@ def test_part_has_a_picture_where_there_are_curves(points: int, tmp_path: Path) 
         results[trial.key]["curve"] = [*curve, *[curve[-1]] * (points - len(curve))]
     for part in PARTS.values():
         conducted = study.conducted(part)
-        assert picture.has_curves(conducted) == (points == 9)
+        assert page.has_curves(conducted) == (points == 9)
         if points == 9:
-            path = picture.draw(conducted, tmp_path)
+            path = page.draw(conducted, tmp_path)
             assert path == tmp_path / f"{part.name}.png"
             assert path.read_bytes().startswith(b"\x89PNG")
 

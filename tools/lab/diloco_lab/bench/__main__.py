@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -31,23 +30,12 @@ Settings = Mapping[str, Any]
 SMALL = {"size": "10M", "repeats": 3}
 
 
-@dataclass(frozen=True)
-class Part:
-    """One part of the benchmark: a function and the settings that it is called with, one after another.
-
-    Attributes:
-        quick: the settings of `--quick`; empty: it is left out there.
-    """
+class Part(NamedTuple):
+    """A function, and the settings that it is called with one after another: all, and with `--quick`."""
 
     measure: Callable[..., list[Figure]]
-    whole: Sequence[Settings] = ({},)
-    quick: Sequence[Settings] = ()
-
-    def calls(self, quick: bool) -> Iterator[tuple[str, Callable[[ProcessPool], list[Figure]]]]:
-        """Its measurements, each with its settings as a name."""
-        for settings in self.quick if quick else self.whole:
-            told = ", ".join(f"{name} {value}" for name, value in settings.items())
-            yield told, partial(self.measure, **settings)
+    whole: Sequence[Settings]
+    quick: Sequence[Settings]
 
 
 def _rounds(sizes: Sequence[str], repeats: int) -> list[Settings]:
@@ -63,14 +51,14 @@ PARTS: Mapping[str, Part] = {
         [*_rounds(("10M", "50M"), 5), *_rounds(("125M",), 3)],
         [{**SMALL, "workers": 2, "reply": "fp32"}],
     ),
-    "keys": Part(rounds.with_keys, quick=[SMALL]),
-    "same-host": Part(rounds.same_host, quick=[SMALL]),
-    "codecs": Part(codecs.codecs, quick=[{"size": "10M", "repeats": 1}]),
-    "streaming": Part(training.streaming, quick=[{"steps": 10, "repeats": 1}]),
-    "heartbeat": Part(load.heartbeat, quick=[{"size": "10M", "workers": 2}]),
+    "keys": Part(rounds.with_keys, [{}], [SMALL]),
+    "same-host": Part(rounds.same_host, [{}], [SMALL]),
+    "codecs": Part(codecs.codecs, [{}], [{"size": "10M", "repeats": 1}]),
+    "streaming": Part(training.streaming, [{}], [{"steps": 10, "repeats": 1}]),
+    "heartbeat": Part(load.heartbeat, [{}], [{"size": "10M", "workers": 2}]),
     "wan": Part(wire.wan, [{"repeats": 5}], [SMALL]),
-    "attached": Part(training.attached, quick=[{"steps": 20}]),
-    "idle": Part(load.idle, quick=[{"workers": 100, "seconds": 2.0}]),
+    "attached": Part(training.attached, [{}], [{"steps": 20}]),
+    "idle": Part(load.idle, [{}], [{"workers": 100, "seconds": 2.0}]),
 }
 
 
@@ -99,11 +87,11 @@ def main(
     if complaint := machine.complaint():
         bench.refuse(complaint)
     wanted = [name for name in PARTS if ALL in parts or name in parts]
-    measured = {
-        f"{name}: {told}" if told else name: call
-        for name in wanted
-        for told, call in PARTS[name].calls(quick)
-    }
+    measured = {}
+    for name in wanted:
+        for settings in PARTS[name].quick if quick else PARTS[name].whole:
+            told = ", ".join(f"{option} {value}" for option, value in settings.items())
+            measured[f"{name}  {told}"] = partial(PARTS[name].measure, **settings)
     about = machine.describe()
     bench.say(", ".join(f"{key} {value}" for key, value in about.items()))
     if about["load"] > QUIET_LOAD:

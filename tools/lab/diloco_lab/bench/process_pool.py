@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from diloco_lab.bench.roles.raw import CALL_BYTES
 from diloco_lab.driver import machine
-from diloco_lab.driver.options import ANYWHERE, START_WITHIN_S, broker_command, make_keys
+from diloco_lab.driver.options import ANYWHERE, START_WITHIN_S, broker_command
 from diloco_lab.driver.roles import RoleProcess, ask_all
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.feed import Snapshot
@@ -44,16 +43,15 @@ class Ends(NamedTuple):
     sender: RoleProcess
     receiver: RoleProcess
 
-    def connect(self, through: int | None = None) -> None:
-        """Connect them, where `through` is given by way of that port, which leads to the receiver's."""
-        port = self.receiver.ask("port")["port"] if through is None else through
+    def connect(self) -> None:
+        port = self.receiver.ask("port")["port"]
         self.receiver.tell("accept")
         self.sender.ask("connect", port=port)
         self.receiver.hear()
 
-    def move(self, size: float) -> RawSample:
+    def move(self, size: int) -> RawSample:
         """Move `size` bytes, in pieces of 1 MiB."""
-        count = max(1, int(size / CALL_BYTES))
+        count = max(1, size // CALL_BYTES)
         self.receiver.tell("take", count=count)
         self.sender.tell("give", count=count)
         given, taken = self.sender.hear(), self.receiver.hear()
@@ -139,11 +137,6 @@ class BrokerProcess:
         raise self.child.failure()
 
 
-def key_file(options: Mapping[str, object], name: str) -> str | None:
-    """That of a worker of a broker with these options; None where it asks for none."""
-    return f"{options['keys']}/clients/worker-{name}.key" if "keys" in options else None
-
-
 class ProcessPool(Children):
     """Those of one benchmark, with its logs and checkpoints in a folder that exists."""
 
@@ -164,14 +157,6 @@ class ProcessPool(Children):
 
     def roles(self, role: str, count: int = 1) -> list[RoleProcess]:
         return [self.role(role, f"{role}-{i}") for i in range(count)]
-
-    def make_keys(self, trainers: Sequence[RoleProcess]) -> Path:
-        """A new folder of keys for these, and a monitor's."""
-        folder = self.folder / "keys"
-        shutil.rmtree(folder, ignore_errors=True)
-        names = (each.name for each in trainers)
-        make_keys(self, folder, *names)
-        return folder
 
     def dismiss(self, *starts: str) -> None:
         """End the roles whose names start so, and with them their memory."""
@@ -235,13 +220,15 @@ class ProcessPool(Children):
         """A run of these roles, with a boundary behind each step and a model of this size.
 
         `options` are those of `broker`; `sync_every` may be another. With the option `keys`, a folder
-        of `make_keys`, each has the key of its name.
+        of keys, each has the key of its name.
         """
         options = {"workers": len(trainers), "sync_every": 1} | options
         with self.broker(**options) as broker:
             ask_all(trainers, "build", size=size)
+            folder = options.get("keys")
             for trainer in trainers:  # all of them before any answers: they wait for each other
-                trainer.tell("join", address=broker.address, keys=key_file(options, trainer.name))
+                keys = folder and f"{folder}/clients/worker-{trainer.name}.key"
+                trainer.tell("join", address=broker.address, keys=keys)
             for trainer in trainers:
                 trainer.hear()
             yield broker

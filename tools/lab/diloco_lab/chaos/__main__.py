@@ -12,9 +12,9 @@ import typer
 from diloco_lab.chaos.attacks import drill as attacks
 from diloco_lab.chaos.attacks import report as attack_report
 from diloco_lab.chaos.crew import MODES
-from diloco_lab.chaos.drill import Options, drill, prepare_text
-from diloco_lab.chaos.faults import SHORT, WHOLE
-from diloco_lab.chaos.report import NOTES, Report, faults_table, figures_table
+from diloco_lab.chaos.drill import drill, prepare_text
+from diloco_lab.chaos.faults import SHORT, WHOLE, Scale
+from diloco_lab.chaos.report import Report, faults_table, figures_table
 from diloco_lab.driver import machine
 from diloco_lab.driver.experiment import Experiment
 from diloco_lab.driver.options import words
@@ -24,7 +24,7 @@ from diloco_tools.terminal import fail
 COMMAND = "python -m diloco_lab.chaos"
 app = typer.Typer(pretty_exceptions_enable=False)
 WIDTH = 120  # of the tables where there is no terminal
-REMARKS = ("dropped", "in_flight", "forgotten")  # pushes in no final version for a reason
+NOTE = "What the figures mean: tools/lab/CHAOS.md."
 MOST_REMARKS = 10  # of each mode; the audit prints all of them
 
 
@@ -62,25 +62,26 @@ def main(
     if complaint := machine.complaint():
         experiment.refuse(complaint)
     torch.set_num_threads(1)
-    asked = Options(experiment.out, SHORT if short else WHOLE, seed)
     with experiment.folder() as folder:
-        reports = list(_reports(experiment, chosen, asked))
+        reports = list(_reports(experiment, chosen, SHORT if short else WHOLE, seed))
     experiment.say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {folder}")
     problems = [sentence for report in reports for sentence in report["problems"]]
     tables = faults_table(reports), figures_table(reports)
-    experiment.end(tables, [*NOTES, *_remarks(reports)], problems)
+    experiment.end(tables, [NOTE, *_remarks(reports)], problems)
 
 
-def _reports(experiment: Experiment, modes: Sequence[str], asked: Options) -> Iterator[Report]:
+def _reports(
+    experiment: Experiment, modes: Sequence[str], scale: Scale, seed: int
+) -> Iterator[Report]:
     """Run one mode after the other; what it comes to is written to MODE.json as well."""
     for mode in modes:
-        (asked.out / f"{mode}.json").unlink(missing_ok=True)  # of an earlier drill
-    prepare_text(asked.texts)
+        (experiment.out / f"{mode}.json").unlink(missing_ok=True)  # of an earlier drill
+    prepare_text(experiment.out)
     for mode in modes:
-        scale = asked.scale.of(MODES[mode].relays)
-        faults, logs = sum(scale.counts.values()), asked.out / mode
+        faults = sum(scale.of(MODES[mode].relays).counts.values())
+        logs = experiment.out / mode
         experiment.say(f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {logs}")
-        report = drill(mode, asked)
+        report = drill(mode, experiment.out, scale, seed)
         experiment.save(f"{mode}.json", report)
         yield report
 
@@ -88,8 +89,7 @@ def _reports(experiment: Experiment, modes: Sequence[str], asked: Options) -> It
 def _remarks(reports: list[Report]) -> Iterator[str]:
     """Pushes that are in no final version, with the reason."""
     for report in reports:
-        audit = report["audit"] or {}
-        remarks = [each for name in REMARKS for each in audit.get(name, ())]
+        remarks = report["audit"]["remarks"] if report["audit"] else []
         yield from (f"note    {report['mode']}: {each}" for each in remarks[:MOST_REMARKS])
 
 
@@ -121,7 +121,7 @@ def attack(
         problems += [sentence for row in rows for sentence in row.broken()]
         plain = [row.plain() for row in rows]
         experiment.save("attack.json", {"rows": plain, "problems": problems})
-    experiment.end([attack_report.table(rows)], attack_report.NOTES, problems)
+    experiment.end([attack_report.table(rows)], [NOTE], problems)
     experiment.say(f"Nothing got through, and every bound held; attack.json is in {experiment.out}")
 
 

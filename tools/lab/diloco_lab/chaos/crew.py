@@ -177,7 +177,6 @@ class Crew(Children):
         self.addresses = {name: f"tcp://{HOST}:{machine.free_port()}" for name in mode.relays}
         self._texts = texts
         self._seed = seed
-        self._brokers = 0
 
     def __exit__(self, *error: object) -> None:
         # What still runs hangs, or the drill was broken off: no time for politeness.
@@ -203,7 +202,6 @@ class Crew(Children):
 
     def start_broker(self) -> None:
         """Start the broker, for the first time or again. Returns at once."""
-        self._brokers += 1
         command = broker_command(
             "serve",
             *self.mode.options,
@@ -219,11 +217,10 @@ class Crew(Children):
             recover_wait=RECOVER_WAIT_S,
             **OF_EVERY_BROKER,
         )
-        self.broker = self.start(f"broker.{self._brokers}", command)
+        self.broker = self.start(self._next("broker"), command)
 
     def start_relay(self, relay: str) -> None:
         """Start a relay, for the first time or again. Returns at once."""
-        number = 1 + sum(each.name.startswith(f"{relay}.") for each in self.all)
         command = broker_command(
             "relay",
             parent=self.proxy_of(relay, self.address).address,
@@ -233,7 +230,11 @@ class Crew(Children):
             audit=self.folder / f"{relay}{RELAY_LOGS.removeprefix('*')}",
             **OF_EVERY_BROKER,
         )
-        self.relays[relay] = self.start(f"{relay}.{number}", command)
+        self.relays[relay] = self.start(self._next(relay), command)
+
+    def _next(self, name: str) -> str:
+        """A process's name, with the number of its life."""
+        return f"{name}.{1 + sum(each.name.startswith(f'{name}.') for each in self.all)}"
 
     def relay_of(self, worker: str) -> str | None:
         """The relay that a worker is behind; None where there are none."""

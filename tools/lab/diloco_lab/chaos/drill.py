@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from diloco_lab.chaos.audit import Record
 from diloco_lab.chaos.crew import MODES, Crew
 from diloco_lab.chaos.faults import NEWCOMERS, WORKERS, Injected, Scale, plan
 from diloco_lab.chaos.inject import inject_all
-from diloco_lab.chaos.report import CALM_ROUNDS, Pace, Report
+from diloco_lab.chaos.report import Report
 from diloco_lab.chaos.run_watch import Broken, RunWatch
 from diloco_lab.chaos.worker import CONTEXT, checksum, named
 from diloco_lab.driver.experiment import emptied
@@ -25,29 +24,19 @@ from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient
 
 START_WITHIN_S = 60.0
-START = Pace(10.0)  # of a machine of which nothing is known yet
+START_SLOWNESS = 10.0  # of a machine of which nothing is known yet
+CALM_ROUNDS = 3  # at the beginning of a run, before its first fault
 LEAVE_WITHIN_S = 40.0
 PULL_WITHIN_S = 20.0
 EXIT_WITHIN_S = 30.0
 BROKER_EXIT_WITHIN_S = 10.0
+TEXTS = "text"  # the folder beside those of the modes
 LAST_ROUNDS = 4  # after everything; a crash may have taken one back
 
 
-@dataclass(frozen=True)
-class Options:
-    """What was asked for, for all modes."""
-
-    out: Path  # a folder for each mode, and one for the text
-    scale: Scale
-    seed: int
-
-    @property
-    def texts(self) -> Path:
-        return self.out / "text"
-
-
-def prepare_text(folder: Path) -> None:
+def prepare_text(out: Path) -> None:
     """Cut the demo's text for everybody who will take part, newcomers included: NAME.bin for each."""
+    folder = out / TEXTS
     folder.mkdir(parents=True, exist_ok=True)
     names = (*WORKERS, *NEWCOMERS)
     text = load_text(None, len(names), CONTEXT)
@@ -55,22 +44,21 @@ def prepare_text(folder: Path) -> None:
         (folder / f"{name}.bin").write_bytes(bytes(shard.numpy()))
 
 
-def drill(mode: str, asked: Options) -> Report:
+def drill(mode: str, out: Path, scale: Scale, seed: int) -> Report:
     """Run one mode in its folder, emptied first; whatever is broken is in the report."""
     how = MODES[mode]
-    folder = emptied(asked.out / mode, audits.BROKER_LOG)
+    folder = emptied(out / mode, audits.BROKER_LOG)
     began, injected, broken = time.monotonic(), list[Injected](), list[str]()
     report = reports.new_report(mode, how.allowed_loss)
-    crew = Crew(folder, how, asked.texts, seed=asked.seed)
+    crew = Crew(folder, how, out / TEXTS, seed=seed)
     with crew:
-        watch = RunWatch(crew, START)
+        watch = RunWatch(crew, START_SLOWNESS)
         try:
             open_run(watch)
             watch.wait_rounds(CALM_ROUNDS, "the start")
-            watch.pace = Pace.of(time.monotonic() - began)
-            report["slowness"] = watch.pace.slowness
-            inject_all(watch, plan(asked.seed, mode, asked.scale.of(how.relays)), injected)
-            close_in(watch, asked.scale.rounds)
+            report["slowness"] = watch.slowness = reports.slowness_of(time.monotonic() - began)
+            inject_all(watch, plan(seed, mode, scale.of(how.relays)), injected)
+            close_in(watch, scale.rounds)
             until = time.monotonic()
             report["ending"] = bring_to_an_end(watch)
         except (Broken, ChildFailed) as error:
@@ -80,7 +68,7 @@ def drill(mode: str, asked: Options) -> Report:
     if report["ending"] is not None:
         seen = judge(report, watch, until)
     report["faults"] = [reports.verdict(each, seen, began) for each in injected]
-    broken += reports.problems(report, asked.scale.rounds)
+    broken += reports.problems(report, scale.rounds)
     report["problems"] = [f"{mode}: {sentence}" for sentence in broken]
     return report
 
@@ -92,7 +80,7 @@ def open_run(watch: RunWatch) -> None:
         watch.crew.start_relay(relay)
     for worker in WORKERS:
         watch.crew.start_worker(worker)
-    sentence = f"No round closed within {watch.pace.stretched(START_WITHIN_S):g} s."
+    sentence = f"No round closed within {watch.stretched(START_WITHIN_S):g} s."
     watch.wait_until(lambda: watch.rounds >= 1, START_WITHIN_S, sentence)
 
 
@@ -117,21 +105,21 @@ def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
     Raises:
         Broken: somebody hangs.
     """
-    crew, pace = watch.crew, watch.pace
+    crew = watch.crew
     staying = [life for life in crew.lives if not life.was_killed]
     for life in staying:
         life.child.tell("rest")
     watch.wait_until(
         lambda: all(life.ended_at is not None for life in staying),
         LEAVE_WITHIN_S,
-        f"Not everybody left within {pace.stretched(LEAVE_WITHIN_S):g} s of being asked to.",
+        f"Not everybody left within {watch.stretched(LEAVE_WITHIN_S):g} s of being asked to.",
     )
     try:
-        with DiLoCoClient(crew.address, timeout=pace.stretched(PULL_WITHIN_S)) as observer:
+        with DiLoCoClient(crew.address, timeout=watch.stretched(PULL_WITHIN_S)) as observer:
             final = observer.pull()
     except DilocoError as error:
         raise Broken(f"The final version cannot be pulled: {error}") from None
-    within_s = pace.stretched(EXIT_WITHIN_S)
+    within_s = watch.stretched(EXIT_WITHIN_S)
     held = {life.name: life.child.hear(within_s)["held"] for life in staying}
     pulls = [life for life in staying if not life.is_guest]
     for life in pulls:
@@ -142,10 +130,10 @@ def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
     exits = {life.name: life.child.wait(within_s) for life in staying}
     for name, relay in crew.relays.items():
         relay.process.terminate()
-        exits[name] = relay.wait(pace.stretched(BROKER_EXIT_WITHIN_S))
+        exits[name] = relay.wait(watch.stretched(BROKER_EXIT_WITHIN_S))
     began = time.monotonic()
     crew.broker.process.terminate()
-    broker_exit = crew.broker.wait(pace.stretched(BROKER_EXIT_WITHIN_S))
+    broker_exit = crew.broker.wait(watch.stretched(BROKER_EXIT_WITHIN_S))
     return {
         "versions": named(final),
         "checksum": checksum(final),

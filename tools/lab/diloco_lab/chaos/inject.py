@@ -48,8 +48,8 @@ def inject(watch: RunWatch, entry: Injected) -> None:
             watch.later(RESTART_AFTER_S, lambda: crew.start_relay(target))
         case Kind.STOP_WORKER:
             life.child.process.send_signal(signal.SIGSTOP)
-            goes_on = _stands_still(life, time.monotonic())
-            watch.later(fault.seconds, lambda: _go_on(life, goes_on))
+            watch.later(fault.seconds, lambda: life.child.process.send_signal(signal.SIGCONT))
+            watch.later(fault.seconds, _stands_still(life, time.monotonic()))
         case Kind.CUT:
             crew.proxies[target].cut()
         case Kind.PARTITION | Kind.PARTITION_WAN:
@@ -105,11 +105,6 @@ def _stands_still(life: Life, at: float) -> Callable[[], None]:
         life.stops.append((at, time.monotonic()))
 
     return goes_on
-
-
-def _go_on(life: Life, goes_on: Callable[[], None]) -> None:
-    life.child.process.send_signal(signal.SIGCONT)
-    goes_on()
 
 
 def _newcomer(watch: RunWatch, entry: Injected) -> None:

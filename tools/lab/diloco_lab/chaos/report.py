@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,32 +23,16 @@ from diloco_lab.chaos.crew import Life
 from diloco_lab.chaos.faults import RELAYS, WORKERS, Injected, Kind
 from diloco_lab.driver.tables import Table, table_of
 
-CALM_ROUNDS = 3  # at the beginning of a run, before its first fault
-# Seconds until these have closed on two idle cores: mostly five processes that start.
+# Seconds until the first rounds have closed on two idle cores: mostly five processes that start.
 USUAL_S = 8.0
-# Seconds that a mode may take there. It takes less than 100.
-MODE_S = 300.0
 
 
-@dataclass(frozen=True)
-class Pace:
-    """By how much longer a run without faults takes than on two idle cores; never less than 1."""
+def slowness_of(calm_s: float) -> float:
+    """By how much longer than two idle cores a machine takes on which the calm beginning took that long.
 
-    slowness: float = 1.0
-
-    @classmethod
-    def of(cls, calm_s: float) -> Pace:
-        """Of a machine on which the calm beginning of a run took so many seconds."""
-        return cls(max(1.0, calm_s / USUAL_S))
-
-    def stretched(self, seconds: float) -> float:
-        """A bound that fits two idle cores, for this machine."""
-        return round(seconds * self.slowness, 2)
-
-    @property
-    def mode_s(self) -> float:
-        """Seconds that one run of a mode may take."""
-        return self.stretched(MODE_S)
+    Never less than 1; bounds of time grow by it.
+    """
+    return max(1.0, calm_s / USUAL_S)
 
 
 LEAST_SHARE_AVERAGED = 0.95
@@ -72,7 +55,7 @@ def new_report(mode: str, allowed: int) -> Report:
         "faults": [],  # see `verdict`
         "audit": None,  # see `audited`
         "ending": None,  # see `drill.bring_to_an_end`
-        "slowness": 1.0,  # of this machine, see `Pace`
+        "slowness": 1.0,  # of this machine, see `slowness_of`
         "problems": [],
     }
 
@@ -139,16 +122,11 @@ def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float)
     }
 
 
-def kills(report: Report) -> list[dict[str, Any]]:
-    """The faults in which a process died."""
-    return [each for each in report["faults"] if Kind[each["kind"].upper()].is_kill]
-
-
 def audited(findings: Findings) -> dict[str, Any]:
     """What the audit has found."""
-    names = ("doubled", "lost", "dropped", "in_flight", "forgotten")
+    names = ("problems", "doubled", "lost", "remarks", "dropped", "forgotten")
     lists = {name: getattr(findings, name) for name in names}
-    return {"versions": len(findings.lineage), "problems": findings.problems, **lists}
+    return {"versions": len(findings.lineage), **lists}
 
 
 def problems(report: Report, least_rounds: int) -> Iterator[str]:
@@ -159,9 +137,9 @@ def problems(report: Report, least_rounds: int) -> Iterator[str]:
             when = "never carried out" if at is None else f"{at:.0f} s after the start"
             what = f"{Kind[each['kind'].upper()].words} ({each['target']}, {when})"
             yield f"The run did not get over a fault: {what}."
-    allowed_s = Pace(report["slowness"]).stretched(RECOVERY_S)
-    for each in kills(report):
-        if (each["next_round_s"] or 0.0) > allowed_s:
+    allowed_s = RECOVERY_S * report["slowness"]
+    for each in report["faults"]:
+        if Kind[each["kind"].upper()].is_kill and (each["next_round_s"] or 0.0) > allowed_s:
             yield (
                 f"After {each['target']} was killed the next round closed in "
                 f"{each['next_round_s']:.1f} s; at most {allowed_s:g} s are allowed."
@@ -220,15 +198,6 @@ def _of_figures(report: Report, least_rounds: int) -> Iterator[str]:
         )
 
 
-NOTES = (
-    "A step counts once for each fragment. Lives are processes of workers; a killed one loses at most H "
-    "steps (and tau, where fragments are delayed).",
-    "Averaged: of the workers alive throughout a round, those in its version; without rounds (async), "
-    "in one of 2 W successive versions, where W is the number of workers.",
-    "Forgotten: what a killed worker saw counted in a version that was lost with the broker.",
-)
-
-
 def faults_table(reports: Sequence[Report]) -> Table:
     """Faults injected and survived, and how soon the next round closed, by mode."""
     title = "faults: survived of injected, seconds to the next round (median, worst)"
@@ -268,19 +237,19 @@ def _cells(report: Report) -> dict[str, str]:
     """One mode, from top to bottom; a dash where it did not come to that."""
     findings, told, same = "not audited", "-", "-"
     if (audit := report["audit"]) is not None:
-        doubled, lost = len(audit["doubled"]), len(audit["lost"])
-        findings = f"{doubled}, {lost}, {len(audit['problems']) - doubled - lost}"
+        twice, gone = len(audit["doubled"]), len(audit["lost"])
+        findings = f"{twice}, {gone}, {len(audit['problems']) - twice - gone}"
         told = f"{len(audit['dropped'])}, {len(audit['forgotten'])}"
     if (ending := report["ending"]) is not None:
         checksums = ending["checksums"].values()
         same = f"{sum(each == ending['checksum'] for each in checksums)} of {len(checksums)}"
+    lost = " ".join(f"{each['lost']:g}" for each in report["kills"]) or "-"
     average = report["averaged"]
     share = f"{average['averaged']} of {average['alive']} = {average['share']:.1%}"
     return {
         "lives not killed (goal 1.0)": _work(report["useful_work"]["not_killed"]),
         "all lives": _work(report["useful_work"]["all"]),
-        "steps lost, kill by kill": " ".join(f"{c['lost']:g}" for c in report["kills"]) or "-",
-        "  of these allowed": f"{report['allowed_steps_a_kill']} each",
+        "steps lost, kill by kill": f"{lost} (at most {report['allowed_steps_a_kill']})",
         "rounds, contributions": f"{report['rounds']:.0f}, {report['contributions']}",
         f"averaged of alive (goal {LEAST_SHARE_AVERAGED:.0%})": share if average["alive"] else "-",
         "counted twice, lost, other findings": findings,

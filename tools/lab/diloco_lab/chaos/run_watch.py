@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from diloco_lab.chaos.audit import BROKER_LOG, Record
 from diloco_lab.chaos.crew import AUDIT, Crew, Life
-from diloco_lab.chaos.report import Pace
 from diloco_tools.processes import JsonLines
 
 TURN_S = 0.03  # between two looks
 STANDSTILL_S = 25.0  # without a new version: the run hangs
+MODE_S = 300.0  # that a mode may take on two idle cores, where it takes less than 100
 
 
 class Broken(Exception):
@@ -25,12 +26,12 @@ class Broken(Exception):
 class RunWatch:
     """See the head of this module. Times are of the monotonic clock.
 
-    `pace` says how slow this machine is, and so how long each wait may take.
+    `slowness` is that of this machine, which each wait may take longer by.
     """
 
-    def __init__(self, crew: Crew, pace: Pace) -> None:
+    def __init__(self, crew: Crew, slowness: float) -> None:
         self.crew = crew
-        self.pace = pace
+        self.slowness = slowness
         self._began = time.monotonic()
         # The versions so far, those that came after others, and when each was seen.
         self.seen: list[tuple[float, Record]] = []
@@ -42,6 +43,10 @@ class RunWatch:
     def rounds(self) -> float:
         """Rounds so far, as they are counted in this mode (see `Mode`)."""
         return len(self.seen) / self.crew.mode.versions_a_round
+
+    def stretched(self, seconds: float) -> float:
+        """A bound that fits two idle cores, for this machine."""
+        return round(seconds * self.slowness, 2)
 
     @property
     def is_quiet(self) -> bool:
@@ -86,12 +91,14 @@ class RunWatch:
 
         The condition is looked at each `every` seconds, the run itself all the time.
         """
-        until = time.monotonic() + self.pace.stretched(seconds)
+        until = time.monotonic() + self.stretched(seconds)
         self.look()
         while not condition():
             now = time.monotonic()
-            if now - self._began > self.pace.mode_s:
-                raise Broken(f"The run was not over after {self.pace.mode_s:.0f} s. {sentence}")
+            if now - self._began > self.stretched(MODE_S):
+                raise Broken(
+                    f"The run was not over in time ({self.stretched(MODE_S):g} s). {sentence}"
+                )
             if now > until:
                 raise Broken(sentence)
             for each in (self.crew.broker, *self.crew.relays.values()):
@@ -102,13 +109,13 @@ class RunWatch:
     def wait_rounds(self, rounds: float, after: str) -> None:
         """Wait until this many more rounds have closed; raises Broken when the run stands still."""
         target = len(self.seen) + rounds * self.crew.mode.versions_a_round
-        seconds = self.pace.stretched(STANDSTILL_S)
+        seconds = self.stretched(STANDSTILL_S)
         sentence = f"No round closed for {seconds:g} s after {after}."
         while (have := len(self.seen)) < target:
-            self.wait_until(self._more_than(have), STANDSTILL_S, sentence)
+            self.wait_until(partial(self._has_more_than, have), STANDSTILL_S, sentence)
 
-    def _more_than(self, have: int) -> Callable[[], bool]:
-        return lambda: len(self.seen) > have
+    def _has_more_than(self, versions: int) -> bool:
+        return len(self.seen) > versions
 
     def pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -123,7 +130,7 @@ class RunWatch:
             life = self.crew.life(worker)
             return life.joined_at is not None and life.ended_at is None
 
-        seconds = self.pace.stretched(STANDSTILL_S)
+        seconds = self.stretched(STANDSTILL_S)
         sentence = f"{worker} did not join within {seconds:g} s."
         self.wait_until(takes_part, STANDSTILL_S, sentence)
         return self.crew.life(worker)

@@ -28,7 +28,6 @@ END_WITHIN_S = 3.0
 # Each is loaded only where it is played: most need no torch, which takes seconds and 200 MB.
 ROLES = {
     "raw": "bench.roles.raw:RawEnd",
-    "line-probe": "bench.roles.raw:LineProbe",
     "hearts": "bench.roles.hearts:Hearts",
     "trainer": "bench.roles.trainer:Trainer",
     "drill-worker": "chaos.worker:DrillWorker",

@@ -29,7 +29,7 @@ class Table:
     labels: int = 1
     notes: tuple[str, ...] = ()
 
-    def for_terminal(self) -> RichTable:
+    def __rich__(self) -> RichTable:
         shown = RichTable(
             title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
         )
@@ -39,8 +39,6 @@ class Table:
         for row in self.rows:
             shown.add_row(*row)
         return shown
-
-    __rich__ = for_terminal
 
     def lines(self) -> Iterator[str]:
         """Of a Markdown page, without an empty one at either end."""

@@ -10,7 +10,7 @@ import typer
 from diloco_lab.driver.experiment import Experiment
 from diloco_lab.driver.records import BadFile, Results
 from diloco_lab.driver.tables import write_page
-from diloco_lab.evidence import page, picture
+from diloco_lab.evidence import page
 from diloco_lab.evidence.claim import Part
 from diloco_lab.evidence.conduct import Study, key_of
 from diloco_lab.evidence.parts import PARTS
@@ -80,8 +80,8 @@ def main(  # noqa: PLR0917  each is an option
         except BadFile as error:
             wrong(str(error))
     try:
-        for each in filter(picture.has_curves, found):
-            picture.draw(each, out)
+        for each in filter(page.has_curves, found):
+            page.draw(each, out)
     except ImportError:
         experiment.say("no pictures: matplotlib is missing (pip install 'diloco-broker[plot]')")
     experiment.say(f"results and pictures are in {out}")

@@ -48,7 +48,6 @@ def measure(trial: Trial) -> Result:
         "bytes_up": found.bytes_up,
         "bytes_down": found.bytes_down,
         "pushes": found.pushes,
-        "lost": found.lost,
         "rejected": found.rejected,
         "staleness": round(found.staleness, 3),
         "seconds": round(time.perf_counter() - began, 1),

@@ -116,7 +116,6 @@ class Outcome:
         curve: (inner steps of each worker, on the mean; seconds, virtual or real; held-out loss of the
             global parameters in nats per byte, None where it is not finite).
         pushes: that were counted.
-        lost: contributions that were dropped on purpose (`Trial.drop`).
         staleness: mean number of versions between a push's base and the version it went into.
     """
 
@@ -124,7 +123,6 @@ class Outcome:
     bytes_up: int = 0
     bytes_down: int = 0
     pushes: int = 0
-    lost: int = 0
     rejected: int = 0
     staleness: float = 0.0
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -174,8 +172,6 @@ class DiLoCoRun:
             for thread in threads:
                 while thread.is_alive() and not self._failures:
                     thread.join(LOOK_S)
-            if trial.drop:
-                self.outcome.lost = sum(len(lost_in(each, trial)) for each in range(trial.rounds))
             if self._failures:
                 raise self._failures[0]
             with DiLoCoClient(broker.address, timeout=PATIENCE_S) as reader:

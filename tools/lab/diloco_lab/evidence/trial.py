@@ -16,8 +16,6 @@ Harm = Literal["", "reversed", "enormous"]
 MODELS: Mapping[str, gpt.GPTConfig] = {
     "0.4M": gpt.GPTConfig(context=32),
     "0.8M": gpt.GPTConfig(context=32, layers=4),
-    "2M": gpt.GPTConfig(context=32, width=208, layers=4),
-    "3M": gpt.GPTConfig(context=32, width=256, layers=4),
 }
 
 

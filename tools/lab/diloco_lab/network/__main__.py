@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -35,6 +35,7 @@ from diloco_lab.network.sites.training import training
 from diloco_tools import terminal
 from diloco_tools.processes import ChildFailed
 
+T = TypeVar("T")
 COMMAND = "python -m diloco_lab.network"
 SKIPPED = 3  # exit code where no such network can be made
 SITE_PAIRS = (("bf16", "fp32"), ("int4z", "int4z"))
@@ -85,19 +86,27 @@ def _sites(experiment: Experiment, logs: Path, quick: bool) -> SitesFile:
     ):
         made.set_wan(WAN)
         place = Place(made, pool)
-        parts: dict[str, Callable[[], Iterator[Any]]] = {
+
+        def measure(parts: Mapping[str, Callable[[], Iterator[T]]]) -> tuple[T, ...]:
+            return tuple(
+                experiment.measure(
+                    parts,
+                    failed=lambda _: pool.start_afresh(),
+                    each=lambda of: experiment.tick(f"    {of}"),
+                )
+            )
+
+        of_rounds = {
             f"rounds, {'/'.join(pair)}": partial(rounds, place, size, pair, repeats)
             for pair in SITE_PAIRS
         }
-        if not quick:
-            parts["losses"] = partial(losses, place, TINY)
-            parts["training"] = partial(training, pool)
-        found = experiment.measure(
-            parts,
-            failed=lambda _: pool.start_afresh(),
-            each=lambda of: experiment.tick(f"    {of}"),
+        return SitesFile(
+            experiment.started_as,
+            machine.describe(),
+            measure(of_rounds),
+            () if quick else measure({"losses": partial(losses, place, TINY)}),
+            () if quick else measure({"training": partial(training, pool)}),
         )
-    return site_tables.of_records(experiment.started_as, machine.describe(), found)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from diloco_lab.bench.process_pool import BrokerProcess, ProcessPool
 from diloco_lab.bench.report.figures import Figure, against, around, figure, in_turn, slope
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver import machine
+from diloco_lab.driver.options import make_keys
 from diloco_lab.driver.roles import RoleProcess, ask_all
 
 WHOLE_ROUND, COST_PART = "whole round", "what a round costs"
@@ -123,7 +124,10 @@ def whole_round(
 
 def with_keys(pool: ProcessPool, *, size: str = "50M", repeats: int = 5) -> list[Figure]:
     """Rounds with a broker that asks for keys, so all of it is encrypted, against ones without."""
-    folder = pool.make_keys(pool.roles("trainer", 2 * COMPARED_WORKERS)[COMPARED_WORKERS:])
+    folder = pool.folder / "keys"
+    shutil.rmtree(folder, ignore_errors=True)
+    names = (each.name for each in pool.roles("trainer", 2 * COMPARED_WORKERS))
+    make_keys(pool, folder, *names)
     try:
         return _compared(pool, WITH_KEYS, size, repeats, keys=folder)
     finally:

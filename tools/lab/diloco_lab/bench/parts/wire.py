@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from diloco_lab.bench.link import SlowProxy
-from diloco_lab.bench.process_pool import Ends, ProcessPool, RawSample
+from diloco_lab.bench.process_pool import ProcessPool, RawSample
 from diloco_lab.bench.report.figures import Figure, figure
-from diloco_tools.tcp_proxy import HOST
 
 LIMITS, WAN = "limits", "wide-area link"
 # The link.
 BITS_PER_S = 1e9
 ROUND_TRIP_S = 0.1
-RAW_S = 1.0  # that a measurement of raw TCP takes at the link's speed
 
 
 def of_all(samples: Sequence[RawSample]) -> list[Figure]:
@@ -34,37 +32,27 @@ def wan(pool: ProcessPool, *, size: str = "50M", repeats: int = 3) -> list[Figur
 
     What share of it do the credits let through? One worker with the real hook. The link itself counts:
     all bytes from the first piece of a chunk to the last, against what it could have carried meanwhile,
-    in either direction. Raw TCP goes through a link of its own.
+    in either direction.
     """
     (trainer,) = pool.roles("trainer")
-    far = Ends(pool.role("raw", "far-sender"), pool.role("raw", "far-receiver"))
-    receiver = f"tcp://{HOST}:{far.receiver.ask('port')['port']}"
-    shape = BITS_PER_S / 8, ROUND_TRIP_S / 2
-    raw, up, down, seconds = [], [], [], []
+    up, down, seconds = [], [], []
     with (
         pool.broker(workers=1, sync_every=1) as broker,
-        SlowProxy(receiver, *shape) as raw_link,
-        SlowProxy(broker.address, *shape) as link,
+        SlowProxy(broker.address, BITS_PER_S / 8, ROUND_TRIP_S / 2) as link,
     ):
-        far.connect(through=raw_link.port)
         trainer.ask("build", size=size)
         trainer.ask("join", address=link.address)
         for _ in range(repeats):
-            raw_link.forget()
-            far.move(RAW_S * BITS_PER_S / 8)
-            raw.append(raw_link.up.share)
             link.forget()
             found = trainer.ask("round")
             seconds.append(found["ended"] - found["began"])
             up.append(link.up.share)
             down.append(link.down.share)
         trainer.ask("leave")
-        pool.dismiss("far-")
     network = f"{BITS_PER_S / 1e9:g} Gb/s, {1e3 * ROUND_TRIP_S:g} ms"
     of_it = partial(figure, WAN, f"{size}, 1 worker, {network}")
     return [
         of_it("round", seconds, "s"),
-        of_it("raw TCP", raw, "%"),
         of_it("up", up, "%", target="link"),
         of_it("down", down, "%", target="link"),
     ]

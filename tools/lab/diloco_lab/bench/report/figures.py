@@ -149,9 +149,6 @@ class Report:
     figures: tuple[Figure, ...]
     skipped: tuple[str, ...] = ()  # sentences on what could not be measured
 
-    def of_part(self, part: str) -> list[Figure]:
-        return [each for each in self.figures if each.part == part]
-
     @property
     def verdicts(self) -> dict[str, Figure]:
         """Of each target that was measured, the figure farthest from it, or nearest to missing it."""
@@ -165,16 +162,10 @@ class Report:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        targets = [
-            {
-                "name": TARGETS[key].name,
-                "asked": str(TARGETS[key]),
-                "of": found.of,
-                "median": found.median,
-                "met": found.is_met,
-            }
-            for key, found in self.verdicts.items()
-        ]
+        targets = {
+            TARGETS[key].name: {"asked": str(TARGETS[key]), "of": of.of, "met": of.is_met}
+            for key, of in self.verdicts.items()
+        }
         figures = [asdict(each) | {"median": each.median} for each in self.figures]
         return asdict(self) | {"targets": targets, "figures": figures}
 
@@ -186,7 +177,7 @@ LEAST_VALUES = 3
 def tables(report: Report) -> list[Table]:
     """One for each part in its order, then the targets; none of them is empty."""
     found = [
-        _part_table(part, report.of_part(part))
+        _part_table(part, [each for each in report.figures if each.part == part])
         for part in dict.fromkeys(each.part for each in report.figures)
     ]
     return [*found, _targets_table(report)] if report.verdicts else found

@@ -1,4 +1,4 @@
-"""The roles "raw" and "line-probe": plain TCP connections between processes of the benchmark."""
+"""The role "raw": plain TCP between processes of the benchmark, and the round trips of a line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_S = 10.0  # for a connection over a line
 
 
 class RawEnd:
-    """The role "raw": one end of a plain TCP connection."""
+    """One end of a plain TCP connection."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         self._is_asked = is_asked
@@ -66,13 +66,6 @@ class RawEnd:
             next_at += interval_s
         self._socket.sendall(b"\0")
         return {"sent": len(found), "due": due, "seconds": found}
-
-
-class LineProbe:
-    """The role "line-probe": round-trip times of a line, by plain connections."""
-
-    def __init__(self, _: object) -> None:
-        pass
 
     def round_trips(self, address: str, count: int) -> dict[str, list[float]]:
         """Seconds that each of `count` connections to tcp://HOST:PORT took: one round trip each."""

@@ -88,24 +88,20 @@ def large_joins(scene: Scene) -> None:
     )
     header = messages.encode(messages.Join(scene.worker_id, Manifest(entries)))
 
-    def join() -> None:
-        with scene.peer() as peer:
-            peer.send(header)
-            answer = peer.hear()
+    def joins() -> None:
+        for _ in range(JOINS):
+            with scene.peer() as peer:
+                peer.send(header)
+                answer = peer.hear()
             if answer is None:
                 scene.tally.ended += 1
             elif answer["kind"] == "error":
                 scene.tally.refused += 1
             else:
-                scene.tally.got_through(
-                    f"a join with a header of 7 MB was answered: {answer['kind']}"
-                )
+                what = "a join with a header of 7 MB was answered"
+                scene.tally.got_through(f"{what}: {answer['kind']}")
 
-    def all_of_them() -> None:
-        for _ in range(JOINS):
-            join()
-
-    scene.repeat(all_of_them)
+    scene.repeat(joins)
 
 
 def observers(scene: Scene) -> None:

@@ -16,7 +16,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -227,6 +226,7 @@ class Peer:
         self.socket.close(linger=0)
 
 
+@dataclass
 class Scene:
     """Where an attacker stands: whom it attacks, as whom, and for how long.
 
@@ -236,22 +236,17 @@ class Scene:
         description: the packed manifest of the run's model.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        seconds: float,
-        keys: Keys | None = None,
-        folder: str = "",
-        description: bytes = b"",
-        feed: str = "",
-    ) -> None:
-        self.address, self.keys, self.folder = address, keys, Path(folder)
-        self.description, self.feed = description, feed
-        self.seconds = seconds
+    address: str
+    seconds: float
+    keys: Keys | None = None
+    folder: str = ""
+    description: bytes = b""
+    feed: str = ""
+
+    def __post_init__(self) -> None:
         self.tally = Tally()
         self.context: zmq.Context[Any] = zmq.Context()
-        self._until = time.monotonic() + seconds
+        self._until = time.monotonic() + self.seconds
 
     @property
     def goes_on(self) -> bool:
@@ -269,7 +264,7 @@ class Scene:
 
     def key_of(self, owner: Owner) -> Keys:
         """A key of the drill, out of the broker's folder."""
-        found = find_keys(self.folder / "clients" / f"{owner.role.value}-{owner.name}.key")
+        found = find_keys(f"{self.folder}/clients/{owner.role.value}-{owner.name}.key")
         assert found is not None
         return found
 

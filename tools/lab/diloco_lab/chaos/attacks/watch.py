@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ PROBE_EVERY_S = 0.02
 CALM_S, CALM_MS = 0.5, 50.0
 LONG_S = 2.0  # an attack that lasts so long has a pace of its own
 
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"')  # of JSON
 Sample = tuple[float, float]  # time of the monotonic clock, value
 
 
@@ -113,19 +114,6 @@ def unprintable(text: str) -> bool:
     return any(not char.isprintable() for char in text)
 
 
-def texts(plain: Any) -> Iterable[str]:
-    """All strings of a document."""
-    if isinstance(plain, str):
-        yield plain
-    elif isinstance(plain, dict):
-        for key, value in plain.items():
-            yield from texts(key)
-            yield from texts(value)
-    elif isinstance(plain, list | tuple):
-        for each in plain:
-            yield from texts(each)
-
-
 def forged(log: Path, history: Iterable[Path], mark: str) -> list[str]:
     """Sentences on what an attacker could write into the log and the history of a broker."""
     found = []
@@ -137,6 +125,6 @@ def forged(log: Path, history: Iterable[Path], mark: str) -> list[str]:
     for file in history:
         if file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            said = (text for line in lines for text in texts(json.loads(line)))
+            said = (json.loads(text) for line in lines for text in STRING.findall(line))
             found += [f"{file.name} has {text!a:.120}" for text in said if unprintable(text)]
     return found

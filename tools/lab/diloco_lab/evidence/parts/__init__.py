@@ -6,19 +6,6 @@ from diloco_lab.evidence.parts.communication import CODECS, FRAGMENTS, TRAFFIC
 from diloco_lab.evidence.parts.failures import LOSSES, POISON
 from diloco_lab.evidence.parts.rounds import DATA_PARALLEL, SCHEDULES, SYNC_EVERY, WORKERS
 
-PARTS: dict[str, Part] = {
-    part.name: part
-    for part in (
-        WORKERS,
-        DATA_PARALLEL,
-        SYNC_EVERY,
-        SCHEDULES,
-        ASYNCHRONOUS,
-        DYLU,
-        LOSSES,
-        FRAGMENTS,
-        CODECS,
-        POISON,
-        TRAFFIC,
-    )
-}
+_ROUNDS = (WORKERS, DATA_PARALLEL, SYNC_EVERY, SCHEDULES)
+_OTHERS = (ASYNCHRONOUS, DYLU, LOSSES, FRAGMENTS, CODECS, POISON, TRAFFIC)
+PARTS: dict[str, Part] = {part.name: part for part in (*_ROUNDS, *_OTHERS)}

@@ -64,7 +64,7 @@ def set_lines(place: Place, hub: float, workers: Sequence[float] = ()) -> None:
 
 def round_trip(place: Place, address: str) -> float:
     """Seconds to the hub and back, from where the first worker is."""
-    probe = place.role("line-probe", place.network.workers[0])
+    probe = place.role("raw", place.network.workers[0])
     found = probe.ask("round_trips", address=address, count=ROUND_TRIPS)
     return float(median(found["seconds"]))
 
@@ -171,7 +171,8 @@ def mixed(place: Place, part: Part) -> Iterator[Measurement]:
         sync_every=steps,
         **options,
     ) as broker:
-        _join(trainers, part.size, broker.address)
+        ask_all(trainers, "build", size=part.size)
+        ask_all(trainers, "join", address=broker.address)
         _simulate(trainers, steps, 0.0, steps)  # memory is taken for the first time
         set_lines(place, line, [*[line] * len(fast), grid.SLOW])
         trip, load = round_trip(place, broker.address), os.getloadavg()[0]
@@ -222,11 +223,6 @@ def _run(
     """A synchronous run of these, with a boundary behind each step unless `sync_every` is said."""
     everything: dict[str, Any] = at_the_hub(place.network) | dtypes(part.pair) | options
     return place.pool.training(trainers, part.size, **everything)
-
-
-def _join(trainers: Sequence[RoleProcess], size: str, address: str) -> None:
-    ask_all(trainers, "build", size=size)
-    ask_all(trainers, "join", address=address)
 
 
 def _simulate(

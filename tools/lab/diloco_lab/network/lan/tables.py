@@ -22,11 +22,17 @@ from diloco_lab.network.lan.founding import founding_tables, utilisation
 from diloco_lab.network.lan.grid import LanFile, Measurement, Pair
 
 # Tables that a page may ask for.
-KEYS = (
-    *("sync", "training", "heartbeats", "bytes"),
-    *("streaming", "mixed"),
-    *("plan", "plan-seconds", "costs"),
-)
+KEYS = [
+    "sync",
+    "training",
+    "heartbeats",
+    "bytes",
+    "streaming",
+    "mixed",
+    "plan",
+    "plan-seconds",
+    "costs",
+]
 Row = tuple[int, Pair]  # parameters, codecs
 Rounds = dict[Row, dict[float, Measurement]]  # by line
 Columns = dict[str, Callable[[Measurement], str]]

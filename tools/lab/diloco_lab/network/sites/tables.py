@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
@@ -87,19 +87,6 @@ class SitesFile:
     rounds: tuple[Measurement, ...] = ()
     losses: tuple[Loss, ...] = ()
     trained: tuple[Trained, ...] = ()
-
-
-Found = Sequence[Measurement | Loss | Trained]
-
-
-def of_records(command: str, machine: Mapping[str, Any], found: Found) -> SitesFile:
-    return SitesFile(
-        command,
-        machine,
-        tuple(each for each in found if isinstance(each, Measurement)),
-        tuple(each for each in found if isinstance(each, Loss)),
-        tuple(each for each in found if isinstance(each, Trained)),
-    )
 
 
 KEYS = ("rounds", "losses", "trained")  # of tables that a page may ask for

@@ -75,7 +75,7 @@ class Row:
 COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "attack": lambda of: of.attack + " *" * (of.first is not None),
     "by": lambda of: of.by,
-    "messages\nconnections": lambda of: "{messages:,}\n{connections:,}".format(**of.attempts),
+    "messages\nconns": lambda of: "{messages:,}\n{connections:,}".format(**of.attempts),
     "MiB sent\nended": lambda of: f"{of.attempts['bytes'] / MIB:.1f}\n{of.attempts['ended']:,}",
     "through": lambda of: str(len(of.through) or "nothing"),
     "pace kept\nof rounds/s": lambda of: f"{of.kept:.2f}\n{of.calm:.1f}",

@@ -1,8 +1,7 @@
 """What both ends of DiLoCo must agree on: messages, frames, the cut of a model, codecs, versions.
 
 Pure functions and records, without socket, thread, clock or torch, but for `clients` (ask a broker over
-a socket), `codecs` and `state_dict` (torch), and `tensor_pool` (memory, touched by a thread). The
-specification is protocol/SPECIFICATION.md.
+a socket) and `tensors` (torch). The specification is protocol/SPECIFICATION.md.
 """
 
 from diloco_protocol.bitmap import Bitmap

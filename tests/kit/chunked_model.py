@@ -49,6 +49,16 @@ def read(chunk: memoryview, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(bytearray(chunk), dtype=dtype)
 
 
+def fold(
+    tensors: Parameters, fragment: int, index: int, payload: Any, weight: float
+) -> float | None:
+    """Add a chunk, and add up what is held too long by then, as the loop does."""
+    squares = tensors.fold(fragment, index, payload, weight)()
+    for _, _, adding_up in tensors.overdue():
+        adding_up()
+    return squares
+
+
 def a_part(payload: Any, **fields: Any) -> WholePush:
     defaults: dict[str, Any] = {"weight": 1.0, "scale": 1.0, "norm": 1.0, "wire_dtype": "fp32"}
     return WholePush("a", 1, payloads=[payload] * 64, **(defaults | fields))
@@ -121,7 +131,7 @@ class ChunkedModel:
                 else ()
                 for gradient in gradients
             )
-            done += self.tensors.merge(fragment, span.index, groups, turn)
+            done += self.tensors.merge(fragment, span.index, groups, turn)()
         return self._took(fragment, done, len(gradients) if count is None else 0)
 
     def steps(
@@ -132,8 +142,8 @@ class ChunkedModel:
         done = []
         for span in self.spans(fragment):
             payload = wire(gradient[span.start : span.stop], segment_dtype(span.segment, self.wire))
-            assert self.tensors.fold(fragment, span.index, payload, 1.0) is not None
-            done += self.tensors.step(fragment, span.index, 1.0, turn)
+            assert fold(self.tensors, fragment, span.index, payload, 1.0) is not None
+            done += self.tensors.step(fragment, span.index, 1.0, turn)()
         return self._took(fragment, done, 1 if count is None else 0)
 
     def _took(self, fragment: int, done: list[Stepped], turns: int) -> list[Stepped]:

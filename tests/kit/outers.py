@@ -13,11 +13,9 @@ from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import FragmentParameters, OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from kit import reference
-from kit.reference import ByTorch, State
+from kit.reference import ByTorch
 
 ETA, MU, N = 0.7, 0.9, 3
-# In `by_group`: the embedding (its fragment's layer in the other one) learns at a rate of its own.
-FIRST_ETA, FIRST_MU = 0.1, 0.5
 
 
 def sgd(parameters: FragmentParameters) -> torch.optim.Optimizer:
@@ -28,43 +26,19 @@ def adamw(parameters: FragmentParameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, betas=(0.8, 0.95), weight_decay=0.3)
 
 
-def by_group(parameters: FragmentParameters, lr: float = FIRST_ETA) -> torch.optim.Optimizer:
+def by_group(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    """The embedding (its fragment's layer in the other one) learns at a rate of its own."""
     first, *others = parameters
     groups: list[dict[str, Any]] = [
         {"params": others},
-        {"params": [first], "lr": lr, "momentum": FIRST_MU},
+        {"params": [first], "lr": 0.1, "momentum": 0.5},
     ]
     return torch.optim.SGD(groups, lr=ETA, momentum=MU, nesterov=True)
-
-
-def by_momentum(parameters: FragmentParameters) -> torch.optim.Optimizer:
-    """Groups that differ in nothing but their momentum."""
-    return by_group(parameters, ETA)
 
 
 def in_torch(factory: OuterOptimizerFactory) -> ByTorch:
     """What its user's factory makes, on whole tensors."""
     return ByTorch(lambda named: factory(FragmentParameters(0, named)))
-
-
-class ByName:
-    """An outer optimizer for each tensor. `make` is told whether it is the first of its fragment."""
-
-    def __init__(self, make: Callable[[bool], reference.Outer]) -> None:
-        self.make = make
-        self.outers: dict[str, reference.Outer] = {}
-
-    def __call__(self, values: State, gradient: State) -> State:
-        after: State = {}
-        for place, (name, each) in enumerate(gradient.items()):
-            outer = self.outers.setdefault(name, self.make(place == 0))
-            after |= outer({name: values[name]}, {name: each})
-        return after
-
-
-def delayed_by_group(first_eta: float) -> ByName:
-    rates = {True: (first_eta, FIRST_MU), False: (ETA, MU)}
-    return ByName(lambda is_first: reference.DelayedNesterov(*rates[is_first], N, 0.2))
 
 
 @dataclass(frozen=True)
@@ -100,28 +74,7 @@ CASES: dict[str, Case] = {
     "fedbuff": Case(Buffered(Nesterov(ETA, MU), N), lambda: reference.Buffered(_nesterov(), N)),
     "torch": Case(TorchOuter(adamw), lambda: in_torch(adamw), is_exact=True),
     "torch-groups": Case(TorchOuter(by_group), lambda: in_torch(by_group), is_exact=True),
-    "torch-fedbuff": Case(
-        TorchOuter(adamw, "fedbuff", N), lambda: reference.Buffered(in_torch(adamw), N)
-    ),
-    "torch-direct": Case(
-        TorchOuter(adamw, "direct", N), lambda: reference.Buffered(in_torch(adamw), N, direct=0.1)
-    ),
-    "torch-paper": Case(TorchOuter(by_group, "paper", N, 0.2), lambda: delayed_by_group(FIRST_ETA)),
-}
-BY_GROUP: dict[str, Case] = {
-    "torch-groups-direct": Case(
-        TorchOuter(by_group, "direct", N),
-        lambda: ByName(
-            lambda is_first: reference.Buffered(
-                reference.nesterov(*((FIRST_ETA, FIRST_MU) if is_first else (ETA, MU)))(0),
-                N,
-                direct=FIRST_ETA if is_first else ETA,
-            )
-        ),
-    ),
-    "torch-paper-momentum": Case(
-        TorchOuter(by_momentum, "paper", N, 0.2), lambda: delayed_by_group(ETA)
-    ),
+    "torch-fedbuff": Case(TorchOuter(adamw, N), lambda: reference.Buffered(in_torch(adamw), N)),
 }
 EVERY = {name: case.outer for name, case in CASES.items()}
 BY_FACTORY = [name for name in EVERY if name.startswith("torch")]

@@ -95,25 +95,20 @@ class DelayedNesterov:
 
     if (t + 1) mod N = 0:  m <- mu m + D/N;  theta <- theta - eta ((1 - cN + c) mu m + g/N);  D <- 0
     otherwise:             theta <- theta - eta (c mu m + g/N)
-
-    `lr` may differ by name.
     """
 
-    def __init__(
-        self, lr: float | Mapping[str, float], momentum: float, size: int, c: float = 0.0
-    ) -> None:
+    def __init__(self, lr: float, momentum: float, size: int, c: float = 0.0) -> None:
         self.lr, self.mu, self.n, self.c = lr, momentum, size, c
         self.m: State = {}
         self.d: State = {}
         self.t = 0
 
     def __call__(self, values: State, gradient: State) -> State:
-        mu, n, c = self.mu, self.n, self.c
+        lr, mu, n, c = self.lr, self.mu, self.n, self.c
         self.t += 1
         after = {}
         for name, g in gradient.items():
             zero = torch.zeros_like(g)
-            lr = self.lr if isinstance(self.lr, float) else self.lr[name]
             d = self.d[name] = self.d.get(name, zero) + g
             m = self.m.get(name, zero)
             if self.t % n == 0:

@@ -25,7 +25,7 @@ from diloco_protocol.chunks import Segment
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
-from kit.chunked_model import a_part, read, wire
+from kit.chunked_model import a_part, fold, read, wire
 from kit.raw_worker import Header, RawWorker
 from kit.reference import Trainee
 from kit.whole_run import joined, make_config, run
@@ -75,8 +75,8 @@ def test_mean_of_a_round_stays_in_the_range_of_what_reached_the_chunk(
 ) -> None:
     tensors = the_tensors(old)
     for each, weight, _ in sent:
-        assert tensors.fold(0, BUFFERS, wire(each), weight) is not None
-    (done,) = tensors.step(0, BUFFERS, sum(weight for _, weight, _ in sent), 0)
+        assert fold(tensors, 0, BUFFERS, wire(each), weight) is not None
+    (done,) = tensors.step(0, BUFFERS, sum(weight for _, weight, _ in sent), 0)()
     assert_between(read(done.wire), [each for each, _, _ in sent])
 
 
@@ -92,7 +92,7 @@ def test_submissions_move_a_buffer_no_further_than_to_what_was_sent(
     old, groups = old_and_groups
     tensors = the_tensors(old, share)
     parts = [[a_part(wire(v), weight=w, scale=s) for v, w, s in group] for group in groups]
-    (done,) = tensors.merge(0, BUFFERS, parts, 0)
+    (done,) = tensors.merge(0, BUFFERS, parts, 0)()
     assert_between(read(done.wire), [old, *(each[0] for group in groups for each in group)])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco_protocol.fragments import PATTERNS, FragmentPlan, PlanView, block_of, unit_of
 from diloco_protocol.manifest import Kind, Manifest
+from diloco_protocol.quantities import estimate
 
 WIDTH = 80
 # A largest fragment up to so many times the mean is even enough: the peak of the traffic is that much
@@ -62,7 +63,7 @@ def as_text(planned: Planned, *, every_parameter: bool = False) -> str:
     ]
     for each in view.fragments:
         count, elements, share = len(each.parameters), each.elements, each.elements / total
-        up, down = size(each.bytes_up), size(each.bytes_down)
+        up, down = estimate(each.bytes_up, "B"), estimate(each.bytes_down, "B")
         due = _steps(each.due, view.sync_every)
         lines.append(_row(each.fragment, count, f"{elements:,}", f"{share:.1%}", up, down, due))
     lines.append("")
@@ -78,14 +79,6 @@ def as_text(planned: Planned, *, every_parameter: bool = False) -> str:
     for sentence in (*advice(planned), *planned.notes):
         lines += _wrapped(sentence)
     return "\n".join(lines)
-
-
-def size(count: int) -> str:
-    """Bytes in the unit that people would use."""
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if count >= 10**power:
-            return f"{count / 10**power:,.1f} {unit}"
-    return f"{count} B"
 
 
 def advice(planned: Planned) -> list[str]:

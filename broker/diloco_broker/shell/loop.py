@@ -41,6 +41,7 @@ from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.storage.pieces import PieceReader
 from diloco_broker.storage.tape_file import TapeWriter
+from diloco_broker.tensors import memory
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
@@ -63,8 +64,6 @@ VERSION = version("diloco-broker")
 MESSAGES_A_TURN = 256
 # Tensor work in one turn; heartbeats are answered in between.
 WORK_SLICE_S = 0.0005
-# Between two looks whether there is memory for the first parameters.
-MEMORY_S = 0.001
 TICK_S = 0.1
 # After a turn that brought nothing but heartbeats, where nothing else has come for a while. Waking up
 # costs more than answering one: with hundreds of idle workers most of the time went there. A push
@@ -269,10 +268,8 @@ class Loop:
             self.sockets.rest(REST_S)
             now = self.now()
         timeout_s = min(self._next_tick, self._next_feed, self.sockets.next_look) - now
-        if self._strangers or (self._pieces is not None and self._pieces.results):
+        if self._strangers or self.tensors or (self._pieces is not None and self._pieces.results):
             timeout_s = 0.0
-        elif self.tensors:
-            timeout_s = 0.0 if self.tensors.is_ready(self.core.state.model.layout) else MEMORY_S
         has_messages = self.sockets.wait(timeout_s, self.now)
         self._rests = has_messages and self._receive()
         self._report_saves()
@@ -287,6 +284,7 @@ class Loop:
                 self._calm_at = now + CALM_S
         if now >= self._calm_at:
             self._calm_at = math.inf
+            memory.release()
             give_back_freed_memory()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -405,7 +403,7 @@ class Loop:
 
     def _work(self) -> None:
         until, state = time.perf_counter() + WORK_SLICE_S, self.core.state
-        while self.tensors.is_ready(state.model.layout) and time.perf_counter() < until:
+        while self.tensors and time.perf_counter() < until:
             if state.has_own_optimizer:  # its step may take long
                 self._executor.acknowledge()
             for event in self.tensors.do_some(state.model.layout):

@@ -22,7 +22,6 @@ from diloco_broker.tensors.shadow import followed
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.tensors.codecs import encode_chunk, is_finite
-from diloco_protocol.tensors.tensor_pool import TensorPool
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,7 @@ class Advance:
     """How one chunk is advanced.
 
     `outer` steps parameters, its learning rate and momentum by `schedule`. `reply`, `share` and
-    `is_round` are as in `Parameters`. New tensors come from `buffers`.
+    `is_round` are as in `Parameters`.
     """
 
     span: ChunkSpan
@@ -57,7 +56,6 @@ class Advance:
     reply: str
     share: float
     is_round: bool
-    buffers: TensorPool
 
     def of(self, kept: Kept, gradients: Iterable[Gradient | Blend | None], count: int) -> Advanced:
         """One step for each gradient, the first with `count` before it.
@@ -80,11 +78,11 @@ class Advance:
     def sent(self, kept: Kept, made: Tensor | None = None, *, overflow: bool) -> Advanced:
         """What is kept, and what is sent of it; `made`: that in wire form, if it is there."""
         if kept.shadow is not None:
-            shadow, coded = followed(self.reply, kept.shadow, kept.master, self.buffers)
+            shadow, coded = followed(self.reply, kept.shadow, kept.master)
             return Advanced(replace(kept, shadow=shadow), coded, overflow)
         whole = whole_dtype(self.reply)
         if made is None:
-            made = Reply(self.span, whole, self.buffers).of(kept.master)
+            made = Reply(self.span, whole).of(kept.master)
             assert made is not None, "a chunk that could not be sent was stored"
         return Advanced(kept, encode_chunk(self.span, made, whole), overflow)
 
@@ -92,10 +90,10 @@ class Advance:
         self, kept: Kept, gradient: Gradient | Blend, count: int
     ) -> tuple[Kept, Tensor | None] | None:
         """What a gradient makes of a chunk, and that in wire form; None when it is not finite."""
-        master, state, new = kept.master, kept.state, self.buffers.like
-        reply = Reply(self.span, whole_dtype(self.reply), self.buffers)
+        master, state = kept.master, kept.state
+        reply = Reply(self.span, whole_dtype(self.reply))
         if isinstance(gradient, Blend):
-            updated = gradient.onto(master, self.share, new)
+            updated = gradient.onto(master, self.share)
         elif self.span.segment is Segment.INTEGERS:
             largest = gradient.whole()
             updated = largest.clone() if self.is_round else torch.maximum(master, largest)
@@ -104,9 +102,9 @@ class Advance:
             outer = self.outer.at(self.schedule, count)
             if isinstance(outer, chunked.Nesterov):
                 pieces = gradient.pieces()
-                updated, state = outer.step_by_pieces(master, pieces, state, new, reply.add)
+                updated, state = outer.step_by_pieces(master, pieces, state, reply.add)
             else:
-                updated, state = outer.step(master, gradient.whole(), state, count, new)
+                updated, state = outer.step(master, gradient.whole(), state, count)
         total = state.get(chunked.DELAYED)
         # An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
         if total is not None and not is_finite(total):

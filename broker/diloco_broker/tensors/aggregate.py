@@ -9,7 +9,7 @@ and with which weight, is the core's business; here are only the tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diloco_broker.core.effects import WholePush
 from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.memory import empty
 from diloco_broker.tensors.piece import Piece, Scratch
 from diloco_broker.tensors.robust import (
     AGGREGATES,
@@ -27,7 +28,6 @@ from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.tensors.codecs import decode_chunk, is_finite
-from diloco_protocol.tensors.tensor_pool import TensorPool
 
 # Elements that are worked on at a time: a few fp32 pieces of this size stay in the caches near a core.
 # Two folds and a step of a chunk took 1.3 times as long with 1 << 16, for the calls.
@@ -53,7 +53,6 @@ class Gradient:
         waiting: contributions that come on top, in wire dtype, each with its weight.
         divisor: of the sum.
         scratch: two rows of a piece each.
-        new: returns an uninitialised fp32 tensor with this number of elements.
     """
 
     def __init__(
@@ -62,26 +61,24 @@ class Gradient:
         waiting: Sequence[tuple[Tensor, float]],
         divisor: float,
         scratch: Scratch | None,
-        new: Callable[[int], Tensor],
     ) -> None:
         assert total is not None or waiting, "a gradient of nothing"
         self._total = total
         self._waiting = waiting
         self._divisor = divisor
         self._scratch = scratch
-        self._new = new
 
     @classmethod
     def of(cls, values: Tensor) -> Gradient:
         """A gradient that is there, of fp32 parameters or int64 integers; it is used up."""
-        return cls(values, (), 1.0, None, torch.empty)
+        return cls(values, (), 1.0, None)
 
     def whole(self) -> Tensor:
         """In a tensor that is the caller's."""
         total = self._total
         if total is not None and not self._waiting:
             return total if self._divisor == 1 else total.div_(self._divisor)
-        room = self._new(self._waiting[0][0].numel()) if total is None else total
+        room = empty(self._waiting[0][0].numel(), torch.float32) if total is None else total
         for place, piece in zip(pieces_of(room), self.pieces(), strict=True):
             place.copy_(piece)
         return room
@@ -154,11 +151,8 @@ class StreamingMean:
     `wire` is what parameters travel in where a contribution says nothing else.
     """
 
-    def __init__(
-        self, layout: FragmentLayout, wire: str, buffers: TensorPool | None = None
-    ) -> None:
+    def __init__(self, layout: FragmentLayout, wire: str) -> None:
         self._spans = layout.spans
-        self._buffers = buffers or TensorPool()
         self._wire = wire
         self._sums: list[Tensor | None] = [None] * layout.chunks
         self._blends: dict[int, Blend] = {}  # of float buffers, by chunk
@@ -169,15 +163,6 @@ class StreamingMean:
         self._scratch = Scratch(2, min(longest, PIECE_ELEMENTS))
 
     def fold(
-        self, index: int, payload: Any, weight: float, wire: str | None = None
-    ) -> float | None:
-        """`folding`, all of it here and now."""
-        squares = self.folding(index, payload, weight, wire)()
-        while (overdue := self.overdue()) is not None:
-            self.adding_up(overdue)()
-        return squares
-
-    def folding(
         self, index: int, payload: Any, weight: float, wire: str | None = None
     ) -> Piece[float | None]:
         """Add a chunk. What is `overdue` then is to be added up.
@@ -194,7 +179,7 @@ class StreamingMean:
 
         def read() -> tuple[Tensor, float] | None:
             is_decoded = span.segment is Segment.PARAMETERS and in_few_bits(wire)
-            out = self._new(span.elements) if is_decoded else None
+            out = empty(span.elements, torch.float32) if is_decoded else None
             try:
                 values = decode_chunk(span, payload, wire, out)
             except ProtocolError:
@@ -244,7 +229,7 @@ class StreamingMean:
         if total is None and not waiting:
             return None
         divisor = 1.0 if self._spans[index].segment is Segment.INTEGERS else weight
-        return Gradient(total, waiting, divisor, self._scratch, self._new)
+        return Gradient(total, waiting, divisor, self._scratch)
 
     def _added_up(self, total: Tensor | None, waiting: Sequence[tuple[Tensor, float]]) -> Tensor:
         """The sum with what was held; its memory is used."""
@@ -252,7 +237,7 @@ class StreamingMean:
         for values, weight in waiting:
             parts = pieces_of(values)
             if total is None:
-                total = self._new(values.numel())
+                total = empty(values.numel(), torch.float32)
                 for place, part in zip(pieces_of(total), parts, strict=True):
                     _weighted(part, weight, place)
             else:
@@ -260,9 +245,6 @@ class StreamingMean:
                     place.add_(_fp32(part, room[: part.numel()]), alpha=weight)
         assert total is not None, "a sum of nothing"
         return total
-
-    def _new(self, elements: int) -> Tensor:
-        return self._buffers.take(elements, torch.float32)
 
     def _fold_maximum(self, index: int, values: Tensor) -> None:
         total = self._sums[index]

@@ -7,8 +7,6 @@ computed in fp64, with an error far below what fp32 can tell apart, and rounded 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -55,20 +53,16 @@ class Blend:
         assert self._mean is not None, "a mean of nothing"
         return self._mean.float()
 
-    def onto(
-        self, old: Tensor, share: float, new: Callable[[Tensor], Tensor] = torch.empty_like
-    ) -> Tensor:
+    def onto(self, old: Tensor, share: float) -> Tensor:
         """(1 - f) old + f mean in fp32, f being `share` times the part of the weights that counts.
 
         Args:
             old: the value so far, fp32; not changed.
             share: from 0 to 1, what all the contributions are worth together.
-            new: returns an uninitialised tensor like this one.
         """
         assert self._mean is not None, "a mean of nothing"
         part = min(1.0, share * (self._weight / self._whole_weight))
         blend = Blend()
         blend.add(old, 1 - part)
         blend.add(self._mean, part)
-        assert blend._mean is not None
-        return new(old).copy_(blend._mean)
+        return blend.whole()

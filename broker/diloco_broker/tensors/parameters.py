@@ -7,7 +7,6 @@ again: a step makes a new tensor, and the old one is freed when the last reader 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,7 @@ from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.advance import Advance, Advanced, Kept
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.memory import empty, empty_like
 from diloco_broker.tensors.outer import chunked
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import placed
@@ -33,13 +33,6 @@ from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, segment_dtype
 from diloco_protocol.tensors.state_dict import cut_chunk
-from diloco_protocol.tensors.tensor_pool import TensorPool
-
-# Chunks of memory that are between two uses.
-BETWEEN = 4
-# Bytes that are made ready before the first parameters come, of a worker that may never send them: twice
-# the chunks that may be on their way.
-AHEAD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -56,6 +49,8 @@ class FragmentTensors:
 class Parameters:
     """Master copies of every chunk, and what makes new ones.
 
+    `fold`, `step`, `merge` and `inspect` return pieces of work, which may be lent to other threads.
+
     Args:
         outer: the outer optimizer, shared by all fragments; its state is kept for each chunk.
         wire: dtype of streamed pseudo-gradients of which nothing else is said.
@@ -68,11 +63,9 @@ class Parameters:
             they are a round's mean, 1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
         schedule: how its learning rate and momentum go over rounds.
-        preallocate: bytes of buffers to have at hand. Where the parameters are a worker's, they are
-            made as these come.
     """
 
-    def __init__(  # noqa: PLR0913  each keyword is an option of the run
+    def __init__(
         self,
         layout: ModelLayout,
         outer: Outer,
@@ -85,7 +78,6 @@ class Parameters:
         share: float = 1.0,
         initial: Mapping[str, Tensor] | None = None,
         schedule: OuterSchedule = UNCHANGING,
-        preallocate: Sequence[int] = (),
     ) -> None:
         self._outer, self._schedule = outer, schedule
         self.layout = layout
@@ -95,27 +87,13 @@ class Parameters:
         self._is_round = is_round
         self._share = share
         self._initial = initial
-        self._buffers = buffers = TensorPool()
         self._shadows = Shadows(reply)
-        self._means = [StreamingMean(part, wire, buffers) for part in layout.fragments]
+        self._means = [StreamingMean(part, wire) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0), trim)
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
         self._states: list[list[chunked.State]] = [[{} for _ in p.spans] for p in layout.all]
         self._wholes: dict[int, WholeTensors] = {}
-        model_bytes = sum(bytes_of(span) for span in spans)
-        # Bytes to make ready for each byte of parameters that comes.
-        self._pace = sum(preallocate) / max(1, model_bytes)
-        ahead = AHEAD_BYTES if initial is None else math.inf
-        self._buffers.preallocate(preallocate, ahead=ahead)
-
-    def close(self) -> None:
-        self._buffers.close()
-
-    def has_room(self, fragment: int, index: int) -> bool:
-        """Can a chunk be placed without touching new memory, or is there no use in waiting for it?"""
-        span = self._layouts[fragment].spans[index]
-        return not self._buffers.is_worth_waiting(bytes_of(span))
 
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
         """Store a chunk of the first version: from a donation, or the model file (payload None).
@@ -126,12 +104,11 @@ class Parameters:
         span = self._layouts[fragment].spans[index]
         if payload is None:
             assert self._initial is not None
-            values = self._buffers.take(span.elements, segment_dtype(span.segment))
+            values = empty(span.elements, segment_dtype(span.segment))
             cut_chunk(self._initial, self._layouts[fragment], span, values)
         else:
-            self._buffers.allow(bytes_of(span) * self._pace)
             sent = decode_chunk(span, payload, "fp32")
-            values = self._buffers.like(sent).copy_(sent)
+            values = empty_like(sent).copy_(sent)
         reply = self._in_wire_form(fragment, span, values)
         if reply is None:
             return None
@@ -157,15 +134,9 @@ class Parameters:
 
     def fold(
         self, fragment: int, index: int, payload: Any, weight: float, wire: str | None = None
-    ) -> float | None:
+    ) -> Piece[float | None]:
         """Add a chunk of a push, in its own wire dtype or the run's; as `StreamingMean.fold`."""
         return self._means[fragment].fold(index, payload, weight, wire)
-
-    def folding(
-        self, fragment: int, index: int, payload: Any, weight: float, wire: str | None = None
-    ) -> Piece[float | None]:
-        """`fold`, which may be lent; what is `overdue` then is to be added up."""
-        return self._means[fragment].folding(index, payload, weight, wire)
 
     def overdue(self) -> Iterator[tuple[int, int, Piece[None]]]:
         """What is held of chunks and has to be added up: fragment, index, and the work."""
@@ -173,14 +144,10 @@ class Parameters:
             while (index := mean.overdue()) is not None:
                 yield fragment, index, mean.adding_up(index)
 
-    def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:
-        """The sum of a chunk's squared values (0 unless they are parameters); None if not finite."""
-        return self.inspecting(fragment, index, payload, wire_dtype)()
-
-    def inspecting(
+    def inspect(
         self, fragment: int, index: int, payload: Any, wire_dtype: str
     ) -> Piece[float | None]:
-        """`inspect`, which may be lent."""
+        """The sum of a chunk's squared values (0 unless they are parameters); None if not finite."""
         span = self._layouts[fragment].spans[index]
         return Piece(lambda: self._staged.squares(span, payload, wire_dtype), lambda found: found)
 
@@ -202,36 +169,24 @@ class Parameters:
         for whole in self._wholes.values():
             whole.fragment.tune(own)
 
-    def step(self, fragment: int, index: int, weight: float, count: int) -> list[Stepped]:
+    def step(self, fragment: int, index: int, weight: float, count: int) -> Piece[list[Stepped]]:
         """The outer step of one chunk, with the mean of what was folded; see `effects.Step`.
 
         Returns:
             This chunk. With an optimizer that steps whole tensors nothing for a chunk of parameters
             until the last of them, then all of them.
         """
-        return self.stepping(fragment, index, weight, count)()
-
-    def stepping(
-        self, fragment: int, index: int, weight: float, count: int
-    ) -> Piece[list[Stepped]]:
-        """`step`, which may be lent."""
         mean = self._means[fragment].take(index, weight)
         return self._advancing(fragment, index, [mean], count)
 
     def merge(
         self, fragment: int, index: int, groups: Sequence[Sequence[WholePush]], count: int
-    ) -> list[Stepped]:
+    ) -> Piece[list[Stepped]]:
         """The outer steps of one chunk, one after the other; see `effects.AggregateAndStep`.
 
         Where a group has no parts, the chunk keeps its value and its state, but for a buffer that is
         due, and the group counts all the same.
         """
-        return self.merging(fragment, index, groups, count)()
-
-    def merging(
-        self, fragment: int, index: int, groups: Sequence[Sequence[WholePush]], count: int
-    ) -> Piece[list[Stepped]]:
-        """`merge`, which may be lent."""
         span = self._layouts[fragment].spans[index]
         reduced = (self._staged.reduced(span, parts) for parts in groups)
         return self._advancing(fragment, index, reduced, count)
@@ -293,7 +248,7 @@ class Parameters:
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
     ) -> Piece[list[Stepped]]:
         span = self._layouts[fragment].spans[index]
-        if self._is_stepped_whole and span.segment is Segment.PARAMETERS:
+        if isinstance(self._outer, TorchOuter) and span.segment is Segment.PARAMETERS:
             advance_whole = partial(self._advance_whole, fragment, index, gradients, count)
             return Piece(lambda: None, lambda _: advance_whole())
         advance, kept = self._advance(fragment, span), self._kept(fragment, index)
@@ -302,10 +257,6 @@ class Parameters:
             return [self._put(fragment, span, found)]
 
         return Piece(lambda: advance.of(kept, gradients, count), put)
-
-    @property
-    def _is_stepped_whole(self) -> bool:
-        return isinstance(self._outer, TorchOuter) and self._outer.rule != "paper"
 
     def _advance_whole(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
@@ -327,18 +278,8 @@ class Parameters:
         return done
 
     def _advance(self, fragment: int, span: ChunkSpan) -> Advance:
-        outer: chunked.ChunkOuter | None
-        if not isinstance(self._outer, TorchOuter):
-            outer = self._outer
-        elif span.segment is not Segment.PARAMETERS or self._is_stepped_whole:
-            outer = None
-        else:
-            # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
-            rates = self._wholes[fragment].fragment.rates(span.index)
-            outer = chunked.DelayedNesterovByGroup(rates, self._outer.size, self._outer.c)
-        return Advance(
-            span, outer, self._schedule, self._reply, self._share, self._is_round, self._buffers
-        )
+        outer = None if isinstance(self._outer, TorchOuter) else self._outer
+        return Advance(span, outer, self._schedule, self._reply, self._share, self._is_round)
 
     def _kept(self, fragment: int, index: int) -> Kept:
         master = placed(self._masters[fragment], index)
@@ -369,31 +310,8 @@ class Parameters:
 
     def _fits(self, span: ChunkSpan, values: Tensor) -> bool:
         """Whether a chunk of trained parameters can be sent."""
-        return Reply(span, self._whole_reply, self._buffers).of(values) is not None
+        return Reply(span, self._whole_reply).of(values) is not None
 
     def _in_wire_form(self, fragment: int, span: ChunkSpan, values: Tensor) -> Tensor | None:
         is_frozen = fragment == self.layout.frozen.fragment
-        return Reply(span, self._whole_reply, self._buffers, frozen=is_frozen).of(values)
-
-
-def pool_sizes(layout: ModelLayout, *, remembered: int, means: bool) -> list[int]:
-    """Bytes of each chunk of everything that there will be.
-
-    `remembered` is how many tensors of its size the outer optimizer remembers of a chunk, `means`
-    whether contributions are added up as they come.
-    """
-    every = [bytes_of(span) for part in layout.all for span in part.spans]
-    steps = [
-        [bytes_of(span) for span in part.spans if span.segment is Segment.PARAMETERS]
-        for part in layout.fragments
-    ]
-    moved = [size for part in steps for size in part]
-    sums = max(steps, key=sum, default=[]) if means else []
-    # Those between two uses: readers still hold them when the chunk in their place is made.
-    between = [max(moved, default=0)] * BETWEEN
-    return [*every, *moved * remembered, *sums, *between]
-
-
-def bytes_of(span: ChunkSpan) -> int:
-    """Of a chunk at the broker."""
-    return span.elements * segment_dtype(span.segment).itemsize
+        return Reply(span, self._whole_reply, frozen=is_frozen).of(values)

@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor
 
+from diloco_broker.tensors.memory import empty
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.tensors.codecs import has_nan, is_finite, segment_dtype
-from diloco_protocol.tensors.tensor_pool import TensorPool
 
 
 class Reply:
@@ -18,13 +18,10 @@ class Reply:
     infinities (a causal mask); NaN never.
     """
 
-    def __init__(
-        self, span: ChunkSpan, wire: str, buffers: TensorPool, *, frozen: bool = False
-    ) -> None:
+    def __init__(self, span: ChunkSpan, wire: str, *, frozen: bool = False) -> None:
         self._is_frozen = frozen
         self._span = span
         self._dtype = segment_dtype(span.segment, wire)
-        self._buffers = buffers
         self._encoded: Tensor | None = None
         self._added = 0
         self._sum = 0.0
@@ -33,7 +30,7 @@ class Reply:
         """The next values of the chunk; they are still near."""
         if piece.dtype is not self._dtype:
             if self._encoded is None:
-                self._encoded = self._room()
+                self._encoded = empty(self._span.elements, self._dtype)
             start, self._added = self._added, self._added + piece.numel()
             piece = self._encoded[start : self._added].copy_(piece)
         else:
@@ -48,7 +45,7 @@ class Reply:
         is_made = self._added == self._span.elements
         reply = values if self._encoded is None else self._encoded
         if not is_made and values.dtype is not self._dtype:
-            reply = self._room().copy_(values)
+            reply = empty(self._span.elements, self._dtype).copy_(values)
         if self._span.segment is Segment.INTEGERS:
             return reply
         if self._is_frozen:
@@ -56,6 +53,3 @@ class Reply:
         # The sum is finite only if every element is; one that is not may be of large elements.
         is_fine = is_made and math.isfinite(self._sum)
         return reply if is_fine or is_finite(reply) else None
-
-    def _room(self) -> Tensor:
-        return self._buffers.take(self._span.elements, self._dtype)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from diloco_broker.core.versions.reply import Coded
+from diloco_broker.tensors.memory import empty, empty_like
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.tensors.codecs import ENCODERS, as_bytes, checksum, is_finite
-from diloco_protocol.tensors.tensor_pool import TensorPool
 
 # What the shadow is called among what a checkpoint has of each chunk.
 SHADOW = "shadow"
@@ -65,17 +65,15 @@ class Shadows:
 
 
 @torch.no_grad()
-def followed(
-    reply: str, shadow: Tensor, master: Tensor, buffers: TensorPool
-) -> tuple[Tensor, Coded]:
+def followed(reply: str, shadow: Tensor, master: Tensor) -> tuple[Tensor, Coded]:
     """The shadow of a chunk once it has followed its master, and what is sent.
 
     Where no difference in fp32 leads from one to the other, the chunk goes whole.
     """
-    apart = torch.sub(master, shadow, out=buffers.like(shadow))
+    apart = torch.sub(master, shadow, out=empty_like(shadow))
     if not is_finite(apart):
         return master, _whole(master)
-    encoded = ENCODERS[reply](apart, lambda count: buffers.take(count, torch.uint8))
+    encoded = ENCODERS[reply](apart, lambda count: empty(count, torch.uint8))
     moved = encoded.read(out=apart).add_(shadow)
     if not is_finite(moved):
         return master, _whole(master)

@@ -2,7 +2,7 @@
 
     strided      the paper's: block i of the model goes to fragment i mod P
     contiguous   neighbouring blocks stay together, in P runs whose largest is as small as can be
-    balanced     single tensors, so that the largest fragment is near the mean
+    balanced     single tensors, the largest first, each to the fragment that has the least so far
 
 A user's own split has no pattern (`FragmentPlan.by`); displays call it "own".
 
@@ -16,11 +16,11 @@ are the *units* that a pattern deals with.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from diloco_protocol.fragments.packing import pack
 from diloco_protocol.manifest import TensorEntry
 
 
@@ -124,14 +124,19 @@ def _cut(sizes: Sequence[int], runs: int) -> Iterator[int]:
 def balanced(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
     """Single tensors by elements, which are bytes, since all travel in one dtype.
 
-    Ties are broken by name; fragments are numbered by their earliest tensor.
+    Longest processing time first: the largest fragment is within 4/3 of the smallest possible one
+    (Graham 1969). Ties are broken by name; fragments are numbered by their earliest tensor.
     """
     order = sorted(range(len(entries)), key=lambda i: (-entries[i].elements, entries[i].name))
-    sizes = [entries[i].elements for i in order]
+    groups: list[list[int]] = [[] for _ in range(num_fragments)]
+    loads = [(0, group) for group in range(num_fragments)]  # a heap
+    for index in order:
+        load, group = loads[0]
+        groups[group].append(index)
+        heapq.heapreplace(loads, (load + entries[index].elements, group))
     chosen = [0] * len(entries)
-    groups = sorted(sorted(order[i] for i in group) for group in pack(sizes, num_fragments))
-    for number, group in enumerate(groups):
-        for index in group:
+    for number, indices in enumerate(sorted(map(sorted, groups))):
+        for index in indices:
             chosen[index] = number
     return chosen
 

@@ -18,32 +18,8 @@ from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.tensors.codecs import as_bytes
-from kit.chunked_model import MANIFEST, ChunkedModel, same
+from kit.chunked_model import MANIFEST, ChunkedModel, fold, same
 from kit.outers import EVERY, N, adamw, in_torch
-from kit.reference import ByTorch
-
-
-def test_paper_s_form_reads_the_groups_at_each_step_and_never_steps_the_optimizer() -> None:
-    made: list[torch.optim.Optimizer] = []
-
-    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
-        made.append(torch.optim.Adam(parameters, lr=0.5, betas=(0.6, 0.9)))
-        return made[-1]
-
-    model = ChunkedModel(TorchOuter(factory, "paper", 1))
-    theta, plain = (
-        {"": model.start[0]},
-        ByTorch(lambda named: torch.optim.SGD(named.values(), lr=0.5, momentum=0.6, nesterov=True)),
-    )
-    for lr, mu in ((0.5, 0.6), (0.25, 0.7), (0.125, 0.8)):
-        made[0].param_groups[0].update(lr=lr, betas=(mu, 0.9))
-        if plain.optimizer is not None:
-            plain.optimizer.param_groups[0].update(lr=lr, momentum=mu)
-        gradient = torch.randn_like(model.start[0])
-        model.merges(gradient)
-        theta = plain(theta, {"": gradient})
-        torch.testing.assert_close(model.theta(), theta[""], rtol=2e-5, atol=2e-5)
-    assert not made[0].state
 
 
 def test_factory_is_called_once_for_each_fragment_with_its_parameters_in_order() -> None:
@@ -74,7 +50,7 @@ def test_factory_is_called_once_for_each_fragment_with_its_parameters_in_order()
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("name", ["torch", "torch-fedbuff", "torch-direct"])
+@pytest.mark.parametrize("name", ["torch", "torch-fedbuff"])
 def test_whole_tensors_wait_for_the_last_chunk_in_any_order(name: str) -> None:
     model, twin = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
     twin.place(0, model.start[0])
@@ -91,8 +67,8 @@ def test_whole_tensors_wait_for_the_last_chunk_in_any_order(name: str) -> None:
                 payload = bytearray(as_bytes(gradient[span.start : span.stop].clone()))
             else:
                 payload = bytearray(span.elements * (8 if span.segment == "integers" else 4))
-            model.tensors.fold(0, index, payload, 1.0)
-            done = [one.index for one in model.tensors.step(0, index, 1.0, count)]
+            fold(model.tensors, 0, index, payload, 1.0)
+            done = [one.index for one in model.tensors.step(0, index, 1.0, count)()]
             if span.segment != "parameters":
                 assert done == [index], "buffers do not wait"
             else:
@@ -122,9 +98,9 @@ def test_gradients_that_wait_for_other_chunks_are_not_folded_over() -> None:
     gradient = torch.randn_like(model.start[0])
     for span in model.spans(0):
         payload = as_bytes(gradient[span.start : span.stop].clone())
-        model.tensors.fold(0, span.index, payload, 1.0)
-        model.tensors.step(0, span.index, 1.0, 0)
-        model.tensors.fold(0, span.index, bytearray(payload.nbytes), 1.0)  # of the next round
+        fold(model.tensors, 0, span.index, payload, 1.0)
+        model.tensors.step(0, span.index, 1.0, 0)()
+        fold(model.tensors, 0, span.index, bytearray(payload.nbytes), 1.0)  # of the next round
     twin.merges(gradient)
     assert torch.equal(model.theta(), twin.theta())
 
@@ -213,15 +189,6 @@ def test_factory_that_cannot_be_used_is_refused_with_a_sentence(
         ChunkedModel(TorchOuter(factory))
 
 
-def test_paper_s_form_names_the_group_that_has_no_momentum() -> None:
-    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad([{"params": parameters[:2]}, {"params": parameters[2:]}])
-
-    with pytest.raises(UsageError, match="Group 0 of Adagrad"):
-        ChunkedModel(TorchOuter(factory, "paper", N))
-    ChunkedModel(TorchOuter(factory, "direct", N))  # it needs the learning rate only
-
-
 @pytest.mark.parametrize(
     ("make", "groups"),
     [
@@ -271,15 +238,7 @@ def test_configuration_chooses_the_optimizer(options: dict[str, Any], wanted: Ou
     [
         ({}, TorchOuter(adamw)),
         ({"mode": "async", "workers": 4}, TorchOuter(adamw)),
-        ({"outer": "fedbuff", "dn_buffer": 3}, TorchOuter(adamw, "fedbuff", 3)),
-        (
-            {"outer": "dn", "mode": "async", "workers": 4, "dn_c": 0.1},
-            TorchOuter(adamw, "paper", 4, 0.1),
-        ),
-        (
-            {"outer": "dn", "mode": "async", "workers": 4, "dn_variant": "direct"},
-            TorchOuter(adamw, "direct", 4),
-        ),
+        ({"outer": "fedbuff", "dn_buffer": 3}, TorchOuter(adamw, 3)),
     ],
 )
 def test_factory_is_combined_with_the_configuration(options: dict[str, Any], wanted: Outer) -> None:
@@ -291,6 +250,7 @@ def test_factory_is_combined_with_the_configuration(options: dict[str, Any], wan
     [
         ({"outer": "sgd"}, "--outer sgd"),
         ({"outer": "nesterov"}, "--outer nesterov"),
+        ({"outer": "dn", "mode": "async"}, "--outer dn"),
         ({"outer_lr": 0.5}, "outer_lr is 0.5"),
         ({"mode": "async", "dn_buffer": 2}, "dn_buffer is 2"),
     ],

@@ -81,7 +81,6 @@ CASES: dict[str, tuple[Outer, str, list[float], Callable[[Rates], reference.Oute
     "dn-c": (DelayedNesterov(ETA, MU, N, 0.2), "linear:4", FROM_ZERO, partial(delayed, 0.2)),
     "torch": (TorchOuter(sgd), "constant", SAME, partial(by_torch, sgd)),
     "torch-adam": (TorchOuter(adam), "constant", SAME, partial(by_torch, adam)),
-    "torch-dn": (TorchOuter(sgd, "paper", N, 0.2), "constant", SAME, partial(delayed, 0.2)),
 }
 
 

@@ -22,7 +22,7 @@ from diloco_broker.tensors.parameters import Parameters
 from diloco_broker.tensors.robust import AGGREGATES
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, lay_out
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from kit.chunked_model import a_part, read, wire
+from kit.chunked_model import a_part, fold, read, wire
 from kit.raw_worker import DTYPES
 
 MANIFEST = Manifest(
@@ -55,7 +55,7 @@ def test_integers_take_the_largest_value_whatever_the_order() -> None:
     index = next(span.index for span in layout.spans if span.segment.value == "integers")
     mean = StreamingMean(layout, "bf16")
     for values in ([3, -9], [7, -11], [5, -10]):
-        assert mean.fold(index, wire(torch.tensor(values), torch.int64), 2.0) is not None
+        assert mean.fold(index, wire(torch.tensor(values), torch.int64), 2.0)() is not None
     got = whole(mean.take(index, 6.0))
     assert got.tolist() == [7, -9]
 
@@ -65,10 +65,10 @@ def test_step_moves_parameters_with_momentum_and_takes_buffers_over() -> None:
     for index, values in enumerate([torch.zeros(19), torch.zeros(6), torch.tensor([1, 5])]):
         assert tensors.place(0, index, wire(values, values.dtype)) is not None
     for count in range(2):
-        tensors.fold(0, 0, wire(torch.ones(19)), 1.0)
-        tensors.fold(0, 1, wire(torch.full((6,), 3.0 + count)), 1.0)
-        tensors.fold(0, 2, wire(torch.tensor([4, 4]), torch.int64), 1.0)
-        done = [tensors.step(0, index, 1.0, count) for index in range(3)]
+        fold(tensors, 0, 0, wire(torch.ones(19)), 1.0)
+        fold(tensors, 0, 1, wire(torch.full((6,), 3.0 + count)), 1.0)
+        fold(tensors, 0, 2, wire(torch.tensor([4, 4]), torch.int64), 1.0)
+        done = [tensors.step(0, index, 1.0, count)() for index in range(3)]
     assert [one.index for (one,) in done] == [0, 1, 2]
     chunks = [one.wire for (one,) in done]
     # m = 1, then 1.9; theta = -0.5 (1 + 0.9) - 0.5 (1 + 0.9 * 1.9)
@@ -80,7 +80,7 @@ def test_step_moves_parameters_with_momentum_and_takes_buffers_over() -> None:
 def test_reply_is_the_master_itself_when_no_conversion_is_needed() -> None:
     tensors = some_tensors()
     first = tensors.place(0, 0, wire(torch.zeros(19)))
-    (again,) = tensors.step(0, 0, 0.0, 0)  # nobody delivered: the same chunk, not a copy
+    (again,) = tensors.step(0, 0, 0.0, 0)()  # nobody delivered: the same chunk, not a copy
     chunks = (first, again.wire)
     address = [torch.frombuffer(chunk, dtype=torch.float32).data_ptr() for chunk in chunks]
     assert address[0] == address[1]
@@ -147,7 +147,7 @@ def test_staged_mean_has_the_bits_of_the_streaming_mean_in_the_same_order(
     streaming = StreamingMean(a_layout(64).fragments[0], name)
     total = torch.zeros(19)
     for position, (delta, weight) in enumerate(zip(deltas, weights, strict=True)):
-        streaming.fold(PARAMETERS, wire(delta, DTYPES[name]), weight)
+        streaming.fold(PARAMETERS, wire(delta, DTYPES[name]), weight)()
         travelled = delta.to(DTYPES[name]).float()
         total = travelled * weight if position == 0 else total.add(travelled, alpha=weight)
     streamed = whole(streaming.take(PARAMETERS, sum(weights)))
@@ -208,7 +208,7 @@ def test_merging_does_not_change_what_was_sent(index: int) -> None:
     tensors.place(0, index, wire(torch.zeros(size), dtype))
     payloads = [wire(torch.randn(size) * 9, dtype) for _ in range(3)]
     copies = [bytes(payload) for payload in payloads]
-    tensors.merge(0, index, [[a_part(payload) for payload in payloads]] * 2, 0)
+    tensors.merge(0, index, [[a_part(payload) for payload in payloads]] * 2, 0)()
     assert [bytes(payload) for payload in payloads] == copies
 
 
@@ -248,9 +248,9 @@ def test_received_frames_are_merged_long_after_they_came_and_let_go(
     for index, dtype in enumerate(dtypes):
         for one in (tensors, twin):
             one.place(0, index, wire(torch.zeros(sizes[index]), dtype))
-        (got,) = tensors.merge(0, index, [[a_part(each[index]) for each in frames]], 0)
+        (got,) = tensors.merge(0, index, [[a_part(each[index]) for each in frames]], 0)()
         parts = [a_part(wire(chunks[index], dtype)) for chunks in sent]
-        (wanted,) = twin.merge(0, index, [parts], 0)
+        (wanted,) = twin.merge(0, index, [parts], 0)()
         assert bytes(got.wire) == bytes(wanted.wire)
     held = [weakref.ref(frame) for frames_ in frames for frame in frames_]
     del frames
@@ -264,13 +264,13 @@ def test_every_aggregate_of_the_configuration_exists() -> None:
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_inspection_measures_parameters(name: str) -> None:
     values = torch.randn(19)
-    got = some_tensors().inspect(0, PARAMETERS, wire(values, DTYPES[name]), name)
+    got = some_tensors().inspect(0, PARAMETERS, wire(values, DTYPES[name]), name)()
     wanted = np.square(values.to(DTYPES[name]).double().numpy()).sum()
     assert got == pytest.approx(wanted, rel=1e-12)
 
 
 def test_inspection_of_enormous_values_does_not_overflow() -> None:
-    got = some_tensors().inspect(0, PARAMETERS, wire(torch.full((19,), 3e38)), "fp32")
+    got = some_tensors().inspect(0, PARAMETERS, wire(torch.full((19,), 3e38)), "fp32")()
     assert got == pytest.approx(19 * 9e76, rel=1e-6)
 
 
@@ -279,20 +279,20 @@ def test_inspection_of_enormous_values_does_not_overflow() -> None:
 def test_inspection_finds_what_is_not_finite(index: int, bad: float) -> None:
     values = torch.ones(spans()[index].elements)
     values[2] = bad
-    assert some_tensors().inspect(0, index, wire(values), "fp32") is None
+    assert some_tensors().inspect(0, index, wire(values), "fp32")() is None
 
 
 def test_inspection_of_buffers_and_integers_adds_no_length() -> None:
     tensors = some_tensors()
-    assert tensors.inspect(0, BUFFERS, wire(torch.ones(6)), "bf16") == 0.0
-    assert tensors.inspect(0, INTEGERS, wire(torch.ones(2), torch.int64), "bf16") == 0.0
+    assert tensors.inspect(0, BUFFERS, wire(torch.ones(6)), "bf16")() == 0.0
+    assert tensors.inspect(0, INTEGERS, wire(torch.ones(2), torch.int64), "bf16")() == 0.0
 
 
 def test_single_submission_moves_buffers_by_its_share() -> None:
     tensors = some_tensors(share=0.25)
     tensors.place(0, BUFFERS, wire(torch.ones(6)))
     parts = [a_part(wire(torch.full((6,), 9.0)))]
-    (done,) = tensors.merge(0, BUFFERS, [parts, [], parts], 0)
+    (done,) = tensors.merge(0, BUFFERS, [parts, [], parts], 0)()
     assert read(done.wire).tolist() == [4.5] * 6  # 1, then 3
 
 
@@ -304,7 +304,7 @@ def test_integers_of_a_round_replace_and_of_a_single_submission_only_grow(
     tensors = some_tensors(is_round=is_round, share=share)
     tensors.place(0, INTEGERS, wire(torch.tensor([1, 7]), torch.int64))
     parts = [a_part(wire(torch.tensor(c), torch.int64)) for c in ([4, -9], [3, 4])]
-    (done,) = tensors.merge(0, INTEGERS, [parts], 0)
+    (done,) = tensors.merge(0, INTEGERS, [parts], 0)()
     assert read(done.wire, torch.int64).tolist() == wanted
 
 
@@ -313,6 +313,6 @@ def test_group_that_overflows_is_left_out_and_the_others_are_applied() -> None:
     groups = [[a_part(wire(torch.full((19,), value)))] for value in (-1e38, 3e38, -5e37)]
     for count, wanted in enumerate((-1e38, -1e38, -5e37), start=1):
         tensors.place(0, PARAMETERS, wire(torch.full((19,), -2e38)))
-        (done,) = tensors.merge(0, PARAMETERS, groups[:count], 0)
+        (done,) = tensors.merge(0, PARAMETERS, groups[:count], 0)()
         assert done.overflow == (count > 1)
         torch.testing.assert_close(read(done.wire), torch.full((19,), wanted))

@@ -16,7 +16,7 @@ from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
 from diloco_protocol.chunks import ModelLayout
-from kit.chunked_model import read, wire
+from kit.chunked_model import fold, read, wire
 from kit.raw_worker import DTYPES
 
 ELEMENTS = 2 * PIECE_ELEMENTS + 77  # three pieces, the last one short
@@ -26,6 +26,16 @@ CHUNKS = 3
 def a_layout() -> ModelLayout:
     entry = TensorEntry("w", (CHUNKS * ELEMENTS,), "float32", Kind.TRAINABLE)
     return lay_out(Manifest((entry,)), chunk_elements=ELEMENTS)
+
+
+def fold_into(
+    mean: StreamingMean, index: int, payload: bytearray, weight: float, wire: str | None = None
+) -> float | None:
+    """Fold a chunk, and add up what is held too long by then, as the loop does."""
+    squares = mean.fold(index, payload, weight, wire)()
+    while (overdue := mean.overdue()) is not None:
+        mean.adding_up(overdue)()
+    return squares
 
 
 def added_up(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -50,7 +60,7 @@ def test_mean_has_the_same_bits_however_many_contributions_are_held(
     dice.shuffle(comes)
     order: list[list[int]] = [[] for _ in range(CHUNKS)]
     for index, n in comes:
-        assert mean.fold(index, wire(deltas[index][n], DTYPES[name]), weights[n]) is not None
+        assert fold_into(mean, index, wire(deltas[index][n], DTYPES[name]), weights[n]) is not None
         order[index].append(n)
         assert mean.held <= held
     for index in range(CHUNKS):
@@ -74,7 +84,7 @@ def test_contributions_to_one_mean_may_differ_in_wire_dtype(
     weights = [1.0, 0.3, 7.0]
     deltas = [torch.randn(ELEMENTS).to(DTYPES[name]) for name in order]
     for name, delta, weight in zip(order, deltas, weights, strict=True):
-        assert mean.fold(0, wire(delta, delta.dtype), weight, name) is not None
+        assert fold_into(mean, 0, wire(delta, delta.dtype), weight, name) is not None
     gradient = mean.take(0, sum(weights))
     assert gradient is not None
     assert torch.equal(gradient.whole(), added_up(deltas, weights))
@@ -104,8 +114,8 @@ def test_rounds_of_long_chunks_are_those_of_torch_sgd_bit_for_bit(
         for index in range(CHUNKS):
             for delta in deltas:
                 part = delta[index * ELEMENTS : (index + 1) * ELEMENTS]
-                assert tensors.fold(0, index, wire(part, torch.bfloat16), 1.0) is not None
-        sent = [tensors.step(0, index, 2.0, count)[0].wire for index in range(CHUNKS)]
+                assert fold(tensors, 0, index, wire(part, torch.bfloat16), 1.0) is not None
+        sent = [tensors.step(0, index, 2.0, count)()[0].wire for index in range(CHUNKS)]
         parameter.grad = added_up(deltas, [1.0, 1.0])
         sgd.step()
         got = torch.cat([read(each, DTYPES[reply]) for each in sent])
@@ -125,17 +135,17 @@ def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: 
     )
     for index in range(CHUNKS):
         tensors.place(0, index)
-    assert tensors.fold(0, 0, wire(torch.randn(ELEMENTS)), 1.0) is not None
-    tensors.step(0, 0, 1.0, 0)
+    assert fold(tensors, 0, 0, wire(torch.randn(ELEMENTS)), 1.0) is not None
+    tensors.step(0, 0, 1.0, 0)()
     now = tensors.fragment_tensors(0)
     before, remembered = now.chunks[0], now.outer["momentum"][0]
     assert remembered is not None
     kept = before.clone(), remembered.clone()
     huge = torch.randn(ELEMENTS)
     huge[place] = 3.4e38
-    squares = tensors.fold(0, 0, wire(huge), 1.0)
+    squares = fold(tensors, 0, 0, wire(huge), 1.0)
     assert squares is not None, "it is finite, and still too large to step with"
-    (done,) = tensors.step(0, 0, 1.0, 1)
+    (done,) = tensors.step(0, 0, 1.0, 1)()
     assert done.overflow
     assert torch.equal(read(done.wire, DTYPES[reply]), kept[0].to(DTYPES[reply]))
     now = tensors.fragment_tensors(0)
@@ -153,10 +163,10 @@ def test_contribution_with_a_bad_value_anywhere_leaves_the_mean_as_it_was(
     good = torch.randn(ELEMENTS).to(DTYPES[name])
     poison = good.clone()
     poison[place] = bad
-    assert mean.fold(0, wire(poison, DTYPES[name]), 1.0) is None
+    assert fold_into(mean, 0, wire(poison, DTYPES[name]), 1.0) is None
     assert mean.take(0, 1.0) is None
-    assert mean.fold(0, wire(good, DTYPES[name]), 1.0) is not None
-    assert mean.fold(0, wire(poison, DTYPES[name]), 1.0) is None
+    assert fold_into(mean, 0, wire(good, DTYPES[name]), 1.0) is not None
+    assert fold_into(mean, 0, wire(poison, DTYPES[name]), 1.0) is None
     assert mean.held == 1
     gradient = mean.take(0, 1.0)
     assert gradient is not None and torch.equal(gradient.whole(), good.float())
@@ -167,7 +177,7 @@ def test_contribution_with_a_bad_value_anywhere_leaves_the_mean_as_it_was(
 def test_adding_a_chunk_tells_how_long_it_is(name: str, within: float, size: float) -> None:
     values = (torch.randn(ELEMENTS) * size).to(DTYPES[name])
     mean = StreamingMean(a_layout().fragments[0], "fp32")
-    squares = mean.fold(0, wire(values, DTYPES[name]), 2.0, name)
+    squares = fold_into(mean, 0, wire(values, DTYPES[name]), 2.0, name)
     assert squares == pytest.approx(float(values.double().square().sum()), rel=within)
 
 

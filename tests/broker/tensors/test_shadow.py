@@ -16,6 +16,7 @@ from diloco_protocol.chunks import lay_out
 from diloco_protocol.tensors.codecs import as_bytes, checksum
 from diloco_worker.model.flat_state import FlatState
 from kit import raw_codecs
+from kit.chunked_model import fold
 
 FEW_BITS = ["int8", "int4", "int4z"]
 ELEMENTS, CHUNK = 400, 300
@@ -48,8 +49,8 @@ def stepped(made: Parameters, delta: Tensor | None, count: int) -> list[Stepped]
     done: list[Stepped] = []
     for span in PARAMETERS:
         if delta is not None:
-            made.fold(0, span.index, bytearray(as_bytes(cut(delta, span.index))), 1.0)
-        done += made.step(0, span.index, 0.0 if delta is None else 1.0, count)
+            fold(made, 0, span.index, bytearray(as_bytes(cut(delta, span.index))), 1.0)
+        done += made.step(0, span.index, 0.0 if delta is None else 1.0, count)()
     return done
 
 

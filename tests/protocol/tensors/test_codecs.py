@@ -21,6 +21,7 @@ from diloco_protocol.tensors.codecs import (
 from diloco_worker.model.encoding import encode
 from diloco_worker.model.flat_state import FlatState
 from kit import raw_codecs
+from kit.chunked_model import fold
 
 
 @pytest.mark.parametrize("wire", [name for name in REPLY_DTYPES if not in_few_bits(name)])
@@ -57,8 +58,8 @@ def test_model_moves_by_what_a_delta_of_few_bits_reads_as(wire: str) -> None:
         assert least_bytes(span, wire) <= len(payload) <= span_bytes(span, wire)
         read = torch.tensor(raw_codecs.decode(bytes(payload), wire, span.elements))
         expected[span.start : span.stop] = chunk - read
-        assert broker.fold(0, span.index, payload, 1.0) == pytest.approx(float(read.dot(read)))
-        (done,) = broker.step(0, span.index, 1.0, 0)
+        assert fold(broker, 0, span.index, payload, 1.0) == pytest.approx(float(read.dot(read)))
+        (done,) = broker.step(0, span.index, 1.0, 0)()
         arrived.store(span.index, memoryview(bytearray(done.wire)), "fp32")
     assert torch.equal(arrived.by_name()["w"], expected)
 
@@ -68,8 +69,8 @@ def test_chunk_that_cannot_be_read_is_refused_as_one_that_is_not_finite(aggregat
     layout = lay_out(Manifest((TensorEntry("w", (256,), "float32", Kind.TRAINABLE),)))
     broker = Parameters(layout, Nesterov(1.0, 0.0), wire="int4z", reply="fp32", aggregate=aggregate)
     garbage = bytearray(b"\x80\x3f" + bytes(60))
-    assert broker.fold(0, 0, garbage, 1.0) is None
-    assert broker.inspect(0, 0, garbage, "int4z") is None
+    assert fold(broker, 0, 0, garbage, 1.0) is None
+    assert broker.inspect(0, 0, garbage, "int4z")() is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

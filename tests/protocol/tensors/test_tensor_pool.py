@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
-import time
-from typing import Any
 
 import torch
 
@@ -49,20 +46,6 @@ def test_each_dtype_and_length_is_as_asked() -> None:
         for elements in (0, 1, ELEMENTS, 2 * ELEMENTS + 1):
             tensor = pool.take(elements, dtype)
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (elements,))
-            like = pool.like(tensor)
-            assert (like.dtype, like.shape) == (tensor.dtype, tensor.shape)
-
-
-def test_memory_that_was_stocked_up_is_handed_out_and_no_more_is_mapped() -> None:
-    pool = TensorPool()
-    assert not pool.is_worth_waiting(SMALLEST)
-    thread = pool.preallocate([SMALLEST] * 5)
-    assert thread is not None
-    thread.join(20)
-    assert pool.mapped_bytes == 5 * SMALLEST
-    assert not pool.is_worth_waiting(SMALLEST)
-    assert len(places(pool, 5)) == 5
-    assert pool.mapped_bytes == 5 * SMALLEST
 
 
 def test_memory_of_a_long_tensor_is_used_for_two_of_half_its_length_and_for_it_again() -> None:
@@ -89,66 +72,7 @@ def test_memory_of_every_length_is_used_again_in_any_order() -> None:
     assert pool.mapped_bytes <= 3 * 8 * 4 * SMALLEST
 
 
-def test_filling_up_counts_what_others_have_mapped_meanwhile() -> None:
-    pool = TensorPool()
-    begun, go_on = threading.Event(), threading.Event()
-    new, first = pool._new, threading.current_thread()
-
-    def slowly(size: int) -> Any:
-        if threading.current_thread() is not first:
-            begun.set()
-            assert go_on.wait(20)
-        return new(size)
-
-    pool._new = slowly  # type: ignore[method-assign]
-    thread = pool.preallocate([SMALLEST] * 4)
-    assert thread is not None
-    assert begun.wait(20)
-    assert pool.is_worth_waiting(SMALLEST)
-    kept = [pool.take(ELEMENTS, torch.float32) for _ in range(3)]
-    go_on.set()
-    thread.join(20)
-    assert pool.mapped_bytes == 4 * SMALLEST
-    assert len(kept) == 3
-
-
-def test_filling_up_ends_when_it_is_told_to() -> None:
-    pool = TensorPool()
-    thread = pool.preallocate([SMALLEST] * 100_000)
-    assert thread is not None
-    pool.close()
-    assert not thread.is_alive()
-    assert pool.mapped_bytes < 100_000 * SMALLEST
-
-
 def test_small_buffers_are_left_to_the_allocator() -> None:
     pool = TensorPool()
-    assert pool.preallocate([SMALLEST - 1] * 100) is None
     pool.take(10, torch.float32)
     assert pool.mapped_bytes == 0
-
-
-def test_what_is_only_announced_is_made_ready_as_it_comes() -> None:
-    pool = TensorPool()
-    thread = pool.preallocate([SMALLEST] * 6, ahead=2 * SMALLEST)
-    assert thread is not None
-
-    def has_mapped(pieces: int) -> bool:
-        until = time.monotonic() + 20
-        while pool.mapped_bytes < pieces * SMALLEST and time.monotonic() < until:
-            thread.join(0.001)
-        return pool.mapped_bytes == pieces * SMALLEST
-
-    assert has_mapped(2)
-    taken = [pool.take(ELEMENTS, torch.float32) for _ in range(2)]
-    until = time.monotonic() + 20
-    while pool.is_worth_waiting(SMALLEST) and time.monotonic() < until:
-        thread.join(0.001)
-    assert not pool.is_worth_waiting(SMALLEST), "it waits for word to go on"
-    pool.allow(1.5 * SMALLEST)
-    assert has_mapped(3)
-    pool.allow(9 * SMALLEST)
-    assert has_mapped(6)
-    thread.join(20)
-    assert not thread.is_alive()
-    assert len(taken) == 2

@@ -21,10 +21,11 @@ from diloco_broker.shell.tensor_work.queue import WorkQueue
 from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into, put_back
+from diloco_broker.tensors import memory
 from diloco_broker.tensors.fingerprint import fingerprint_of
 from diloco_broker.tensors.outer.make import Outer, make_outer, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
-from diloco_broker.tensors.parameters import Parameters, pool_sizes
+from diloco_broker.tensors.parameters import Parameters
 from diloco_broker.tensors.piece import Found, Piece
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.feed import OuterGroup
@@ -61,15 +62,6 @@ class TensorExecutor:
     def __bool__(self) -> bool:
         """Is there work?"""
         return bool(self._queue)
-
-    def is_ready(self, layout: ModelLayout | None) -> bool:
-        """Can the next piece of work be done at once? The first parameters may wait for memory."""
-        if not self._queue:
-            return False
-        work = self._queue.peek()
-        if isinstance(work, effects.StoreInitial):
-            return self.of(layout).has_room(work.fragment, work.index)
-        return True
 
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
         match work:
@@ -110,8 +102,6 @@ class TensorExecutor:
         assert layout is not None
         if self._parameters is None or self._parameters.layout is not layout:
             config = self._config
-            if self._parameters is not None:
-                self._parameters.close()
             self._parameters = Parameters(
                 layout,
                 self._outer,
@@ -120,7 +110,6 @@ class TensorExecutor:
                 aggregate=config.aggregate,
                 trim=config.trim,
                 share=share_of(config),
-                preallocate=self._pool_sizes(layout),
                 is_round=mode_of(config).has_rounds,
                 initial=self.initial,
                 schedule=config.outer_schedule,
@@ -174,24 +163,14 @@ class TensorExecutor:
         while self._lent:
             self._finish_one()
 
-    def _pool_sizes(self, layout: ModelLayout) -> list[int]:
-        """What to have memory at hand for; a checkpoint's tensors are there already."""
-        if self._checkpoint is not None:
-            return []
-        means = not mode_of(self._config).needs_whole
-        return pool_sizes(layout, remembered=self._outer.remembers, means=means)
-
     def close(self) -> None:
         self._threads.close()
-        if self._parameters is not None:
-            self._parameters.close()
+        memory.release()
 
     def _drop(self, fragments: Sequence[int]) -> None:
         """Give back the memory of what was placed; what a checkpoint has is put back afterwards."""
-        if self._parameters is None or self._parameters.drop(fragments):
-            return
-        self._parameters.close()
-        self._parameters = None
+        if self._parameters is not None and not self._parameters.drop(fragments):
+            self._parameters = None
 
     def _revert(self, fragment: int) -> None:
         """Put a fragment back to what the checkpoint has, if there is one."""
@@ -213,15 +192,15 @@ def _piece_of(work: effects.TensorWork, tensors: Parameters) -> Piece[list[event
     """What is to be done, and the events that tell of it."""
     match work:
         case effects.Fold(fragment, index, _, _, weight, dtype, payload):
-            folding = tensors.folding(fragment, index, payload, weight, dtype)
+            folding = tensors.fold(fragment, index, payload, weight, dtype)
             return _telling(folding, lambda squares: [looked_at(work, squares)])
         case effects.Inspect(fragment, index, _, _, dtype, payload):
-            inspecting = tensors.inspecting(fragment, index, payload, dtype)
+            inspecting = tensors.inspect(fragment, index, payload, dtype)
             return _telling(inspecting, lambda squares: [looked_at(work, squares)])
         case effects.Step(fragment, index, weight, count):
-            return _telling(tensors.stepping(fragment, index, weight, count), list)
+            return _telling(tensors.step(fragment, index, weight, count), list)
         case effects.AggregateAndStep(fragment, index, groups, count):
-            return _telling(tensors.merging(fragment, index, groups, count), list)
+            return _telling(tensors.merge(fragment, index, groups, count), list)
         case effects.StoreInitial():
             return Piece(lambda: None, lambda _: [_stored(work, tensors)])
 

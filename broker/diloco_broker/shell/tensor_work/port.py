@@ -22,9 +22,6 @@ class Tensors(Protocol):
     def __bool__(self) -> bool:
         """Is there work?"""
 
-    def is_ready(self, layout: ModelLayout | None) -> bool:
-        """Can the next piece of it be done at once?"""
-
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
         """Queue a piece of work, or do at once what is asked."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -54,18 +54,12 @@ class TensorThreads:
         try:
             work()
         finally:
-            failures = [_outcome(each) for each in lent]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+            wait(lent)
+        for each in lent:
+            each.result()
         return found
 
     def close(self) -> None:
         """End the threads; they have nothing to do."""
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def _outcome(lent: Future[None]) -> BaseException | None:
-    """How it ended, once it has."""
-    return lent.exception()

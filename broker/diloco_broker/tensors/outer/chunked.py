@@ -20,14 +20,15 @@ step whose result cannot be used must leave no trace and a state that is being s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor, empty_like
+from torch import Tensor
 
 from diloco_broker.config.schedule import OuterSchedule
+from diloco_broker.tensors.memory import empty_like
 
 State = Mapping[str, Tensor]
 """What is remembered of one chunk, by name; a name is missing before its first use. It never changes."""
@@ -35,29 +36,16 @@ State = Mapping[str, Tensor]
 Stepped = tuple[Tensor, State]
 """New parameters and new state."""
 
-New = Callable[[Tensor], Tensor]
-"""Returns an uninitialised tensor like the one given."""
-
 MOMENTUM = "momentum"  # m
 DELAYED = "delayed"  # D, the sum of the gradients in the buffer
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Elements [start, stop) of a chunk that have the same learning rate and momentum."""
-
-    start: int
-    stop: int
-    lr: float
-    momentum: float = 0.0
-
-
-def added(state: State, gradient: Tensor, new: New = empty_like) -> Tensor:
+def added(state: State, gradient: Tensor) -> Tensor:
     """The buffer's sum with one more gradient, in a new tensor."""
     total = state.get(DELAYED)
     if total is None:
-        return new(gradient).copy_(gradient)
-    return torch.add(total, gradient, out=new(gradient))
+        return empty_like(gradient).copy_(gradient)
+    return torch.add(total, gradient, out=empty_like(gradient))
 
 
 def without_buffer(state: State) -> State:
@@ -68,11 +56,8 @@ def without_buffer(state: State) -> State:
 class ChunkOuter(Protocol):
     """An outer optimizer that works on one chunk at a time.
 
-    `size` is N, the gradients in a buffer (1 where there is none); `remembers` is how many tensors of
-    the size of a chunk its state is.
+    `size` is N, the gradients in a buffer; 1 where there is none.
     """
-
-    remembers: ClassVar[int]
 
     @property
     def size(self) -> int: ...
@@ -81,9 +66,7 @@ class ChunkOuter(Protocol):
         """The same with the learning rate and momentum of the step that comes after `count`."""
         ...
 
-    def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = ...
-    ) -> Stepped:
+    def step(self, theta: Tensor, gradient: Tensor, state: State, count: int) -> Stepped:
         """New parameters and new state; `gradient` may be used as scratch.
 
         Args:
@@ -91,7 +74,6 @@ class ChunkOuter(Protocol):
             gradient: averaged pseudo-gradient of the same shape.
             state: what the step before returned; empty at first. Not changed.
             count: gradients of this fragment before this one.
-            new: returns an uninitialised tensor like this one, for what is made here to last.
         """
         ...
 
@@ -111,7 +93,6 @@ class Nesterov:
     """
 
     size: ClassVar[int] = 1
-    remembers: ClassVar[int] = 1
 
     lr: float
     momentum: float
@@ -122,17 +103,14 @@ class Nesterov:
         momentum, lr = schedule.momentum(self.momentum, count), self.lr * schedule.factor(count)
         return replace(self, lr=lr, momentum=momentum, warms_up=self.momentum > 0)
 
-    def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int = 0, new: New = empty_like
-    ) -> Stepped:
-        return self.step_by_pieces(theta, [gradient], state, new)
+    def step(self, theta: Tensor, gradient: Tensor, state: State, count: int = 0) -> Stepped:
+        return self.step_by_pieces(theta, [gradient], state)
 
     def step_by_pieces(
         self,
         theta: Tensor,
         gradient: Iterable[Tensor],
         state: State,
-        new: New = empty_like,
         made: Callable[[Tensor], object] = lambda _: None,
     ) -> Stepped:
         """`step` with the gradient in pieces of equal length (the last may be shorter).
@@ -141,12 +119,14 @@ class Nesterov:
             theta: parameters, fp32, 1-D; not changed.
             gradient: pieces of it, each used as scratch before the next is asked for.
             state: as in `step`.
-            new: as in `step`.
             made: is given each piece of the new parameters once it is there.
         """
-        moved = new(theta)
+        moved = empty_like(theta)
         has_momentum = self.momentum or self.warms_up
-        momentum, remembered = state.get(MOMENTUM), new(theta) if has_momentum else None
+        momentum, remembered = (
+            state.get(MOMENTUM),
+            empty_like(theta) if has_momentum else None,
+        )
         start = 0
         for piece in gradient:
             part = slice(start, start := start + piece.numel())
@@ -167,7 +147,6 @@ class Sgd:
     """theta <- theta - eta share g: no momentum, each submission for its share of the workers."""
 
     size: ClassVar[int] = 1
-    remembers: ClassVar[int] = 0
 
     lr: float
     share: float = 1.0
@@ -175,10 +154,9 @@ class Sgd:
     def at(self, schedule: OuterSchedule, count: int) -> Sgd:
         return replace(self, lr=self.lr * schedule.factor(count))
 
-    def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int = 0, new: New = empty_like
-    ) -> Stepped:
-        return torch.add(theta, gradient, alpha=-self.lr * self.share, out=new(theta)), {}
+    def step(self, theta: Tensor, gradient: Tensor, state: State, count: int = 0) -> Stepped:
+        moved = torch.add(theta, gradient, alpha=-self.lr * self.share, out=empty_like(theta))
+        return moved, {}
 
 
 @dataclass(frozen=True)
@@ -193,8 +171,6 @@ class DelayedNesterov:
     the momentum is spread over the N steps: c of it with each, the rest at the boundary.
     """
 
-    remembers: ClassVar[int] = 2
-
     lr: float
     momentum: float
     size: int
@@ -204,10 +180,8 @@ class DelayedNesterov:
         momentum, lr = schedule.momentum(self.momentum, count), self.lr * schedule.factor(count)
         return replace(self, lr=lr, momentum=momentum)
 
-    def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like
-    ) -> Stepped:
-        total = added(state, gradient, new)
+    def step(self, theta: Tensor, gradient: Tensor, state: State, count: int) -> Stepped:
+        total = added(state, gradient)
         momentum = state.get(MOMENTUM)
         if (count + 1) % self.size:
             portion = self.c
@@ -217,7 +191,7 @@ class DelayedNesterov:
             mean = total.div_(self.size)
             momentum = mean if momentum is None else mean.add_(momentum, alpha=self.momentum)
             state = {MOMENTUM: momentum}
-        moved = torch.add(theta, gradient, alpha=-self.lr / self.size, out=new(theta))
+        moved = torch.add(theta, gradient, alpha=-self.lr / self.size, out=empty_like(theta))
         if momentum is not None and portion * self.momentum:
             moved.add_(momentum, alpha=-self.lr * portion * self.momentum)
         return moved, state
@@ -237,8 +211,6 @@ class Buffered:
     eta N g, where the paper's form moves it by eta g. broker/ALGORITHMS.md has measurements.
     """
 
-    remembers: ClassVar[int] = 2
-
     inner: Nesterov
     size: int
     is_direct: bool = False
@@ -246,47 +218,10 @@ class Buffered:
     def at(self, schedule: OuterSchedule, count: int) -> Buffered:
         return replace(self, inner=self.inner.at(schedule, count))
 
-    def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like
-    ) -> Stepped:
-        total = added(state, gradient, new)
+    def step(self, theta: Tensor, gradient: Tensor, state: State, count: int) -> Stepped:
+        total = added(state, gradient)
         if (count + 1) % self.size == 0:
-            return self.inner.step(theta, total.div_(self.size), state, count, new)
+            return self.inner.step(theta, total.div_(self.size), state, count)
         if self.is_direct:
-            theta = torch.add(theta, gradient, alpha=-self.inner.lr, out=new(theta))
+            theta = torch.add(theta, gradient, alpha=-self.inner.lr, out=empty_like(theta))
         return theta, {**state, DELAYED: total}
-
-
-@dataclass(frozen=True)
-class DelayedNesterovByGroup:
-    """`DelayedNesterov` of a chunk whose elements differ in learning rate and momentum.
-
-    `rates` cover the chunk, in order.
-    """
-
-    remembers: ClassVar[int] = 2
-
-    rates: Sequence[Rate]
-    size: int
-    c: float
-
-    def at(self, schedule: OuterSchedule, count: int) -> DelayedNesterovByGroup:
-        factor = schedule.factor(count)
-        return replace(self, rates=[replace(each, lr=each.lr * factor) for each in self.rates])
-
-    def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like
-    ) -> Stepped:
-        stepped = []
-        for rate in self.rates:
-            part = slice(rate.start, rate.stop)
-            outer = DelayedNesterov(rate.lr, rate.momentum, self.size, self.c)
-            piece = {name: tensor[part] for name, tensor in state.items()}
-            stepped.append(outer.step(theta[part], gradient[part], piece, count))
-        if len(stepped) == 1:
-            return stepped[0]
-        names = stepped[0][1]
-        return (
-            torch.cat([moved for moved, _ in stepped]),
-            {name: torch.cat([after[name] for _, after in stepped]) for name in names},
-        )

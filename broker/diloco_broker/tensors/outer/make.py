@@ -55,7 +55,7 @@ def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = Non
     """The outer optimizer that the configuration asks for.
 
     `factory` makes a torch optimizer for each fragment. With no `outer` each gradient goes through it;
-    with "fedbuff" and "dn" see `TorchOuter`. Raises UsageError for options that contradict each other.
+    with "fedbuff" the mean of each N does. Raises UsageError for options that contradict each other.
     """
     return OUTERS[config.outer_name](config) if factory is None else _by_factory(config, factory)
 
@@ -72,7 +72,7 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
     )
     if config.outer is None:
         instead |= dict.fromkeys(
-            ("dn_buffer", "dn_c", "dn_variant"), "choose --outer dn or fedbuff as well"
+            ("dn_buffer", "dn_c", "dn_variant"), "choose --outer fedbuff as well"
         )
     if not config.outer_schedule.warmup.is_constant:
         instead["outer_momentum_warmup"] = "let the optimizer that is returned do it"
@@ -87,10 +87,8 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
         case None:
             return TorchOuter(factory)
         case "fedbuff":
-            return TorchOuter(factory, "fedbuff", config.dn_size)
-        case "dn":
-            return TorchOuter(factory, config.dn_variant, config.dn_size, config.dn_c)
+            return TorchOuter(factory, config.dn_size)
     raise UsageError(
-        f"--outer {config.outer} and outer_optimizer_factory exclude each other; leave one out (dn and "
+        f"--outer {config.outer} and outer_optimizer_factory exclude each other; leave one out (only "
         "fedbuff can be combined with a factory)."
     )

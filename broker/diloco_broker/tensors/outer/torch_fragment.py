@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from diloco_broker.tensors.outer.chunked import Rate
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import OuterGroup
@@ -58,8 +57,8 @@ class TorchFragment:
     """A fragment's parameters in tensors of their own, and the torch optimizer over them.
 
     Chunks of parameters are named by their number in the fragment, which has some. All chunks of
-    `masters` are placed; they are copied. `reads` are settings that each group has to have. Raises
-    UsageError where the factory fails, or returns what cannot be used.
+    `masters` are placed; they are copied. Raises UsageError where the factory fails, or returns what
+    cannot be used.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class TorchFragment:
         factory: OuterOptimizerFactory,
         layout: FragmentLayout,
         masters: list[Tensor | None],
-        reads: Iterable[str] = (),
     ) -> None:
         places = [place for place in layout.places if place.segment is Segment.PARAMETERS]
         spans = [span for span in layout.spans if span.segment is Segment.PARAMETERS]
@@ -76,7 +74,6 @@ class TorchFragment:
         self._parameters = FragmentParameters(
             layout.fragment, {p.entry.name: Parameter(torch.empty(p.entry.shape)) for p in places}
         )
-        self._reads = frozenset(reads)
         self.load(masters, self.spans)
         self.optimizer = self._make(factory)
         self._check()
@@ -178,37 +175,6 @@ class TorchFragment:
             elif "momentum" in settings:
                 group["betas"] = (settings["momentum"], *group["betas"][1:])
 
-    def rates(self, index: int) -> list[Rate]:
-        """lr and momentum of each part of a chunk, as its groups say them now, or UsageError."""
-        found: list[Rate] = []
-        numbers = self._group_numbers()
-        for piece in self._pieces[index]:
-            number = numbers[id(self._parameters[piece.parameter])]
-            start, stop = piece.in_chunk.start, piece.in_chunk.stop
-            lr = self._value(number, "lr")
-            momentum = self._value(number, "momentum") if "momentum" in self._reads else 0.0
-            if found and (found[-1].lr, found[-1].momentum) == (lr, momentum):
-                start = found.pop().start
-            found.append(Rate(start, stop, lr, momentum))
-        return found
-
-    def _group_numbers(self) -> dict[int, int]:
-        """Which group each parameter is in, by its `id`."""
-        groups = enumerate(self.optimizer.param_groups)
-        return {id(parameter): number for number, group in groups for parameter in group["params"]}
-
-    def _value(self, number: int, what: str) -> float:
-        """lr or momentum of a group; beta 1 is the momentum of Adam's kind."""
-        group = self.optimizer.param_groups[number]
-        found = _momentum(group) if what == "momentum" else group.get(what)
-        if found is not None:
-            return float(found)
-        keys = "neither momentum nor betas" if what == "momentum" else f"no {what}"
-        raise UsageError(
-            f"Group {number} of {self._name} has {keys}, which --outer dn reads; choose an optimizer "
-            "that has it, such as torch.optim.SGD."
-        )
-
     # Making it.
 
     @property
@@ -232,7 +198,7 @@ class TorchFragment:
         return made
 
     def _check(self) -> None:
-        """The optimizer can be saved, has all parameters, and has the settings that are read."""
+        """The optimizer can be saved, and has all parameters."""
         fragment = self._parameters.fragment
         try:
             json.dumps(self.optimizer.state_dict()["param_groups"])
@@ -241,20 +207,17 @@ class TorchFragment:
                 f"outer_optimizer_factory returned an optimizer whose settings cannot be saved "
                 f"({error}); give plain numbers, such as lr=0.1 instead of a tensor."
             ) from None
-        held = self._group_numbers()
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         lacking = [name for name, p in self._parameters.named.items() if id(p) not in held]
         if lacking:
             raise UsageError(
                 f"outer_optimizer_factory left {len(lacking)} of {len(self._parameters)} parameters "
                 f"of fragment {fragment} out, the first is {lacking[0]}; {WANTED}."
             )
-        if self._reads:
-            for index in self.spans:
-                self.rates(index)
 
 
 def _momentum(group: Mapping[str, Any]) -> Any:
-    """Momentum of a group; beta 1 is that of Adam's kind. None where it has neither."""
+    """Momentum of a group, or beta 1 of Adam's kind; None where it has neither."""
     betas = group.get("betas")
     return group.get("momentum", betas[0] if betas else None)
 

@@ -11,35 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from diloco_broker.tensors.outer.chunked import DELAYED, State, added
-from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory, TorchFragment, placed
+from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory, TorchFragment
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.tensors.codecs import is_finite
-
-# Settings of the optimizer's groups that the steps of Delayed Nesterov read.
-READ = {"direct": ("lr",), "paper": ("lr", "momentum")}
 
 
 @dataclass(frozen=True)
 class TorchOuter:
-    """An outer optimizer made by a factory, and by which rule it is used.
-
-    "each": each gradient goes through `optimizer.step()`; "fedbuff": the mean of each `size` does;
-    "direct": that, and between them theta <- theta - lr g (see `chunked.Buffered`); "paper": the
-    optimizer is never stepped, its groups say lr and momentum of Delayed Nesterov (see
-    `chunked.DelayedNesterov`), and its parameters keep their first values.
-    """
-
-    remembers: ClassVar[int] = 0  # in chunks; its optimizers have memory of their own
+    """An outer optimizer made by a factory: each gradient, or the mean of each `size`, is a step."""
 
     factory: OuterOptimizerFactory  # called once for each fragment
-    rule: str = "each"
     size: int = 1  # N, gradients in a buffer
-    c: float = 0.0  # of Delayed Nesterov
 
 
 class WholeTensors:
@@ -61,7 +47,7 @@ class WholeTensors:
         self._masters = masters
         self._states = states
         self._fits = fits
-        self.fragment = TorchFragment(outer.factory, layout, masters, READ.get(outer.rule, ()))
+        self.fragment = TorchFragment(outer.factory, layout, masters)
         self._spans = self.fragment.spans
         self._awaited = set(self._spans)
         self._turns: list[dict[int, Tensor]] = []
@@ -100,24 +86,16 @@ class WholeTensors:
             Chunks of which something was left out because a result was not finite: this gradient,
             which then leaves no trace, or a buffer.
         """
-        if self._outer.rule == "each":
-            is_taken = self._step(gradients, factor)
-        elif (count + 1) % self._outer.size:
-            is_taken = self._fill(gradients, factor)
-        else:
+        if self._outer.size == 1:
+            return set() if self._step(gradients, factor) else set(gradients)
+        if (count + 1) % self._outer.size == 0:
             return self._empty(gradients, factor)
-        return set() if is_taken else set(gradients)
-
-    def _fill(self, gradients: Mapping[int, Tensor], factor: float) -> bool:
-        """Add a gradient to the buffer, between boundaries."""
         totals = self._totals(gradients)
         if not _are_finite(totals):
-            return False
-        if self._outer.rule == "direct" and not self._descend(gradients, factor):
-            return False
+            return set(gradients)
         for index, total in totals.items():
             self._states[index] = {DELAYED: total}
-        return True
+        return set()
 
     def _empty(self, gradients: Mapping[int, Tensor], factor: float) -> set[int]:
         """Step on the mean of the buffer, at a boundary; without its gradient if that is unusable.
@@ -157,19 +135,6 @@ class WholeTensors:
         fragment.load_state_dict(saved)
         fragment.load(self._masters, self._spans)
         return False
-
-    def _descend(self, gradients: Mapping[int, Tensor], factor: float) -> bool:
-        """theta <- theta - lr g, with the lr of each group times the factor."""
-        moved = {}
-        for index, gradient in gradients.items():
-            values = moved[index] = placed(self._masters, index).clone()
-            for rate in self.fragment.rates(index):
-                part = slice(rate.start, rate.stop)
-                values[part].add_(gradient[part], alpha=-rate.lr * factor)
-        if not self._keep(moved):
-            return False
-        self.fragment.load(self._masters, moved)
-        return True
 
     def _keep(self, values: Mapping[int, Tensor]) -> bool:
         """Put new chunks in the place of the old, if all of them can be sent."""

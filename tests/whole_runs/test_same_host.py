@@ -1,18 +1,13 @@
-"""Workers on the broker's machine send chunks through a socket file, over TCP where they cannot."""
+"""Workers on the broker's machine send chunks through a Unix socket, over TCP where they cannot."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing.util
 import os
-import shutil
-import signal
+import secrets
 import socket
-import stat
-import tempfile
-from collections.abc import Iterator
+import subprocess
+import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,34 +15,22 @@ import torch
 import zmq
 
 from diloco_broker import Broker
-from diloco_broker.shell.same_host import SocketFolder
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.shell import link as link_module
 from kit.keyed_broker import file_of
 from kit.layers import Layers, delta, name_of
-from kit.process_kit import PATIENCE_S, Processes, a_free_address, wait_for
+from kit.process_kit import PATIENCE_S, wait_for
 from kit.whole_run import make_config, run, trainees
 
-pytest_plugins = ("kit.key_fixtures", "kit.process_fixtures")
+pytest_plugins = ("kit.key_fixtures",)
 
 CHUNK = 16
 
 
-@pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    # pytest's own folders are too deep for the path of a socket.
-    multiprocessing.util.get_temp_dir()  # it keeps its own for as long as the process lives
-    folder = Path(tempfile.mkdtemp(prefix="t"))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    shutil.rmtree(folder)
-
-
 def way_of(hook: DiLoCoWorker | DiLoCoClient) -> str:
-    """The socket file that its chunks go through."""
+    """The Unix socket that its chunks go through."""
     link = hook._link
     assert link is not None
     return str(link.shortcut)
@@ -64,7 +47,7 @@ def a_config(**options: Any) -> Any:
     return make_config(**{"sync_every": 3, "chunk_elements": CHUNK, "workers": 2} | options)
 
 
-def test_chunks_go_through_the_file_and_nothing_but_words_over_tcp() -> None:
+def test_chunks_go_through_the_socket_and_nothing_but_words_over_tcp() -> None:
     model = torch.nn.Linear(500, 400, bias=False)  # 800 kB
     sent: dict[bool, int] = {}
     for ipc in (True, False):
@@ -97,32 +80,28 @@ def test_runs_are_the_same_either_way() -> None:
         assert torch.equal(ends[1][name], value)
 
 
-def test_folder_is_of_this_user_alone_and_goes_with_the_broker(own_temporary_folder: Path) -> None:
+ENTER_AS_NOBODY = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as probe:
+    probe.settimeout(20)
+    probe.connect("\\0" + sys.argv[1].removeprefix("ipc://@"))
+    print(len(probe.recv(64)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_socket_is_open_to_the_user_of_the_broker_alone() -> None:
     with Broker(a_config()) as broker:
-        (folder,) = own_temporary_folder.glob("diloco-*")
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert broker._loop.sockets.own_address == f"ipc://{folder}/s"
-    assert not folder.exists()
+        address = broker._loop.sockets.own_address
+        assert address is not None and can_be_entered(address)
+        command = [sys.executable, "-c", ENTER_AS_NOBODY, address]
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        assert said.stdout.strip() == "0", "no greeting"
+    assert not can_be_entered(address)
 
 
-def test_path_that_is_too_long_leaves_tcp(
-    own_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    deep = own_temporary_folder / ("d" * 120)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with Broker(a_config(workers=1)) as broker:
-        assert not list(deep.iterdir())
-        run(broker, trainees(1), 3, after=lambda hook, *_: _has(way_of(hook), ""))
-    assert "come over TCP, too" in caplog.text
-
-
-def _has(found: str, wanted: str) -> None:
-    assert found == wanted
-
-
-def test_socket_file_that_breaks_alone_twice_is_left_out_once() -> None:
+def test_socket_that_breaks_alone_twice_is_left_out_once() -> None:
     with (
         Broker(a_config(workers=1)) as broker,
         DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
@@ -154,47 +133,6 @@ def _shut(descriptor: int) -> None:
         found.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.slow
-def test_broker_that_was_killed_leaves_nothing_behind_the_next_one(
-    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {
-        "sync_every": 3,
-        "workers": 1,
-        "bind": a_free_address(),
-        "save_dir": str(tmp_path / "run"),
-        "chunk_elements": CHUNK,
-    }
-    broker = processes.broker(**options)
-    worker = processes.train("w0", broker.address(), 200, 0.01)
-    broker.says("Round 3 closed")
-    old = folder_of(broker.pid)
-    # The processes may have another folder of temporary files than this one.
-    monkeypatch.setattr(tempfile, "tempdir", str(old.parent))
-    other = SocketFolder()  # of a broker that lives
-    broker.kill()
-    assert old.exists()
-    broker = processes.broker(**options)
-    broker.says("Round 6 closed")
-    assert not old.exists()
-    assert folder_of(broker.pid).parent == old.parent
-    assert os.path.exists(os.path.dirname(other.path))
-    worker.kill()
-    broker.gets(signal.SIGTERM)
-    broker.ends()
-    other.close()
-
-
-def folder_of(broker: int) -> Path:
-    """The private folder of a process, by the lock that it holds."""
-    held = set()
-    for each in Path(f"/proc/{broker}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            held.add(os.readlink(each))
-    (lock,) = [each for each in held if "/diloco-" in each and each.endswith("/lock")]
-    return Path(lock).parent
-
-
 def test_keys_are_asked_for_there_as_well(keyed: Broker, folder: KeyFolder) -> None:
     with DiLoCoClient(keyed.address, keys=file_of(folder, "w0"), timeout=PATIENCE_S) as client:
         client.join(Layers(1))
@@ -217,28 +155,22 @@ def test_keys_are_asked_for_there_as_well(keyed: Broker, folder: KeyFolder) -> N
             context.destroy(linger=0)
 
 
-def test_worker_enters_only_what_is_private_and_answers(own_temporary_folder: Path) -> None:
-    made = SocketFolder()
-    assert not can_be_entered(made.address), "nobody listens"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(made.path)
-        listener.listen()
-        assert can_be_entered(made.address)
-        os.chmod(os.path.dirname(made.path), 0o750)
-        assert not can_be_entered(made.address)
-        os.chmod(os.path.dirname(made.path), 0o700)
-        link = own_temporary_folder / "diloco-link"
-        link.symlink_to(os.path.dirname(made.path))
-        assert not can_be_entered(f"ipc://{link}/s")
-    other = own_temporary_folder / "other"
-    other.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(other / "s"))
-        listener.listen()
-        assert not can_be_entered(f"ipc://{other}/s"), "a socket of some other program"
-    for each in ("tcp://127.0.0.1:1", "", "ipc://", "ipc://diloco-/\0", "ipc:///" + "x" * 5000):
+def test_worker_enters_only_what_is_called_so_and_answers() -> None:
+    name = f"test-{secrets.token_hex(8)}"
+    assert not can_be_entered(f"ipc://@diloco-{name}"), "nobody listens"
+    for prefix, can in (("diloco-", True), ("other-", False)):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{prefix}{name}")
+            listener.listen()
+            assert can_be_entered(f"ipc://@{prefix}{name}") == can
+    for each in (
+        "tcp://127.0.0.1:1",
+        "",
+        "ipc://",
+        "ipc:///diloco-x",
+        "ipc://@diloco-" + "x" * 500,
+    ):
         assert not can_be_entered(each)
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -266,22 +198,17 @@ def test_proxies_have_other_addresses_than_the_broker(
     assert leads_to(dialled, bound) == leads
 
 
-def test_file_that_goes_behind_the_look_at_it_costs_a_moment(
-    monkeypatch: pytest.MonkeyPatch, own_temporary_folder: Path
+def test_socket_that_goes_behind_the_look_at_it_costs_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ZeroMQ alone would try it for ever."""
-
-    def enters(address: str) -> bool:
-        can = can_be_entered(address)
-        for folder in own_temporary_folder.glob("diloco-*"):
-            shutil.rmtree(folder)
-        return can
-
-    monkeypatch.setattr(link_module, "can_be_entered", enters)
-    with (
-        Broker(a_config(workers=1)) as broker,
-        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
-    ):
+    looks = iter([True])
+    monkeypatch.setattr(link_module, "can_be_entered", lambda address: next(looks, False))
+    broker = Broker(a_config(workers=1))
+    sockets = broker._loop.sockets
+    assert sockets.own_address is not None
+    sockets._router.unbind(sockets.own_address)
+    with broker, DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
         client.join(Layers(1))
         client.push({name_of(0): delta(0, 0)}, steps=1)
         client.pull()

@@ -366,7 +366,7 @@ class Options:
         reads=Path,
     )
     ipc: bool = WIRE.option(
-        True, SWITCH, "Workers of this machine and user send chunks through a socket file."
+        True, SWITCH, "Workers of this machine and user send chunks through a Unix socket."
     )
     insecure: bool = WIRE.option(
         False, SWITCH, "Allow an address other machines reach, without keys: everybody may steer."

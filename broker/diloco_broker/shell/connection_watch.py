@@ -9,16 +9,17 @@ was nothing left to receive: a turn takes one message of each, and more may wait
 whole messages is never ended for their number, however busy the loop is.
 
 An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times what is counted here. ZeroMQ
-reads 17,000 of them in a millisecond, and we drop 2,500 (`surplus`). So a look comes a millisecond after
-the first bytes of somebody who has not joined: a message of 60,000 empty frames takes the loop 20 ms.
+reads 17,000 of them in a millisecond, and we drop 1,100. So while bytes come of somebody who has not
+joined there is a look each millisecond: a message of 30,000 empty frames takes the loop 27 ms.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
-from typing import Protocol
+
+import zmq
 
 from diloco_broker.core.versions.readers import (
     MAX_OBSERVER_CREDIT,
@@ -26,7 +27,7 @@ from diloco_broker.core.versions.readers import (
     WORKER_GOES_ON_WITHIN_S,
 )
 from diloco_broker.shell.chunks_on_the_way import ChunksOnTheWay, Piece, end_keepers_of_old
-from diloco_broker.shell.tcp_figures import TcpFigures
+from diloco_broker.shell.tcp_figures import Descriptor, TcpFigures
 from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES
 from diloco_protocol.roles import Peer
 
@@ -59,8 +60,8 @@ MOST_STRANGERS = 256
 # What ZeroMQ says before it lets anybody in: its greeting, and that of CURVE to whoever knows our public
 # key (RFC 26). Who has been sent more is somebody, and not only a connection.
 SAID_TO_ANYBODY = 256
-# Seconds between two looks: at strangers of whom bytes have come, and at everybody. A look at many takes
-# long, so that there is a share of the time that looks may take.
+# Seconds between two looks: at those who have not joined while bytes come of them, and at everybody. A
+# look at many takes long, so that there is a share of the time that looks may take.
 STRANGERS_EVERY_S = 0.001
 EVERYBODY_EVERY_S = 0.1
 SHARE_OF_LOOKS = 0.1
@@ -81,14 +82,6 @@ def on_the_wire(size: int, *, encrypted: bool) -> int:
     return body + (2 if body <= 255 else 9)
 
 
-class Transport(Protocol):
-    """A connection of the system; `Descriptor` is one."""
-
-    def figures(self) -> TcpFigures | None: ...
-
-    def shut(self) -> None: ...
-
-
 @dataclass
 class Connection:
     """One connection.
@@ -102,13 +95,12 @@ class Connection:
         owed: bytes of a message that had not ended at the last look but one.
         left: bytes that wait for the other side to read them, but for those of chunks.
         chunks: those of the parameters that do.
-        is_settled: nothing has come that is not in `owed` yet.
         is_member: of somebody who had joined at the last look.
         is_surely_named: `route` is not that of an earlier connection with the same descriptor.
         is_to_end: as soon as it is surely named.
     """
 
-    transport: Transport | None  # None where it ended before its last message was received
+    transport: Descriptor | None  # None where it ended before its last message was received
     route: bytes | None = None
     peer: Peer | None = None
     opened_at: int = 0
@@ -117,7 +109,6 @@ class Connection:
     owed: int = 0
     left: int = 0
     chunks: ChunksOnTheWay = field(default_factory=ChunksOnTheWay)
-    is_settled: bool = True
     is_member: bool = False
     is_ended: bool = False
     is_surely_named: bool = False
@@ -144,13 +135,14 @@ class Connection:
         figures = None if self.transport is None else self.transport.figures()
         self._taken = figures.taken if figures is not None else self._taken
         self.heard = self.owed = self._came = self.sent = 0
+        self.is_to_end = False
         self.chunks.clear()
 
     def see(self, now: float, turns: int, everybody: int) -> None:
         """Look at what the system has counted; `everybody` is how many turns all have had theirs in."""
         figures = None if self.transport is None or self.is_ended else self.transport.figures()
         if figures is None:
-            self.owed, self.left, self.is_settled = 0, 0, True
+            self.owed, self.left = 0, 0
             self.chunks.clear()
             return
         self._see_sent(figures, now)
@@ -166,7 +158,6 @@ class Connection:
         self.heard = 0
         self._came, self._taken = figures.taken - self._taken, figures.taken
         self._seen_at = turns
-        self.is_settled = not self._came
 
     def _see_sent(self, figures: TcpFigures, now: float) -> None:
         has_moved = figures.delivered != self._delivered
@@ -199,7 +190,8 @@ class Connection:
 class ConnectionWatch:
     """The connections of one socket.
 
-    `arm` is called with the descriptor of a connection of which `stirred` is to tell the next bytes.
+    `poll` is called with the descriptor of a connection and whether it is to be polled: those are who
+    have not joined. While one of them is `stirred`, there are more looks.
 
     Attributes:
         next_look: when `look` wants to be called again.
@@ -209,40 +201,48 @@ class ConnectionWatch:
     def __init__(
         self,
         strangers_may_owe: int = STRANGERS_MAY_OWE,
-        arm: Callable[[int], None] = lambda number: None,
+        poll: Callable[[int, int], object] = lambda number, flags: None,
         most_strangers: int = MOST_STRANGERS,
     ) -> None:
         self._most_strangers = most_strangers
         self._strangers_may_owe = strangers_may_owe
-        self._arm = arm
+        self._poll = poll
         self.next_look = 0.0
         self.turns = 0
         self._next_at_all = self._rests_until = 0.0
-        self._members = 0  # connections of members, as of the last look at all
-        self._unsettled: dict[
-            int, None
-        ] = {}  # numbers of strangers of whom bytes have come, in order
         self._by_number: dict[int, Connection] = {}
+        # Those of `_by_number` who had not joined at the last look.
+        self._strangers: dict[int, Connection] = {}
         self._by_route: dict[bytes, Connection] = {}
         # Routes of connections that have ended, and whether we have ended them: what of theirs still
         # waits is of nobody else. Nothing does once there was nothing left to receive.
         self._gone: dict[bytes, bool] = {}
         self._newest: dict[int, int] = {}  # counter of each fragment that a chunk was sent of
 
-    def opened(self, number: int, transport: Transport) -> None:
+    def opened(self, number: int, transport: Descriptor) -> None:
         """A connection was made, with this file descriptor."""
         self.closed(number)
-        self._by_number[number] = Connection(transport, opened_at=self.turns)
-        self._arm(number)
-        if len(self._by_number) - self._members > self._most_strangers:
-            self._next_at_all = 0.0
+        connection = self._by_number[number] = Connection(transport, opened_at=self.turns)
+        self._mark(number, connection, is_member=False)
+        if len(self._strangers) > self._most_strangers:
             self.next_look = min(self.next_look, self._rests_until)
+
+    def _mark(self, number: int, connection: Connection, *, is_member: bool) -> None:
+        connection.is_member = is_member
+        if is_member:
+            del self._strangers[number]
+        else:
+            self._strangers[number] = connection
+        self._poll(number, 0 if is_member else zmq.POLLIN)
 
     def closed(self, number: int) -> None:
         """The connection with this file descriptor has ended."""
-        self._unsettled.pop(number, None)
         connection = self._by_number.pop(number, None)
-        if connection is not None and connection.route is not None:
+        if connection is None:
+            return
+        if self._strangers.pop(number, None) is not None:
+            self._poll(number, 0)
+        if connection.route is not None:
             self._by_route.pop(connection.route, None)
             if connection.route.startswith(DRAWN):
                 self._gone[connection.route] = connection.is_ended
@@ -275,29 +275,24 @@ class ConnectionWatch:
         former = self._by_route.get(route)
         if former is not None and former is not connection:  # its name was wrong
             del self._by_route[route]
-            former.route, former.is_to_end = None, False
+            former.route = None
             former.begin_again()
         if connection is None:  # it has ended already
             return Connection(None, route, peer)
         is_sure = self.turns - connection.opened_at >= EVERYBODY
         if connection.route == route:
             connection.is_surely_named |= is_sure
-            self._end_if_asked(connection)
+            if connection.is_to_end:
+                self.end(route)
             return connection
         if connection.route is not None:
             if connection.is_surely_named or not is_sure:
                 return Connection(None, route, peer)
             self._by_route.pop(connection.route, None)
-            connection.is_to_end = False
             connection.begin_again()
         connection.route, connection.peer, connection.is_surely_named = route, peer, is_sure
         self._by_route[route] = connection
         return connection
-
-    def may_be_sure(self, connection: Connection) -> bool:
-        """Whether another message can tell that its name is right."""
-        named = connection.is_surely_named
-        return not named and self.turns - connection.opened_at >= EVERYBODY
 
     def end(self, route: bytes) -> None:
         """End the connection that is called so; where that is not sure, once it is.
@@ -307,20 +302,13 @@ class ConnectionWatch:
         connection = self._by_route.get(route)
         if connection is not None:
             connection.is_to_end = True
-            self._end_if_asked(connection)
+            if connection.is_surely_named:
+                connection.shut()
 
-    def _end_if_asked(self, connection: Connection) -> None:
-        if connection.is_to_end and connection.is_surely_named:
-            connection.shut()
-
-    def stirred(self, numbers: Iterable[int], now: float) -> None:
-        """Bytes have come of these connections of strangers."""
-        for number in numbers:
-            if number in self._by_number:
-                self._by_number[number].is_settled = False
-                self._unsettled[number] = None
-        if self._unsettled:
-            self.next_look = min(self.next_look, now + STRANGERS_EVERY_S)
+    def stirred(self, ready: Collection[object]) -> None:
+        """Of these there are bytes to be read; among them may be descriptors of strangers."""
+        if not self._strangers.keys().isdisjoint(ready):
+            self.next_look = min(self.next_look, self._rests_until)
 
     def shut_those_of(self, peers: Container[Peer]) -> None:
         """End the connections of these keys, and those of which nobody knows whose they are.
@@ -337,36 +325,27 @@ class ConnectionWatch:
             return []
         began = time.thread_time()
         is_at_all = now >= self._next_at_all
-        numbers = list(self._by_number if is_at_all else self._unsettled)
-        strangers: list[Connection] = []
         ended: list[str] = []
         everybody = 2 * len(self._by_number) + 2  # ZeroMQ takes one of each in turn
-        for number in numbers:
-            connection = self._by_number[number]
-            is_member = connection.is_member = connection.route in members
+        for number, connection in list((self._by_number if is_at_all else self._strangers).items()):
+            is_member = connection.route in members
+            if is_member is not connection.is_member:
+                self._mark(number, connection, is_member=is_member)
             connection.see(now, self.turns, everybody)
-            if is_member or connection.is_settled:
-                self._unsettled.pop(number, None)
-            if not is_member and not connection.is_ended:
-                strangers.append(connection)
-                if connection.is_settled:
-                    self._arm(number)
             may_owe = MEMBERS_MAY_OWE if is_member else self._strangers_may_owe
             why = connection.too_much(is_member=is_member, may_owe=may_owe, now=now)
-            if why is not None:
+            if why is not None and not connection.is_ended:
                 connection.shut()
                 ended.append(why)
+        strangers = [each for each in self._strangers.values() if not each.is_ended]
         strangers.sort(key=lambda each: each.was_let_in)
         ended += _bound_together(strangers, self._most_strangers)
         if is_at_all:
             ended += end_keepers_of_old((c for c in strangers if not c.is_ended), self._newest)
-            self._members = len(self._by_number) - len(strangers)
             self._next_at_all = now + EVERYBODY_EVERY_S
         pause = max(STRANGERS_EVERY_S, (time.thread_time() - began) / SHARE_OF_LOOKS)
         self._rests_until = now + pause
-        self.next_look = (
-            min(self._next_at_all, now + pause) if self._unsettled else self._next_at_all
-        )
+        self.next_look = max(self._next_at_all, self._rests_until)
         return ended
 
 

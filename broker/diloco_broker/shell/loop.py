@@ -270,7 +270,7 @@ class Loop:
         timeout_s = min(self._next_tick, self._next_feed, self.sockets.next_look) - now
         if self._strangers or self.tensors or (self._pieces is not None and self._pieces.results):
             timeout_s = 0.0
-        has_messages = self.sockets.wait(timeout_s, self.now)
+        has_messages = self.sockets.wait(timeout_s)
         self._rests = has_messages and self._receive()
         self._report_saves()
         self._send_piece()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import os
+import secrets
 import socket
-from collections.abc import Callable, Container
+import sys
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +24,12 @@ from diloco_broker.shell.connection_watch import (
     ConnectionWatch,
     on_the_wire,
 )
-from diloco_broker.shell.same_host import SocketFolder
-from diloco_broker.shell.surplus import dropper
-from diloco_broker.shell.tcp_figures import Arrivals, Descriptor
+from diloco_broker.shell.tcp_figures import Descriptor
 from diloco_broker.storage.key_folder import KeyFolder
+from diloco_protocol.clients.same_host import OWN_SOCKET
 from diloco_protocol.errors import UsageError
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_BUFFER_BYTES, MAX_FRAMES
 from diloco_protocol.roles import Peer
-
-logger = logging.getLogger("diloco.broker")
 
 # How long the last messages may take to get out.
 LINGER_MS = 1000
@@ -47,6 +46,8 @@ LONGEST_SUBSCRIPTION = 1024
 HANDSHAKE_WITHIN_MS = 10_000
 # Connections that came or went, of which one turn of the loop takes notice: 10 ms.
 CHANGES_A_TURN = 512
+# Frames of a message with too many that are dropped in one call: 0.5 ms.
+SURPLUS_A_CALL = 512
 # As plain numbers: the sums of enum members cost more than the sends.
 MORE = int(zmq.SNDMORE)
 ROUTE_FLAGS = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -78,7 +79,7 @@ class Sockets:
     `address` and `feed_address` say where they are. `keys` says who may connect; None: everybody.
     Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
     bound. `workers` is how many may come at once. With `same_host` workers of this machine and this user
-    find another way in at `own_address`, where there can be one: see `same_host`.
+    find another way in at `own_address`, a Unix socket, on Linux.
     """
 
     def __init__(
@@ -101,12 +102,14 @@ class Sockets:
             raise
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
         self.feed_address = self._pub.get_string(zmq.LAST_ENDPOINT)
-        self._folder: SocketFolder | None = None
         self.own_address: str | None = None
-        if same_host and self.address.startswith("tcp://"):
-            self._open_own_way()
-        self._arrivals = Arrivals()
-        self._watch = ConnectionWatch(arm=self._arrivals.arm, most_strangers=self._most_strangers)
+        if same_host and self.address.startswith("tcp://") and sys.platform == "linux":
+            self.own_address = f"{OWN_SOCKET}{secrets.token_hex(16)}"
+            # Connections through it are not counted as those of TCP are, so ZeroMQ closes those of
+            # other users as it accepts them. The kernel says whose they are.
+            self._router.set(zmq.IPC_FILTER_UID, os.geteuid())
+            self._router.bind(self.own_address)
+        self._watch = ConnectionWatch(poll=self._poll, most_strangers=self._most_strangers)
         self._readers = ConnectionWatch(READERS_MAY_OWE)
         # A worker that was killed shows as a closed connection long before its heartbeats are missed.
         self._monitors = [
@@ -114,10 +117,8 @@ class Sockets:
             (self._pub.get_monitor_socket(CHANGES), self._readers),
         ]
         self._has_lost = False
-        self._drop = dropper(self._router)
-        self._surplus_of: Connection | None = (
-            None  # of whose message frames are still to be dropped
-        )
+        # Of whose message frames are still to be dropped.
+        self._surplus_of: Connection | None = None
         self._alarm, self._bell = socket.socketpair()
         self._alarm.setblocking(False)
         self._bell.setblocking(False)
@@ -126,26 +127,19 @@ class Sockets:
         self._poller.register(self._alarm, zmq.POLLIN)
         for monitor, _ in self._monitors:
             self._poller.register(monitor, zmq.POLLIN)
-        self._at_rest = zmq.Poller()
-        if self._arrivals.descriptor is not None:
-            self._at_rest.register(self._arrivals.descriptor, zmq.POLLIN)
-            self._poller.register(self._arrivals.descriptor, zmq.POLLIN)
+        self._at_rest = zmq.Poller()  # has those who have not joined, and nothing else
         if self._doorkeeper is not None:
             self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
 
-    def _open_own_way(self) -> None:
-        try:
-            self._folder = SocketFolder()
-            self._router.bind(self._folder.address)
-        except (OSError, zmq.ZMQError) as error:  # TCP will do
-            logger.info("Workers of this machine come over TCP, too: %s.", error)
-        else:
-            self.own_address = self._folder.address
+    def _poll(self, number: int, flags: int) -> None:
+        """Poll a descriptor of a connection, or with no flags no longer."""
+        for poller in (self._poller, self._at_rest):
+            poller.register(number, flags)
 
-    def wait(self, seconds: float, now: Callable[[], float]) -> bool:
-        """Wait for a message or for `wake`, at most so long. Returns whether there is a message.
+    def wait(self, seconds: float) -> bool:
+        """Wait for a message, for `wake`, or for bytes of somebody who has not joined.
 
-        `now` is the clock that `look` runs on.
+        At most so long. Returns whether there is a message.
         """
         found = dict(self._poller.poll(max(0, int(seconds * 1000)) + (seconds > 0)))
         if self._alarm.fileno() in found:
@@ -155,8 +149,7 @@ class Sockets:
             self._doorkeeper.answer()
         if any(monitor in found for monitor, _ in self._monitors):
             self._see_changes()
-        if self._arrivals.descriptor in found:
-            self._watch.stirred(self._arrivals.take(), now())
+        self._watch.stirred(found.keys())
         if self._router not in found:
             self._watch.has_received_all()
         return self._router in found
@@ -184,10 +177,7 @@ class Sockets:
         which then returns no frames: the frames of one message come before all other messages.
         """
         if self._surplus_of is not None:
-            if self._drop():
-                self._watch.end(self._surplus_of.route or b"")  # so many are no mistake
-            else:
-                self._surplus_of = None
+            self._drop_surplus(self._surplus_of)
             return Incoming(b"", [])
         try:
             first = last = self._router.recv(NOW, copy=False)
@@ -201,7 +191,7 @@ class Sockets:
             frames.append(last)
         route = first.bytes
         connection = self._watch.of(route)
-        if connection is None or self._watch.may_be_sure(connection):
+        if connection is None or not connection.is_surely_named:
             connection = self._named(route, last)
         self._surplus_of = connection if last.more else None
         buffers = [each.buffer for each in frames]
@@ -209,8 +199,15 @@ class Sockets:
         is_stranger = not connection.is_member
         return Incoming(route, buffers, connection.peer, is_stranger, connection.is_ended)
 
+    def _drop_surplus(self, connection: Connection) -> None:
+        for _ in range(SURPLUS_A_CALL):
+            if not self._router.recv(NOW, copy=False).more:
+                self._surplus_of = None
+                return
+        self._watch.end(connection.route or b"")  # so many are no mistake
+
     def _named(self, route: bytes, frame: zmq.Frame) -> Connection:
-        """The connection of this frame, of which nothing had come. This takes longer than the rest."""
+        """The connection of this frame, which is not surely known. This takes longer than the rest."""
         self._see_changes()  # it may be news that there is one
         peer = None
         if self._doorkeeper is not None:
@@ -314,10 +311,7 @@ class Sockets:
         self._pub.disable_monitor()
         self._alarm.close()
         self._bell.close()
-        self._arrivals.close()
         self._context.destroy(linger=LINGER_MS)
-        if self._folder is not None:
-            self._folder.close()
 
     def _bound(self, kind: int, address: str, option: str) -> zmq.Socket[Any]:
         """A new socket of this kind that listens there."""

@@ -69,7 +69,7 @@ class Following:
         next_tick = 0.0
         while not self._is_ending and self._takes_over is None:
             now = self._clock()
-            self.sockets.wait(max(0.0, min(next_tick - now, TICK_S)), self._clock)
+            self.sockets.wait(max(0.0, min(next_tick - now, TICK_S)))
             for _ in range(MESSAGES_A_TURN):
                 incoming = self.sockets.receive()
                 if incoming is None:

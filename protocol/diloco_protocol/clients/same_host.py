@@ -1,14 +1,19 @@
-"""The socket file that a broker offers to workers on its own machine: what both sides know of it."""
+"""The Unix socket that a broker offers to workers of its own machine and user: cheaper than TCP.
+
+It is an abstract one (unix(7), Linux alone): a name without a file, which goes with the process.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-import stat
+import struct
+import sys
 
-FOLDER = "diloco-"  # how the name of the folder begins that the socket file lies in
-LONGEST_PATH = 107  # bytes of a socket's path, on Linux
+ABSTRACT = "ipc://@"  # how ZeroMQ writes it
+OWN_SOCKET = f"{ABSTRACT}diloco-"
 PROBE_WITHIN_S = 1.0
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 def leads_to(dialled: str, bound: str) -> bool:
@@ -48,24 +53,18 @@ def _is_ours(host: str) -> bool:
 
 
 def can_be_entered(address: str) -> bool:
-    """Whether a socket file is in a private folder of this user, and somebody listens there.
+    """Whether a program of this user listens at such a socket of this machine, by the kernel's word.
 
-    What a broker says is not enough: it could name any socket of this machine.
+    What a broker says is not enough: it could name any socket.
     """
-    scheme, _, path = address.partition("://")
-    folder = os.path.dirname(path)
-    if scheme != "ipc" or not os.path.basename(folder).startswith(FOLDER):
-        return False
-    if not hasattr(socket, "AF_UNIX") or len(os.fsencode(path)) > LONGEST_PATH:
+    if not address.startswith(OWN_SOCKET) or sys.platform != "linux":
         return False
     try:
-        found = os.lstat(folder)
-        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
-            return False
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(PROBE_WITHIN_S)
-            probe.connect(path)
+            probe.connect("\0" + address.removeprefix(ABSTRACT))
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except (OSError, ValueError):
         return False
-    return True
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())

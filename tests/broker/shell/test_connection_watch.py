@@ -27,14 +27,14 @@ from diloco_broker.shell.connection_watch import (
     Connection,
     ConnectionWatch,
 )
-from diloco_broker.shell.tcp_figures import TcpFigures
+from diloco_broker.shell.tcp_figures import Descriptor, TcpFigures
 from diloco_protocol.roles import Peer, Role
 
 A = b"route of a"
 
 
 @dataclass
-class Wire:
+class Wire(Descriptor):
     """A connection of the system whose counters a test sets."""
 
     taken: int = 0
@@ -239,9 +239,9 @@ def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on:
 def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching) -> None:
     on.looks()
     assert on.watch.next_look > on.now + 10 * STRANGERS_EVERY_S
-    on.watch.stirred([7], on.now)
     found: list[str] = []
     while not found:
+        on.watch.stirred([7])
         on.wire.taken += STRANGERS_MAY_OWE // 2
         on.now = on.watch.next_look
         on.watch.turns += EVERYBODY
@@ -249,18 +249,23 @@ def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching)
     assert on.now < 100.3 + 5 * STRANGERS_EVERY_S
 
 
-@pytest.mark.usefixtures("looks_cost_nothing")
-def test_news_of_somebody_is_asked_for_again_once_nothing_comes() -> None:
-    armed: list[int] = []
-    watch, wire = ConnectionWatch(arm=armed.append), Wire()
-    watch.opened(7, wire)
-    assert armed == [7]
-    watch.stirred([7], 0.0)
-    for number, taken in enumerate((10, 20, 20, 20)):
-        wire.taken = taken
-        watch.turns += EVERYBODY
-        watch.look((), (number + 1) * STRANGERS_EVERY_S)
-    assert armed == [7, 7]
+def test_descriptors_are_polled_of_those_who_have_not_joined() -> None:
+    polled: set[int] = set()
+
+    def poll(number: int, flags: int) -> None:
+        (polled.add if flags else polled.discard)(number)
+
+    watch = ConnectionWatch(poll=poll)
+    for number in (7, 8):
+        watch.opened(number, Wire())
+    assert polled == {7, 8}
+    watch.name(A, 7, None)
+    watch.look({A}, 1.0)
+    assert polled == {8}
+    watch.closed(8)
+    assert polled == set()
+    watch.look(set(), 2.0)
+    assert polled == {7}, "it has left the run"
 
 
 def test_subscriber_of_the_feed_has_little_to_say() -> None:
@@ -388,14 +393,11 @@ def test_end_that_was_meant_for_a_connection_that_is_gone_ends_no_other(on: Watc
 
 def test_end_comes_with_the_next_message_where_the_name_was_not_sure(on: Watching) -> None:
     connection = on.named()
-    assert not on.watch.may_be_sure(connection)
     on.watch.end(A)
     on.watch.turns += EVERYBODY
-    assert on.watch.may_be_sure(connection)
     too_early = on.wire.is_shut
     assert on.watch.name(A, 7, None) is connection
     assert (too_early, on.wire.is_shut) == (False, True)
-    assert not on.watch.may_be_sure(connection), "it is looked up once"
 
 
 def test_what_waits_of_an_ended_connection_never_names_another(on: Watching) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import secrets
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -119,16 +117,12 @@ def test_each_connection_has_the_dtype_of_its_replies(scene: Scene) -> None:
     assert vector.tolist() == [2.0] * 4 * CHUNK
 
 
-@pytest.mark.parametrize("is_private", [True, False])
-def test_connection_goes_through_a_socket_file_where_the_process_may_enter(
-    scene: Scene, is_private: bool
+@pytest.mark.parametrize("is_brokers", [True, False])
+def test_connection_goes_through_a_unix_socket_that_is_called_as_those_of_brokers(
+    scene: Scene, is_brokers: bool
 ) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="diloco-"))
-    try:
-        path = f"ipc://{folder}/s"
-        scene.broker.bind(path)
-        folder.chmod(0o700 if is_private else 0o755)
-        nobody = "tcp://127.0.0.1:1"
-        scene.opens("fp32", nobody if is_private else scene.address, path)
-    finally:
-        shutil.rmtree(folder)
+    prefix = "diloco" if is_brokers else "other"
+    place = f"ipc://@{prefix}-{secrets.token_hex(8)}"
+    scene.broker.bind(place)
+    nobody = "tcp://127.0.0.1:1"
+    scene.opens("fp32", nobody if is_brokers else scene.address, place)

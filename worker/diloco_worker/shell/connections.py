@@ -73,7 +73,7 @@ class Connections:
     ) -> None:
         self._keys = keys
         self._context = context
-        self.is_shortened = False  # bulk goes through a socket file
+        self.is_shortened = False  # bulk goes through a Unix socket
         self._sockets: list[zmq.Socket[bytes]] = []
         # Of the connections that are up, by name: ZeroMQ's own descriptor, for a forked child to close,
         # and its inode.
@@ -136,12 +136,12 @@ class Connections:
                 if event["event"] == zmq.EVENT_CONNECTED:
                     self.descriptors[name] = (event["value"], inode_of(event["value"]))
                 elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
-                    # Over TCP that is what ZeroMQ is for. A socket file was there a moment ago, and a
+                    # Over TCP that is what ZeroMQ is for. A Unix socket was there a moment ago, and a
                     # broker that goes on says where it is now.
                     changes.unreached |= name == "control"
                     if name == "bulk" and self.is_shortened and changes.broken is None:
                         changes.is_of_bulk_alone = True
-                        changes.broken = "The socket file of the broker is gone."
+                        changes.broken = "The Unix socket of the broker is gone."
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self.descriptors.pop(name, None)
                     changes.is_of_bulk_alone = name == "bulk" and changes.broken is None

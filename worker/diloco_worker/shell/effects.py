@@ -41,7 +41,7 @@ class Network(Protocol):
     """The two connections to the broker, and what is known beside the session."""
 
     address: str
-    shortcut: str  # a socket file on this machine that chunks go through; empty where none do
+    shortcut: str  # a Unix socket on this machine that chunks go through; empty where none do
 
     @property
     def progress(self) -> Heartbeat:

@@ -45,7 +45,7 @@ from diloco_worker.shell.whereabouts import Given, Whereabouts
 
 logger = logging.getLogger("diloco.worker")
 
-# Of a broker that was killed the socket file may break first. Where it breaks alone so often, one time
+# Of a broker that was killed the Unix socket may break first. Where it breaks alone so often, one time
 # after the other, something is wrong with it, and the next session goes over TCP.
 BREAKS_OF_SHORTCUT = 2
 # Messages taken from one socket before the others get their turn.
@@ -453,7 +453,7 @@ class Link(Inbox):
                 return
 
     def _shorten(self, welcome: Welcome) -> None:
-        """Chunks go through a socket file where the broker is on this machine.
+        """Chunks go through a Unix socket where the broker is on this machine.
 
         Not where it was reached at another address than its own: there is a proxy, or a tunnel, which
         somebody has put there for a reason.

@@ -66,7 +66,7 @@ class Hub:
     ) -> None:
         """Each opens a connection to the broker, with its first word; what comes is in this dtype.
 
-        `shortcut` is a socket file for those who are on the broker's machine; empty where none is.
+        `shortcut` is a Unix socket for those who are on the broker's machine; empty where none is.
         """
         generation = self._generation.to_bytes(8, "big")
         for binding in bindings:

@@ -59,7 +59,7 @@ class LaneThread:
         self._monitor: zmq.Socket[bytes] | None = None
         self._generation = b""
         self._session, self._reply = b"", "fp32"
-        self._is_shortened = False  # chunks go through a socket file
+        self._is_shortened = False  # chunks go through a Unix socket
         self._owed = 0
         self._donations: dict[int, Push] = {}  # asked for, and not laid out yet
         self._waiting: list[Chunk] = []  # to be sent, of pushes that are not laid out yet
@@ -315,7 +315,7 @@ class LaneThread:
                 self._descriptors[event["value"]] = inode_of(event["value"])
             elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
                 if self._is_shortened:
-                    self._broken("the broker's socket file is gone.")
+                    self._broken("the broker's Unix socket is gone.")
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self._descriptors.pop(event["value"], None)
                 self._broken("the broker, or the way to it, is gone.")

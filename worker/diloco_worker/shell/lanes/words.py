@@ -16,7 +16,7 @@ import zmq
 from diloco_protocol.frames import KEEPALIVE_IDLE_S
 from diloco_worker.shell.connections import RECONNECT_MAX_MS, RECONNECT_MS
 
-# From the leader: open a connection to the broker (generation, address, a socket file that may be near,
+# From the leader: open a connection to the broker (generation, address, a Unix socket that may be near,
 # the first word on it, the dtype of replies, which another life of the broker may have changed); close
 # it; send this chunk; lay out a donation (the offer); this push is over; the end (with the worker's
 # counts).

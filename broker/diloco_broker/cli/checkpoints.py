@@ -23,6 +23,7 @@ from diloco_protocol.roles import Role
 
 ModelServer = Annotated[str | None, server_option(help="A running broker, instead of SOURCE.")]
 RUN_FOLDER = Path("diloco-run")  # of `serve`, unless it is given another
+PATIENCE_S = 10.0  # with a broker that is asked for its model
 
 
 def export(  # noqa: PLR0917  each is an option
@@ -75,7 +76,8 @@ def export(  # noqa: PLR0917  each is an option
             raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
         address, folder = server_or_path(source, server, RUN_FOLDER)
         if address is not None:
-            with Observer(address, keys=find_keys(keys, Role.OPERATOR, Role.WORKER)) as observer:
+            key = find_keys(keys, Role.OPERATOR, Role.WORKER)
+            with Observer(address, timeout=PATIENCE_S, keys=key) as observer:
                 read = observer.read()
             versions = ", ".join(map(str, read.versions))
             model, what = read.tensors, f"version{'s'[: len(read.versions) != 1]} {versions}"

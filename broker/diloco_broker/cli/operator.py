@@ -11,7 +11,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from inspect import signature
+from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, cast
@@ -55,11 +56,66 @@ _ALSO = {"sync_every": " From each worker's next cycle on.", "quorum": " 0: wait
 _ALSO |= dict.fromkeys(("max_rounds", "token_budget", "max_time"), " 0: no such end.")
 
 
-def _control(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:
-    """Make a command of what returns its arguments: the broker is asked to do what it is named after."""
-    action = command.__name__.rstrip("_")
+@dataclass(frozen=True)
+class Asked:
+    """The broker that a command asks, and how it says what came of it."""
 
-    @with_options(signature(command, eval_str=True).parameters.values())
+    address: str
+    timeout: float
+    as_json: bool
+    keys: Path | None
+
+    def ask(self, action: str, *, within: float | None = None, **arguments: Any) -> Result:
+        """The answer to an action, within `timeout` seconds or other ones."""
+        try:
+            key = find_keys(self.keys, Role.OPERATOR)
+            with Operator(self.address, timeout=within or self.timeout, keys=key) as operator:
+                return operator.ask(action, **arguments)
+        except (UsageError, Unreachable) as error:
+            _fail(str(error), self.as_json)
+        except KeyboardInterrupt:
+            raise typer.Exit(GIVEN_UP) from None
+
+    def do(self, action: str, **arguments: Any) -> None:
+        """Have an action carried out, and say what came of it."""
+        self.finish(self.ask(action, **arguments))
+
+    def finish(self, result: Result) -> None:
+        """Say what came of it; ends the process where the broker refused."""
+        text = result.text if result.ok else f"diloco-broker: {result.text}"
+        if self.as_json:
+            typer.echo(json.dumps({"ok": result.ok, "text": result.text, **result.data}))
+        else:
+            typer.echo(text, err=not result.ok)
+        if not result.ok:
+            raise typer.Exit(REFUSED)
+
+    def sure(self, yes: bool, question: str) -> None:
+        """Ask on the terminal; where there is none --yes is needed."""
+        if yes:
+            return
+        if not sys.stdin.isatty():
+            _fail(
+                f"{question} There is no terminal to ask on; give --yes to confirm.", self.as_json
+            )
+        try:
+            is_sure = typer.confirm(question)
+        except (typer.Abort, KeyboardInterrupt):
+            is_sure = False
+        if not is_sure:
+            typer.echo("Nothing was done.")
+            raise typer.Exit(GIVEN_UP)
+
+
+def _asking(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command of a function of the broker that is asked: with the options that say which."""
+    own = [
+        each
+        for each in signature(command, eval_str=True).parameters.values()
+        if each.name != "broker" and each.kind is not Parameter.VAR_KEYWORD
+    ]
+
+    @with_options(own)
     def ask(
         address: ServerArgument = None,
         server: ServerOption = None,
@@ -68,33 +124,29 @@ def _control(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         keys: KeyFile = None,
         **options: Any,
     ) -> None:
-        where = _server(address, server, as_json)
-        arguments = command(**options)
-        _finish(_ask(where, timeout, action, as_json, keys, **arguments), as_json)
+        try:
+            where = server_of(address, server)
+        except UsageError as error:
+            _fail(str(error), as_json)
+        command(Asked(where, timeout, as_json, keys), **options)
 
     ask.__name__, ask.__doc__ = command.__name__, command.__doc__
     return cast(Callable[..., None], ask)
 
 
-def status(
-    address: ServerArgument = None,
-    server: ServerOption = None,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    keys: KeyFile = None,
-) -> None:
+@_asking
+def status(broker: Asked) -> None:
     """Show how a running broker is doing. For a display that keeps running: diloco-top.
 
     Exit code 1 while the run is DEGRADED, as diloco-top has it.
     """
-    result = _ask(_server(address, server, as_json), timeout, "status", as_json, keys)
+    result = broker.ask("status")
     if not result.ok:
-        _finish(result, as_json)
+        broker.finish(result)
         return
-    is_standby = (
-        "hears_hub" in result.data
-    )  # it has no run to judge, only how it stands with its hub
-    if as_json:
+    # A standby has no run to judge, only how it stands with its hub.
+    is_standby = "hears_hub" in result.data
+    if broker.as_json:
         typer.echo(json.dumps(result.data))
     elif is_standby:
         typer.echo(result.text)
@@ -105,47 +157,40 @@ def status(
         raise typer.Exit(IS_DEGRADED)
 
 
-@_control
-def save() -> dict[str, Any]:
+@_asking
+def save(broker: Asked) -> None:
     """Write a checkpoint now."""
-    return {}
+    broker.do("save")
 
 
-@_control
+@_asking
 def kick(
+    broker: Asked,
     worker: Annotated[str, typer.Argument(help="Its id, as diloco-broker status shows it.")],
     yes: Yes = False,
-) -> dict[str, Any]:
-    """Remove a worker from the run: the others no longer wait for it, it is told."""
-    _sure(yes, f"Remove {worker} from the run? What it has not sent whole is lost.")
-    return {"worker": worker}
-
-
-@with_options(parameter(name, None, DECLARED[name].help + _ALSO.get(name, "")) for name in SETTINGS)
-def set_(  # noqa: PLR0917  each is an option
-    address: ServerArgument = None,
-    server: ServerOption = None,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    keys: KeyFile = None,
-    yes: Yes = False,
-    **settings: Any,
 ) -> None:
+    """Remove a worker from the run: the others no longer wait for it, it is told."""
+    broker.sure(yes, f"Remove {worker} from the run? What it has not sent whole is lost.")
+    broker.do("kick", worker=worker)
+
+
+@_asking
+@with_options(parameter(name, None, DECLARED[name].help + _ALSO.get(name, "")) for name in SETTINGS)
+def set_(broker: Asked, yes: Yes = False, **settings: Any) -> None:
     """Change settings of the run from the next version on. All of them, or none if one is wrong.
 
     An end of the run that it has reached already ends it with the open round, so that needs --yes.
     """
-    where = _server(address, server, as_json)
     arguments = {name: value for name, value in settings.items() if value is not None}
     if not arguments:
         options = ", ".join("--" + name.replace("_", "-") for name in SETTINGS)
         _fail(f"There is nothing to set; give one or more of {options}.")
     if not yes and ENDS & arguments.keys():
-        status = _ask(where, timeout, "status", as_json, keys)
+        status = broker.ask("status")
         reached = reached_end(arguments, status.data) if status.ok else None
         if reached is not None:
-            _sure(yes, f"{reached} End the run?", as_json)
-    _finish(_ask(where, timeout, "set", as_json, keys, **arguments), as_json)
+            broker.sure(yes, f"{reached} End the run?")
+    broker.do("set", **arguments)
 
 
 def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str | None:
@@ -177,20 +222,21 @@ def reached_end(settings: Mapping[str, Any], status: Mapping[str, Any]) -> str |
     return None
 
 
-@_control
-def pause() -> dict[str, Any]:
+@_asking
+def pause(broker: Asked) -> None:
     """Close no more rounds: workers train to their next boundary and wait there."""
-    return {}
+    broker.do("pause")
 
 
-@_control
-def resume() -> dict[str, Any]:
+@_asking
+def resume(broker: Asked) -> None:
     """Go on after pause."""
-    return {}
+    broker.do("resume")
 
 
-@_control
+@_asking
 def shutdown(
+    broker: Asked,
     restarting: Annotated[
         bool,
         typer.Option(
@@ -199,67 +245,49 @@ def shutdown(
         ),
     ] = False,
     yes: Yes = False,
-) -> dict[str, Any]:
+) -> None:
     """End the run: the broker finishes a closing round, saves, and tells its workers to end."""
     if restarting:
-        _sure(yes, "Stop the broker? Its workers train on alone until it is started again.")
+        broker.sure(yes, "Stop the broker? Its workers train on alone until it is started again.")
+        broker.do("shutdown", restarting=True)
     else:
-        _sure(yes, "End the run? Its workers are told to stop. (--restarting: they train on.)")
-    return {"restarting": True} if restarting else {}
+        broker.sure(
+            yes, "End the run? Its workers are told to stop. (--restarting: they train on.)"
+        )
+        broker.do("shutdown")
 
 
-def save_all(
-    address: ServerArgument = None,
-    server: ServerOption = None,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    keys: KeyFile = None,
-    *,
-    wait: Wait = 60.0,
-) -> None:
+@_asking
+def save_all(broker: Asked, wait: Wait = 60.0) -> None:
     """Ask each worker to save, and show who has."""
-    _order("save_all", _server(address, server, as_json), as_json, timeout, keys, wait=wait)
+    _order(broker, "save_all", wait)
 
 
-def stop_all(
-    address: ServerArgument = None,
-    server: ServerOption = None,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    keys: KeyFile = None,
-    *,
-    wait: Wait = 60.0,
-    yes: Yes = False,
-) -> None:
+@_asking
+def stop_all(broker: Asked, wait: Wait = 60.0, yes: Yes = False) -> None:
     """Ask each worker to leave once its work in flight is back, and show who has. The broker goes on."""
-    _sure(yes, "Stop all workers? The broker goes on; they may join again.")
-    _order("stop_all", _server(address, server, as_json), as_json, timeout, keys, wait=wait)
+    broker.sure(yes, "Stop all workers? The broker goes on; they may join again.")
+    _order(broker, "stop_all", wait)
 
 
-def _order(
-    action: str, address: str, as_json: bool, timeout: float, keys: Path | None, *, wait: float
-) -> None:
+def _order(broker: Asked, action: str, wait: float) -> None:
     """Give it, then ask now and then how things stand, until all have answered."""
     until = time.monotonic() + wait
-    result = _ask(address, timeout, action, as_json, keys)
+    result = broker.ask(action)
     try:
         while result.ok and result.data.get("waiting") and time.monotonic() < until:
             time.sleep(ASK_AGAIN_S)
-            result = _ask(address, timeout, action, as_json, keys, order=result.data["order"])
+            result = broker.ask(action, order=result.data["order"])
     except KeyboardInterrupt:
         raise typer.Exit(GIVEN_UP) from None
-    _finish(result, as_json)
+    broker.finish(result)
     if result.data.get("waiting"):
         raise typer.Exit(REFUSED)
 
 
+@_asking
 def promote(
-    address: ServerArgument = None,
-    server: ServerOption = None,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    keys: KeyFile = None,
-    *,
+    broker: Asked,
     force: Annotated[
         bool,
         typer.Option("--force", help="At once: you know that the other is gone, and stays so."),
@@ -276,15 +304,16 @@ def promote(
     Of several addresses it is the hub that is asked: give one.
     """
     if force:
-        _sure(yes, "Take your word? If the other broker is there after all, two have the run.")
+        broker.sure(
+            yes, "Take your word? If the other broker is there after all, two have the run."
+        )
     until, arguments = time.monotonic() + wait, {"force": True} if force else {}
-    where = _server(address, server, as_json)
-    result = _ask(where, timeout, "promote", as_json, keys, **arguments)
+    result = broker.ask("promote", **arguments)
     while result.ok and result.data.get("is_over") is False and time.monotonic() < until:
         time.sleep(ASK_AGAIN_S)
         # While the standby becomes a broker nobody answers for a moment.
-        result = _ask(where, max(timeout, 30.0), "promote", as_json, keys)
-    _finish(result, as_json)
+        result = broker.ask("promote", within=max(broker.timeout, 30.0))
+    broker.finish(result)
     if result.data.get("is_over") is False:
         raise typer.Exit(REFUSED)
 
@@ -301,50 +330,6 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     stop_all,
     promote,
 )
-
-
-def _server(argument: str | None, option: str | None, as_json: bool) -> str:
-    try:
-        return server_of(argument, option)
-    except UsageError as error:
-        _fail(str(error), as_json)
-
-
-def _ask(
-    address: str, timeout: float, action: str, as_json: bool, keys: Path | None, **arguments: Any
-) -> Result:
-    try:
-        key = find_keys(keys, Role.OPERATOR)
-        with Operator(address, timeout=timeout, keys=key) as operator:
-            return operator.ask(action, **arguments)
-    except (UsageError, Unreachable) as error:
-        _fail(str(error), as_json)
-    except KeyboardInterrupt:
-        raise typer.Exit(GIVEN_UP) from None
-
-
-def _finish(result: Result, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"ok": result.ok, "text": result.text, **result.data}))
-    else:
-        typer.echo(result.text if result.ok else f"diloco-broker: {result.text}", err=not result.ok)
-    if not result.ok:
-        raise typer.Exit(REFUSED)
-
-
-def _sure(yes: bool, question: str, as_json: bool = False) -> None:
-    """Ask on the terminal; where there is none --yes is needed."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        _fail(f"{question} There is no terminal to ask on; give --yes to confirm.", as_json)
-    try:
-        is_sure = typer.confirm(question)
-    except (typer.Abort, KeyboardInterrupt):
-        is_sure = False
-    if not is_sure:
-        typer.echo("Nothing was done.")
-        raise typer.Exit(GIVEN_UP)
 
 
 def _fail(sentence: str, as_json: bool = False) -> NoReturn:

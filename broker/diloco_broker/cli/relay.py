@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, as_declared
 from diloco_broker.cli.failures import fail, failing_in_a_sentence
-from diloco_broker.cli.serve import end_on_signals, log_to_stderr
+from diloco_broker.cli.serve import keys_of, log_to_stderr, prepare
 from diloco_protocol.clients.command_line import (
     SERVER_VARIABLE,
     ServerArgument,
@@ -109,8 +108,6 @@ def relay(  # noqa: PLR0917  each is an option of the command
     log_to_stderr(verbose)
     from diloco_broker.config import BrokerConfig
     from diloco_broker.relay import daemon
-    from diloco_broker.shell.open_files import allow_connections
-    from diloco_broker.shell.process_memory import keep_freed_memory
 
     with failing_in_a_sentence():
         parent = server_of(address, parent, default=None)
@@ -136,13 +133,8 @@ def relay(  # noqa: PLR0917  each is an option of the command
             keys=keys,
             local=local,
         )
-    allow_connections(broker.config.max_workers)
-    keep_freed_memory()
-    end_on_signals(broker)
-    typer.echo(f"control {broker.address}")
-    typer.echo(f"feed {broker.feed_address}")
-    of_site = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
-    typer.echo(f"Relay of {parent}. Watch with: diloco-top {broker.feed_address}{of_site}")
+    prepare(broker)
+    typer.echo(f"Relay of {parent}. Watch with: diloco-top {broker.feed_address}{keys_of(broker)}")
     sys.stdout.flush()
     broker.run()
     if broker.why_it_failed is not None:

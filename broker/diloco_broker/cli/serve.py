@@ -110,9 +110,6 @@ def serve(  # noqa: PLR0917  each is an option
     is over (diloco-broker shutdown), 2 it could not start, 1 an error.
     """
     log_to_stderr(verbose)
-    from diloco_broker.shell.open_files import allow_connections
-    from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
-
     with failing_in_a_sentence():
         if no_save:
             _save_nothing(options)
@@ -125,10 +122,7 @@ def serve(  # noqa: PLR0917  each is an option
         broker = _broker(config, model)
         if address_file is not None:
             _write(address_file, broker)
-    allow_connections(broker.config.max_workers)
-    keep_freed_memory()
-    keep_what_is_there()
-    end_on_signals(broker)
+    prepare(broker)
     _greet(broker, options, model)
     page = None
     if dashboard is not None:
@@ -189,8 +183,6 @@ def _broker(config: BrokerConfig, model: Path | None) -> Broker:
 
 def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
     workers, resume = options["workers"], options["resume"]
-    typer.echo(f"control {broker.address}")
-    typer.echo(f"feed {broker.feed_address}")
     folder = broker.config.save_dir
     if broker.resumed:
         source = folder if resume == "auto" else resume
@@ -212,8 +204,7 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
         typer.echo(f"A new run, saved in {folder}." if folder else "A new run, which is not saved.")
         source = "" if model else "; the first one provides the parameters"
         waiting = f"Waiting for {workers} worker{'s'[: workers != 1]}{source}."
-    keys = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
-    typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}{keys}")
+    typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}{keys_of(broker)}")
     if broker.config.standby:
         typer.echo(
             "Workers are let in once the standby is here: diloco-broker standby --of "
@@ -232,6 +223,19 @@ def log_to_stderr(verbose: bool) -> None:
     )
 
 
+def prepare(broker: Broker | StandbyBroker) -> None:
+    """Fit this process for serving, and print the addresses."""
+    from diloco_broker.shell.open_files import allow_connections
+    from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
+
+    allow_connections(broker.config.max_workers)
+    keep_freed_memory()
+    keep_what_is_there()
+    end_on_signals(broker)
+    typer.echo(f"control {broker.address}")
+    typer.echo(f"feed {broker.feed_address}")
+
+
 def end_on_signals(broker: Broker | StandbyBroker) -> None:
     """Let the first SIGTERM or SIGINT stop the broker in good order, and the second end it at once."""
     seen: list[int] = []
@@ -244,3 +248,9 @@ def end_on_signals(broker: Broker | StandbyBroker) -> None:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+
+
+def keys_of(broker: Broker | StandbyBroker) -> str:
+    """The option that a command to this broker needs."""
+    keys = broker.config.keys
+    return f" --keys {shlex.quote(keys)}" if keys else ""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, all_declared
 from diloco_broker.cli.failures import failing_in_a_sentence
-from diloco_broker.cli.serve import RUN_IS_OVER, config_of, end_on_signals, log_to_stderr
+from diloco_broker.cli.serve import RUN_IS_OVER, config_of, keys_of, log_to_stderr, prepare
 from diloco_protocol.clients.command_line import (
     SERVER_VARIABLE,
     ServerArgument,
@@ -22,9 +21,6 @@ from diloco_protocol.clients.command_line import (
 from diloco_protocol.clients.keys import find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
-
-if TYPE_CHECKING:
-    from diloco_broker.standby.daemon import StandbyBroker
 
 # What a standby does not choose: it goes on with the hub's checkpoints, and has no standby itself.
 NOT_ITS_OWN = ("resume", "fresh", "standby", "lease")
@@ -64,9 +60,6 @@ def standby(
     Exit codes as of serve.
     """
     log_to_stderr(verbose)
-    from diloco_broker.shell.open_files import allow_connections
-    from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
-
     with failing_in_a_sentence():
         of = server_of(address, of, default=None)
         config = config_of(options)
@@ -81,22 +74,12 @@ def standby(
         from diloco_broker.standby.daemon import StandbyBroker
 
         broker = StandbyBroker(config, of, keys=keys)
-    allow_connections(broker.config.max_workers)
-    keep_freed_memory()
-    keep_what_is_there()
-    end_on_signals(broker)
-    _greet(broker)
-    broker.run()
-    if broker.run_is_over and not broker.is_complete:
-        raise typer.Exit(RUN_IS_OVER)
-
-
-def _greet(broker: StandbyBroker) -> None:
-    typer.echo(f"control {broker.address}")
-    typer.echo(f"feed {broker.feed_address}")
+    prepare(broker)
     what = f"Standby of {broker.hub}."
     if broker.is_hub:
         what = f"This standby has taken over from {broker.hub}, and has the run."
-    keys = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
-    typer.echo(f"{what} Ask it with: diloco-broker status {broker.address}{keys}")
+    typer.echo(f"{what} Ask it with: diloco-broker status {broker.address}{keys_of(broker)}")
     sys.stdout.flush()
+    broker.run()
+    if broker.run_is_over and not broker.is_complete:
+        raise typer.Exit(RUN_IS_OVER)

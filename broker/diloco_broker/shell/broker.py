@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
 from inspect import signature
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +22,77 @@ from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import Choose
 
+ITS_PROGRAM = "its program has ended it"  # why it was asked to stop, where nobody says
 
-class Broker:
+S = TypeVar("S", bound="Service")
+
+
+class Service(ABC):
+    """What is run in the caller's thread, or in one of its own between `start` and `stop`."""
+
+    thread_name = "diloco-broker"
+    stops_within_s = FINISH_WITHIN_S + SAVE_WITHIN_S + 2 * LINGER_MS / 1000
+    _failure: Exception | None = None
+    _thread: threading.Thread | None = None
+
+    @abstractmethod
+    def run(self) -> None:
+        """Serve until `request_stop()` is called, from a signal handler or another thread."""
+
+    @abstractmethod
+    def request_stop(self, reason: str = ITS_PROGRAM, *, restarting: bool = False) -> None:
+        """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler.
+
+        Args:
+            reason: for the log and the workers, as the end of a sentence.
+            restarting: a broker will be back here, so workers train on and come back to it. False: the
+                run is over, which the workers' scripts see in `should_stop`. The first call counts.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close sockets and files. `run()` does it; needed only for one that never ran."""
+
+    def start(self: S) -> S:
+        """Serve in a background thread; returns the service itself."""
+        self._thread = threading.Thread(target=self._run_there, name=self.thread_name, daemon=True)
+        self._thread.start()
+        return self
+
+    def _run_there(self) -> None:
+        try:
+            self.run()
+        except Exception as error:  # noqa: BLE001  `stop` raises it where somebody can catch it
+            self._failure = error
+
+    def stop(self, *, restarting: bool = False) -> None:
+        """End in an orderly way: finish a closing round, tell the workers, close the sockets.
+
+        Waits for the thread of `start()`. May be called more than once.
+
+        Args:
+            restarting: as in `request_stop`.
+
+        Raises:
+            Exception: what that thread has ended with, once, if it was an error.
+        """
+        self.request_stop(restarting=restarting)
+        if self._thread is not None:
+            self._thread.join(self.stops_within_s)
+        else:
+            self.close()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def __enter__(self: S) -> S:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Broker(Service):
     """A DiLoCo broker: `run()` it in this thread, or `start()` and `stop()` it in one of its own.
 
     The sockets are bound when it is made, so `address` and `feed_address` are known at once.
@@ -69,32 +139,16 @@ class Broker:
         self._loop = Loop(config, checked, outer_optimizer_factory, fragment_plan, term=term)
         self.address = self._loop.sockets.address
         self.feed_address = self._loop.sockets.feed_address
-        self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
 
     def run(self) -> None:
-        """Serve until `request_stop()` is called, from a signal handler or another thread."""
         threads = torch.get_num_threads()
         # With more threads a chunk's addition spends its time waking them: 7 times slower.
         torch.set_num_threads(1)
         try:
             self._loop.run()
-        except Exception as error:
-            self._failure = error
-            raise
         finally:
             torch.set_num_threads(threads)
             self.close()
-
-    def start(self) -> Broker:
-        """Serve in a background thread; returns the broker itself."""
-        self._thread = threading.Thread(target=self._serve, name="diloco-broker", daemon=True)
-        self._thread.start()
-        return self
-
-    def _serve(self) -> None:
-        with contextlib.suppress(Exception):  # `stop` raises it where somebody can catch it
-            self.run()
 
     @property
     def resumes(self) -> bool:
@@ -121,44 +175,8 @@ class Broker:
         """Has the run come to the end that `max_rounds`, `token_budget` or `max_time` set?"""
         return self._loop.is_complete
 
-    def request_stop(
-        self, reason: str = "its program has ended it", *, restarting: bool = False
-    ) -> None:
-        """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler.
-
-        Args:
-            reason: for the log and the workers, as the end of a sentence.
-            restarting: a broker will be back here, so workers train on and come back to it. False: the
-                run is over, which the workers' scripts see in `should_stop`. The first call counts.
-        """
-        self._loop.request_stop(reason or "its program has ended it", restarting=restarting)
-
-    def stop(self, *, restarting: bool = False) -> None:
-        """End in an orderly way: finish a closing round, tell the workers, close the sockets.
-
-        Waits for the thread of `start()`. May be called more than once.
-
-        Args:
-            restarting: as in `request_stop`.
-
-        Raises:
-            Exception: what that thread has ended with, once, if it was an error.
-        """
-        self.request_stop(restarting=restarting)
-        if self._thread is not None:
-            self._thread.join(FINISH_WITHIN_S + SAVE_WITHIN_S + 2 * LINGER_MS / 1000)
-        else:
-            self.close()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+    def request_stop(self, reason: str = ITS_PROGRAM, *, restarting: bool = False) -> None:
+        self._loop.request_stop(reason or ITS_PROGRAM, restarting=restarting)
 
     def close(self) -> None:
-        """Close the sockets. `run()` does it; needed only for a broker that never ran."""
         self._loop.close()
-
-    def __enter__(self) -> Broker:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()

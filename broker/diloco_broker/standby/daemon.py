@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.config.declaration import AUTO
-from diloco_broker.shell.broker import Broker
+from diloco_broker.shell.broker import ITS_PROGRAM, Broker, Service
 from diloco_broker.standby.core import TakeOver
 from diloco_broker.standby.following import Following
 from diloco_broker.standby.link import HubLink
@@ -34,7 +34,6 @@ logger = logging.getLogger("diloco.standby")
 
 # Between two words to the hub that was replaced, which may be started again at any time.
 TELL_S = 1.0
-STOP_WITHIN_S = 90.0
 # Options that do not belong to the run: each broker has its own.
 OF_A_PLACE = frozenset(
     {
@@ -62,7 +61,7 @@ def differences(hub: Mapping[str, Any], ours: BrokerConfig) -> list[str]:
     return found
 
 
-class StandbyBroker:
+class StandbyBroker(Service):
     """A standby: `run()` it in this thread, or `start()` and `stop()` it in one of its own.
 
     The sockets are bound when it is made, so `address` and `feed_address` are known at once. They stay
@@ -78,6 +77,9 @@ class StandbyBroker:
         UsageError: an address cannot be bound, there is no `save_dir`, something else saves there, or
             the options begin a run or resume another one.
     """
+
+    thread_name = "diloco-standby"
+    stops_within_s = 90.0
 
     def __init__(self, config: BrokerConfig, hub: str, *, keys: Keys | None = None) -> None:
         if config.save_dir is None:
@@ -105,8 +107,6 @@ class StandbyBroker:
         self._misfit: str | None = None  # why a broker could not go on from it
         self._unwritten = ""  # what was said last of a takeover that could not be written down
         self._has_changed = threading.Lock()
-        self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
         # It has no standby of its own before it is started again with --standby.
         self.config = replace(config, standby=False)
         if self._record.term is not None:
@@ -197,7 +197,6 @@ class StandbyBroker:
         return self._broker is not None and self._broker.is_complete
 
     def run(self) -> None:
-        """Follow, and serve after a takeover, until `request_stop()` is called."""
         try:
             broker = self._broker or self._follow()
             if broker is not None:
@@ -259,48 +258,21 @@ class StandbyBroker:
         link = HubLink(self.hub, self._keys)
         try:
             while not is_over.wait(TELL_S):
-                link.send(said)
-                for _ in link.receive():
+                link.say(said)
+                for _ in link.heard():
                     pass
                 link.broke()
         finally:
             link.close()
 
-    def request_stop(
-        self, reason: str = "its program has ended it", *, restarting: bool = False
-    ) -> None:
-        """Ask `run()` to end in an orderly way; fit for a signal handler. As that of a `Broker`."""
+    def request_stop(self, reason: str = ITS_PROGRAM, *, restarting: bool = False) -> None:
         self._stop = self._stop or (reason, restarting)
         if self._following is not None:
             self._following.request_stop()
         if self._broker is not None:
             self._broker.request_stop(reason, restarting=restarting)
 
-    def start(self) -> StandbyBroker:
-        """Follow in a background thread; returns the standby itself."""
-        self._thread = threading.Thread(target=self._run_there, name="diloco-standby", daemon=True)
-        self._thread.start()
-        return self
-
-    def _run_there(self) -> None:
-        try:
-            self.run()
-        except Exception as error:  # noqa: BLE001  `stop` raises it where somebody can catch it
-            self._failure = error
-
-    def stop(self, *, restarting: bool = False) -> None:
-        """End in an orderly way, and wait for the thread of `start()`; raises what that ended with."""
-        self.request_stop(restarting=restarting)
-        if self._thread is not None:
-            self._thread.join(STOP_WITHIN_S)
-        else:
-            self.close()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
     def close(self) -> None:
-        """Close sockets and files. `run()` does it; needed only for one that never ran."""
         following, self._following = self._following, None
         if following is not None:
             following.close()

@@ -59,7 +59,7 @@ class Following:
         self.core = core.Standby(name, hub, draw, self._clock(), saved=saved, misfit=misfit)
         self._writes_down = writes_down
         self._link = HubLink(hub, keys)
-        for each in (self._link.socket, self._link.monitor):
+        for each in self._link.sockets:
             self.sockets.watch(each)
         self._is_ending = self._is_closed = False
         self._takes_over: core.TakeOver | None = None
@@ -76,7 +76,7 @@ class Following:
                     break
                 if incoming.route and not incoming.is_left_behind:
                     self._take(incoming)
-            for message in self._link.receive():
+            for message in self._link.heard():
                 self._hear_hub(message)
             if self._link.broke():
                 self.core.hub_lost()
@@ -114,7 +114,7 @@ class Following:
         for command in commands:
             match command:
                 case core.ToHub(message):
-                    self._link.send(message)
+                    self._link.say(message)
                 case core.Answer(route, message):
                     self._answer(route, message)
                 case core.TakeOver():
@@ -138,7 +138,7 @@ class Following:
         if self._is_closed:
             return
         self._is_closed = True
-        for each in (self._link.socket, self._link.monitor):
+        for each in self._link.sockets:
             self.sockets.unwatch(each)
         self._link.close()
         self.sockets.close()

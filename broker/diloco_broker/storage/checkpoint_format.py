@@ -102,6 +102,15 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
             },
             "optimizer": _plain_optimizer(tensors.optimizer),
         }
+    # What the run has of data, which hub this is where it has or had a standby, and who was gone.
+    where_used = {
+        "shards": list(record.shards),
+        "data_sets": {name: to_plain(each) for name, each in record.data_sets.items()},
+        "term": record.term,
+        "standby": record.standby,
+        "left": list(record.left),
+        "missing": list(record.missing),
+    }
     return {
         "format": FORMAT,
         "run": record.run,
@@ -116,31 +125,10 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
         "workers": {name: dict(counters) for name, counters in record.workers.items()},
         "config": dict(checkpoint.config),
         "totals": dict(record.totals),
-        **_data(record),
-        **_hub(record),
-        **_absences(record),
+        **{name: value for name, value in where_used.items() if value},
         "fragments": fragments,
         "files": dict(files),
     }
-
-
-def _data(record: RunRecord) -> dict[str, Any]:
-    """What the run has of data; earlier releases had nothing."""
-    sets = {name: to_plain(each) for name, each in record.data_sets.items()}
-    given = {"shards": list(record.shards), "data_sets": sets}
-    return {name: value for name, value in given.items() if value}
-
-
-def _absences(record: RunRecord) -> dict[str, Any]:
-    """Who was gone; earlier releases had nothing."""
-    given = {"left": list(record.left), "missing": list(record.missing)}
-    return {name: value for name, value in given.items() if value}
-
-
-def _hub(record: RunRecord) -> dict[str, Any]:
-    """Which hub this is, where the run has or had a standby."""
-    given = {"term": record.term, "standby": record.standby}
-    return {name: value for name, value in given.items() if value}
 
 
 def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import zmq
 
@@ -18,12 +19,17 @@ from diloco_protocol.messages import Message
 class Dealer:
     """See the head of this module. Raises UsageError where the address is none."""
 
+    OPTIONS: ClassVar[Mapping[int, int]] = {
+        zmq.LINGER: 0,
+        zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
+    }  # of the socket
+
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         # A context of its own: `close` then never waits for what others have queued.
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        for option, value in self.OPTIONS.items():
+            self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         if keys is not None:
             keys.lock(self._socket)

@@ -108,6 +108,7 @@ class HandshakeMonitor:
         self._handshakes = Handshakes(address, keys, mistaken)
         self.socket: zmq.Socket[Any] = watched.get_monitor_socket(EXPLAINED)
         self._count = 0
+        self.has_disconnected = False  # since whoever asks has set this
         self.failure: str | None = None  # of the last handshake; None where it succeeded
         self.meant = ""  # the address that was meant, as of `Failure`
 
@@ -116,6 +117,7 @@ class HandshakeMonitor:
         while self.socket.poll(0):
             event: int = parse_monitor_message(self.socket.recv_multipart())["event"]
             found = self._handshakes.failure(event)
+            self.has_disconnected |= event == zmq.EVENT_DISCONNECTED
             if found is None and event == zmq.EVENT_DISCONNECTED:
                 continue  # it says nothing new: the reason, if any, came before
             self.failure = None if found is None else found.text

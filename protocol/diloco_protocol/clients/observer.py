@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from diloco_protocol import messages
-from diloco_protocol.addresses import with_scheme
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
-from diloco_protocol.clients.address_file import check_address, resolved
-from diloco_protocol.clients.dealer import Dealer
-from diloco_protocol.clients.keys import Keys
+from diloco_protocol.clients.operator import Operator
 from diloco_protocol.dtypes import REPLY_DTYPES, check_wire_dtype, whole_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
@@ -38,35 +34,17 @@ class ReadModel:
     reply_dtype: str = "fp32"  # of the run
 
 
-class Observer:
-    """Asks a broker for its newest parameters. A context manager; not for several threads.
-
-    `keys` are those of a worker or an operator, where the broker asks for some. Raises UsageError where
-    there is no broker, it has no model, or says nothing for `timeout` seconds.
-    """
-
-    def __init__(self, address: str, timeout: float = 10.0, keys: Keys | None = None) -> None:
-        self._address = resolved(with_scheme(check_address("The control address", address)))
-        self._timeout = timeout
-        self._dealer = Dealer(self._address, keys)
-
-    def __enter__(self) -> Observer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._dealer.close()
+class Observer(Operator):
+    """Reads the newest parameters of a broker; `keys` are those of a worker or an operator."""
 
     def read(self) -> ReadModel:
-        """The whole model, each fragment in its newest version."""
-        request = secrets.randbits(31)
-        self._dealer.send(messages.Control("manifest", request))
-        answer = self._await(lambda m: isinstance(m, messages.Result) and m.request == request)[0]
-        assert isinstance(answer, messages.Result)
+        """The whole model, each fragment in its newest version.
+
+        Raises as `ask` does, and UsageError where the broker has no model, or stops in the middle of it.
+        """
+        answer = self.ask("manifest")
         if not answer.ok:
-            raise UsageError(f"{self._address}: {answer.text}")
+            raise UsageError(f"{self.address}: {answer.text}")
         config = from_plain(RunConfig, answer.data["config"], "config")
         check_wire_dtype(config.reply_dtype, REPLY_DTYPES)
         layout = lay_out_plan(
@@ -108,18 +86,17 @@ class Observer:
         return [chunks[index] for index in range(part.chunks)], version
 
     def _await(self, is_it: Callable[[Message], bool]) -> tuple[Message, Any]:
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + self.timeout
         while True:
             try:
                 found = self._dealer.receive(until)
             except ProtocolError as error:
-                raise UsageError(f"{self._address} does not speak our protocol: {error}") from None
+                raise UsageError(f"{self.address} does not speak our protocol: {error}") from None
             if found is None:
-                why = self._dealer.failure or "Is the address right and the broker running?"
                 raise UsageError(
-                    f"No broker answered at {self._address} for {self._timeout:g} s. {why}"
+                    f"The broker at {self.address} sent no parameters for {self.timeout:g} s."
                 )
             if isinstance(found[0], messages.Error):
-                raise UsageError(f"{self._address}: {found[0].text}")
+                raise UsageError(f"{self.address}: {found[0].text}")
             if is_it(found[0]):
                 return found

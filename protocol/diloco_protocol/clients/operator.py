@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, several
 from diloco_protocol.clients.address_file import check_address, resolved
@@ -74,6 +74,9 @@ def ask_once(
     except DilocoError as error:
         return Answer(False, str(error), error)
     return Answer(result.ok, result.text)
+
+
+S = TypeVar("S", bound="Operator")
 
 
 class Operator:
@@ -207,7 +210,7 @@ class Operator:
         """Close the socket; what has not been sent is dropped. Again does no harm."""
         self._dealer.close()
 
-    def __enter__(self) -> Operator:
+    def __enter__(self: S) -> S:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -240,25 +240,6 @@ def taken(broker: ScriptedBroker, push: Push) -> dict[int, bytes]:
     return chunks
 
 
-def test_state_of_an_older_release_has_no_residual(training: ScriptedTraining) -> None:
-    few(training)
-    counted_round(training, 1)
-    state, model = training.saves()
-    older = copy.deepcopy(state)
-    for fragment in older["resume"]["fragments"]:
-        for name in ("residual", "gains", "dropped"):
-            del fragment[name]
-    training.resumes((older, model), version(1))
-    training.says_current(1)
-    training.done()
-    training.trains(H)
-    training.says_current(1)
-    push, values = pushes(training)
-    assert values == [Sender().sends(H)] * CHUNKS
-    training.serves(100, 2, push)
-    training.done()
-
-
 def first_round(training: ScriptedTraining, counter: int) -> list[float]:
     """Another life of the worker, from the version before this one, and what it sends first."""
     training.resumes(training.saves(), version(counter - 1))

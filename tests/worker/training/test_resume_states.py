@@ -15,8 +15,6 @@ from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.core.sync.fragment import TrainingBase
 from diloco_worker.core.sync.news import Arrival
 from diloco_worker.core.sync.resumption import compared
-from diloco_worker.model.checksums import checksums
-from diloco_worker.model.model_tensors import ModelTensors
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 
@@ -111,7 +109,7 @@ def with_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
 
-def test_flight_of_a_release_that_sent_differences_goes_on_as_the_values_it_meant(
+def test_flight_with_float_buffers_goes_on_with_their_values(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     training.begins(with_norm(), config={"fragment_sync_delay": 2})
@@ -120,11 +118,9 @@ def test_flight_of_a_release_that_sent_differences_goes_on_as_the_values_it_mean
     training.steps(H + 1)
     _, sent = broker.takes_push()
     state, tensors = training.saves()
-    saved = state["resume"]["fragments"][0]
-    flight, base = saved["flight"], saved["base"]["buffers"]
-    assert flight.pop("buffers") == "values"
+    flight = state["resume"]["fragments"][0]["flight"]
+    assert flight["buffers"] == "values"
     assert torch.equal(flight["wire"]["buffers"][:3], mean)
-    flight["wire"]["buffers"] = base - flight["wire"]["buffers"]
     training.resumes((state, tensors), version(0), model=with_norm())
     training.says_current(0)
     training.done()
@@ -187,37 +183,6 @@ def test_model_that_was_saved_in_a_narrower_dtype_is_the_same_model(
     is_refused(training, state, with_state(tensors), r"\(large.weight\)")
 
 
-def test_checksums_of_whole_tensors_are_compared(training: ScriptedTraining) -> None:
-    """A release before this one has saved them."""
-    training.begins()
-    training.steps(3)
-    state, tensors = training.saves()
-    whole = ModelTensors.of_module(training.descent.model)
-    state["resume"]["checksums"] = {name: list(of) for name, of in checksums(whole).items()}
-    training.resumes((state, tensors), version(0))
-    training.says_current(0)
-    training.done()
-    training.worker.close(failed=True)
-    is_refused(training, state, None, r"tensors differ \(")
-
-
-def test_state_of_the_old_format_is_compared_by_its_distance(training: ScriptedTraining) -> None:
-    training.begins()
-    training.steps(3)
-    state, tensors = training.saves()
-    resume = state["resume"]
-    del resume["checksums"]
-    resume["format"] = 1
-    (fragment,) = resume["fragments"]
-    fragment["distance"] = 3 * 12**0.5
-    training.resumes((state, tensors), version(0))
-    training.says_current(0)
-    training.done()
-    assert training.worker.local_step == 3
-    training.worker.close(failed=True)
-    is_refused(training, state, None, "load the model's own checkpoint")
-
-
 Change = Callable[[dict[str, Any]], object]
 BROKEN: list[
     tuple[str, Change, str]
@@ -278,23 +243,3 @@ def test_state_of_another_model_names_the_tensors(training: ScriptedTraining) ->
     state = training.saves()[0]
     with pytest.raises(UsageError, match=r"weight is shaped \[3, 3\] instead of \[5, 3\]"):
         training.makes(nn.Linear(3, 5)).load_state_dict(state)
-
-
-def test_state_whose_names_have_those_of_wrappers_is_resumed(training: ScriptedTraining) -> None:
-    """Earlier releases kept what DDP and torch.compile put in front of names."""
-    training.begins()
-    training.steps(1)
-    state, model = training.saves()
-    resume = state["resume"]
-    for entry in resume["model"]:
-        entry[0] = f"module._orig_mod.{entry[0]}"
-    resume["checksums"] = {f"module._orig_mod.{n}": of for n, of in resume["checksums"].items()}
-    training.resumes((state, model), version(0))
-    training.says_current(0)
-    training.done()
-    training.trains(H - 1)
-    training.says_current(0)
-    push, _ = training.takes()
-    assert push.steps == H
-    training.serves(1, 1, push)
-    training.done()

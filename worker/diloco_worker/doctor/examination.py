@@ -137,9 +137,7 @@ def _ask_status(findings: Findings, dealer: Dealer, within_s: float) -> None:
         if status.unix_s is not None and (quickest is None or took / 2 < quickest.error):
             quickest = Clocks(status.unix_s - (asked_at + took / 2), took / 2)
     findings.status, findings.clocks = status, quickest
-    if quickest is None:
-        findings.notes.append("The clocks were not compared: the broker is older.")
-    elif abs(quickest.ahead) - quickest.error > CLOCKS_MAY_DIFFER_S:
+    if quickest is not None and abs(quickest.ahead) - quickest.error > CLOCKS_MAY_DIFFER_S:
         way = "ahead of" if quickest.ahead > 0 else "behind"
         findings.wrong.append(
             Wrong(
@@ -195,12 +193,7 @@ def _measure(findings: Findings, dealer: Dealer, within_s: float) -> None:
         findings.up = line.rate_up(dealer, trips)
         findings.down = line.rate_down(dealer, trips)
     except Refused as error:
-        if error.code == Code.BAD_HEADER.value and findings.trips is None:
-            findings.notes.append(
-                "Round trip and bandwidth were not measured: the broker is older; update it."
-            )
-        else:
-            findings.wrong.append(Wrong(Fault.LINE, f"The line was not measured: {error}"))
+        findings.wrong.append(Wrong(Fault.LINE, f"The line was not measured: {error}"))
     except (DilocoError, zmq.ZMQError) as error:
         why = str(error) if isinstance(error, Unreachable) else repr(error)
         findings.wrong.append(Wrong(Fault.LINE, f"The line broke while it was measured: {why}"))

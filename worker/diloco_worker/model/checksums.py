@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco_protocol.tensors.codecs import as_bytes
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.model.spread.shares import is_piece, tensor_name
+from diloco_worker.model.spread.shares import tensor_name
 
 # Narrower dtypes that a script may save a model in.
 _NARROWER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = {
@@ -49,11 +49,9 @@ def differing(tensors: ModelTensors, saved: Mapping[str, Sequence[int]]) -> list
 
     def take(name: str, tensor: Tensor) -> None:
         if name in saved and not _is_of(tensor, saved[name]):
-            names[tensor_name(name) if in_pieces else name] = None
+            names[tensor_name(name)] = None
 
-    # Without any this process owns nothing, and others may: they look at the model together.
-    in_pieces = not saved or any(map(is_piece, saved))
-    tensors.look_at(take, in_pieces=in_pieces)
+    tensors.look_at(take)
     return list(names)
 
 

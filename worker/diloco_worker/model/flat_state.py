@@ -119,11 +119,6 @@ class FlatState:
         span = self.layout.spans[index]
         return encode_chunk(span, self.vectors[span.segment][span.start : span.stop], self.dtype)
 
-    def norm(self) -> float:
-        """Euclidean length of the parameters."""
-        vector = self.vectors.get(Segment.PARAMETERS)
-        return 0.0 if vector is None else float(torch.linalg.vector_norm(vector))
-
     def taken_from(self, base: FlatState) -> FlatState:
         """Where the model was when this delta was frozen: what it held of `base` minus it, rounded."""
         state = FlatState.empty(self.layout)

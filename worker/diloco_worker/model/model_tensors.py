@@ -7,7 +7,6 @@ for before the host looks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError
+from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.tensors.tensor_pool import TensorPool
 from diloco_worker.model.encoding import Delta, encode, encode_there
@@ -58,16 +57,16 @@ class ModelTensors:
         tensors._checked(tuple(manifest.entries))
         return tensors
 
-    def look_at(self, take: Callable[[str, Tensor], object], *, in_pieces: bool = True) -> None:
+    def look_at(self, take: Callable[[str, Tensor], object]) -> None:
         """Hand over, by name, what is trained or averaged.
 
         In pieces, one of each tensor for each chunk that it is in, as they would be handed over by
-        several processes; else, and while the layout is not known, the model's tensors.
+        several processes; while the layout is not known, the model's tensors.
         """
         trained = {
             entry.name: tensor for entry, tensor in self.live() if entry.kind is not Kind.FROZEN
         }
-        if self._layout is None or not in_pieces:
+        if self._layout is None:
             for name, tensor in trained.items():
                 take(name, tensor)
             return
@@ -132,17 +131,6 @@ class ModelTensors:
             target.copy_(source, non_blocking=tensor.is_cuda)
         wait_for_copies(live)
         return state
-
-    @torch.no_grad()
-    def distance(self, base: FlatState) -> float:
-        """Euclidean length of what separates the model's parameters from these."""
-        live = self._live(base.layout)
-        squares = 0.0
-        for place in base.layout.places:
-            if place.segment is Segment.PARAMETERS:
-                apart = live[place.entry.name].detach().to("cpu", torch.float32, copy=True)
-                squares += float(torch.linalg.vector_norm(apart.sub_(base.of(place)))) ** 2
-        return math.sqrt(squares)
 
     def delta(self, base: FlatState, dtype_name: str, captured: FlatState | None = None) -> Delta:
         """Global minus local of a fragment, encoded into memory that no other delta is in.

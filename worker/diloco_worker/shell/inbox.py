@@ -189,8 +189,6 @@ class Inbox:
     def _learn(self, released: Released) -> None:
         if released.progress is not None:
             self.run_progress = released.progress
-        elif released.averaged:  # a broker of an earlier release says no more than that
-            self.run_progress = Progress(rounds=released.round + 1)
         if released.loss is not None:
             self.run_loss = released.loss
 

@@ -9,7 +9,6 @@ deltas in few bits 1 more for the residual.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,10 +24,6 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.shares import tensor_name
 from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
-
-# For a state of the old format: how far the distance may be off, as a part of the base's length: a
-# checkpoint in bf16 has rounded each value by up to 1/256.
-TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -50,11 +45,8 @@ class Resumption:
     place: SchedulePlace  # in the cycle of slots and the sequence of rounds
     frozen: Held | None  # the version of the frozen parameters, where there are any
     fragments: tuple[SavedFragment, ...]  # in order
-    # Of the pieces of the model's tensors, by name (`model.checksums`); an older release has those of
-    # whole tensors. None in a state of the old format, which has the Euclidean distance of the model's
-    # parameters from the base of each fragment.
-    checksums: Mapping[str, tuple[int, ...]] | None
-    distances: tuple[float, ...] = ()
+    # Of the pieces of the model's tensors, by name (`model.checksums`).
+    checksums: Mapping[str, tuple[int, ...]]
 
     @property
     def held(self) -> dict[int, Held]:
@@ -85,22 +77,11 @@ class Resumption:
 
         Its distance from the base would be pushed as if it had been trained.
         """
-        if self.checksums is not None:
-            names = differing(tensors, self.checksums)
-            if names:
-                compared = len({tensor_name(name) for name in self.checksums})
-                raise UsageError(
-                    "The model is not as it was when this worker's state was taken: "
-                    f"{len(names)} of {compared} tensors differ ({summarise(names)}); load "
-                    "the model's own checkpoint of that moment before the worker starts."
-                )
-            return
-        for each, then in zip(self.fragments, self.distances, strict=True):
-            now = tensors.distance(each.values)
-            room = TOLERANCE * max(then, each.values.norm())
-            if math.isfinite(then) and not abs(now - then) <= room:
-                raise UsageError(
-                    f"The model is {now:.3g} away from the parameters that this worker's state was "
-                    f"measured from, and was {then:.3g} away when the state was taken; load the "
-                    "model's own checkpoint of that moment before the worker starts."
-                )
+        names = differing(tensors, self.checksums)
+        if names:
+            compared = len({tensor_name(name) for name in self.checksums})
+            raise UsageError(
+                "The model is not as it was when this worker's state was taken: "
+                f"{len(names)} of {compared} tensors differ ({summarise(names)}); load "
+                "the model's own checkpoint of that moment before the worker starts."
+            )

@@ -28,7 +28,7 @@ from diloco_protocol import (
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes
-from diloco_protocol.manifest import differences, summarise, without_wrappers
+from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.ranges import MOST
 from diloco_protocol.records import from_plain as record_of
@@ -44,14 +44,12 @@ from diloco_worker.model.feedback import InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.saved_share import states_in
-from diloco_worker.model.spread.shares import is_piece, overlaps, piece_name, tensor_name
+from diloco_worker.model.spread.shares import overlaps, piece_name
 from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
 from diloco_worker.training.resumption import Resumption, SavedFragment
 
-# Of this layout; another number than these two is refused with a sentence.
+# Of this layout; another number is refused with a sentence.
 FORMAT = 2
-# Has the model's distance from each base instead of its checksums.
-OLD_FORMAT = 1
 
 Plain = dict[str, Any]
 
@@ -266,23 +264,16 @@ def from_plain(plains: Sequence[object], tensors: ModelTensors) -> Resumption:
 
 def _resumption(plains: list[Plain], tensors: ModelTensors) -> Resumption:
     plain = plains[0]
-    is_old = plain["format"] == OLD_FORMAT
-    if plain["format"] != FORMAT and not is_old:
+    if plain["format"] != FORMAT:
         raise UsageError(
             f"The worker's state has format {plain['format']!r}, this release reads {FORMAT}; go on "
             "with the release that wrote it."
         )
-    saved = _manifest(plain["model"])
-    clauses = differences(tensors.manifest, saved)
-    if clauses and without_wrappers(saved) != without_wrappers(tensors.manifest):
+    clauses = differences(tensors.manifest, _manifest(plain["model"]))
+    if clauses:
         raise UsageError(
             f"The worker's state is of another model than this one: {summarise(clauses)}."
         )
-    if clauses:
-        pairs = zip(saved.entries, tensors.manifest.entries, strict=True)
-        names = {then.name: now.name for then, now in pairs}
-        plains = [_renamed(each, names) for each in plains]
-        plain = plains[0]
     told = asdict(RunConfig(**_dict(plain["config"])))  # what a newer release has told is unknown
     config = record_of(RunConfig, told, "config")
     unsound = why_unsound(config, tensors.manifest)
@@ -313,35 +304,18 @@ def _resumption(plains: list[Plain], tensors: ModelTensors) -> Resumption:
         place=place,
         frozen=frozen,
         fragments=fragments,
-        checksums=None if is_old else _checksums(plain, layout),
-        distances=tuple(float(each["distance"]) for each in parts) if is_old else (),
+        checksums=_checksums(plain, layout),
     )
-
-
-def _renamed(plain: Plain, names: Mapping[str, str]) -> Plain:
-    """A state of an earlier release, whose names had those of wrappers in them."""
-    if "checksums" not in plain:
-        return plain
-    checksums = {}
-    for name, sums in _dict(plain["checksums"]).items():
-        tensor = tensor_name(name)
-        checksums[names.get(tensor, tensor) + name.removeprefix(tensor)] = sums
-    return {**plain, "checksums": checksums}
 
 
 def _checksums(plain: Plain, layout: ModelLayout) -> dict[str, tuple[int, ...]]:
     given = _dict(plain["checksums"])
     names: Iterable[str] = given  # of what another process has saved there are none here
     if "share" not in plain:
-        in_pieces = any(map(is_piece, given))
         names = [
-            name
+            piece_name(place.entry.name, low, high)
             for part in layout.fragments
-            for name in (
-                [piece_name(p.entry.name, low, high) for _, p, low, high in overlaps(part)]
-                if in_pieces
-                else [place.entry.name for place in part.places]
-            )
+            for _, place, low, high in overlaps(part)
         ]
     return {name: tuple(_whole(each) for each in given[name]) for name in names}
 
@@ -365,7 +339,7 @@ def _fragment(
             _may_count(each.get("may_count"), part.chunks),
             _whole(each["versions"]),
         )
-        for each in plain.get("dropped", ())  # an older release has none
+        for each in plain["dropped"]
     )
     base = TrainingBase(version, ledger, work, flight, dropped)
     return SavedFragment(base, values, delta, _feedback(share, plain, dropped))
@@ -416,9 +390,6 @@ def _flight(part: FragmentLayout, plain: Plain) -> Flight:
 def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:
     part = base.layout
     wire = _vectors(part, plain["wire"], dtype)
-    if Segment.BUFFERS in wire and plain.get("buffers") != BUFFERS:
-        # Of a release that sent float buffers as differences: these are the values it meant.
-        wire[Segment.BUFFERS] = base.vectors[Segment.BUFFERS] - wire[Segment.BUFFERS]
 
     def copy_of(name: str) -> FlatState | None:
         given = plain[name]

@@ -96,11 +96,6 @@ def tensor_name(piece: str) -> str:
     return _PIECE.sub("", piece)
 
 
-def is_piece(name: str) -> bool:
-    """Whether it is a name of `piece_name`."""
-    return _PIECE.search(name) is not None
-
-
 def overlaps(layout: FragmentLayout) -> Iterator[tuple[ChunkSpan, Place, int, int]]:
     """Of each chunk, in order, the tensors that it has elements of: [low, high) of the tensor's own."""
     for segment in Segment:

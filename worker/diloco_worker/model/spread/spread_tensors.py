@@ -183,13 +183,11 @@ class SpreadTensors(ModelTensors):
         layout = change.new.layout
         self._each_slice(layout, lambda: None, change_them, reads=change.reads, made=made)
 
-    def look_at(self, take: Callable[[str, Tensor], object], *, in_pieces: bool = True) -> None:
+    def look_at(self, take: Callable[[str, Tensor], object]) -> None:
         """Hand over, by name, what is trained or averaged: the pieces that this process owns.
 
-        A piece is the same however many processes share the model. There is nothing else than pieces.
+        A piece is the same however many processes share the model.
         """
-        if not in_pieces:
-            return
         for share in self.shares[:-1]:
             places = deque(place for place in share.places if place.start < place.stop)
 
@@ -207,11 +205,6 @@ class SpreadTensors(ModelTensors):
                         places.popleft()
 
             self._each_slice(share, list[Tensor], take_all)
-
-    def distance(self, base: FlatState) -> float:
-        raise UsageError(
-            "This state is of an older release, which has no workers of several processes."
-        )
 
     def _each_slice(
         self,

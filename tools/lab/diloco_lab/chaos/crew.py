@@ -202,6 +202,7 @@ class Crew(Children):
 
     def start_broker(self) -> None:
         """Start the broker, for the first time or again. Returns at once."""
+        name = self._next("broker")
         command = broker_command(
             "serve",
             *self.mode.options,
@@ -214,10 +215,11 @@ class Crew(Children):
             save_every=1,
             keep=3,
             audit=self.folder / BROKER_LOG,
+            tape=self.folder / f"{name}.tape",
             recover_wait=RECOVER_WAIT_S,
             **OF_EVERY_BROKER,
         )
-        self.broker = self.start(self._next("broker"), command)
+        self.broker = self.start(name, command)
 
     def start_relay(self, relay: str) -> None:
         """Start a relay, for the first time or again. Returns at once."""

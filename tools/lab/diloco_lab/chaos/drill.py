@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +19,7 @@ from diloco_lab.chaos.report import Report
 from diloco_lab.chaos.run_watch import Broken, RunWatch
 from diloco_lab.chaos.worker import CONTEXT, checksum, named
 from diloco_lab.driver.experiment import emptied
+from diloco_lab.driver.options import broker_command
 from diloco_protocol.errors import DilocoError
 from diloco_tools.demo.data import load_text
 from diloco_tools.processes import ChildFailed
@@ -145,6 +147,18 @@ def bring_to_an_end(watch: RunWatch) -> dict[str, Any]:
     }
 
 
+def replayed(folder: Path) -> dict[str, str]:
+    """The lives of the broker by name, and what a replay of the tape of each has said, "" where it was
+    the same."""
+    said = {}
+    for tape in sorted(folder.glob("broker.*.tape")):
+        done = subprocess.run(
+            broker_command("replay", str(tape)), check=False, capture_output=True, text=True
+        )
+        said[tape.stem] = (done.stderr or done.stdout).strip() if done.returncode else ""
+    return said
+
+
 def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Record]]:
     """Audit a run that came to its end, and fill in the report; from `until` on everybody left.
 
@@ -157,6 +171,7 @@ def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Re
     releases, heads, logs, relays = audits.read_folder(crew.folder)
     findings = audits.audit(releases, heads, logs, relays)
     report["audit"] = reports.audited(findings)
+    report["tapes"] = replayed(crew.folder)
     seen = [each for each in watch.seen if each[1] in findings.lineage]
     report["rounds"] = len(seen) / crew.mode.versions_a_round
     entered = audits.contributions(findings.lineage)

@@ -54,6 +54,7 @@ def new_report(mode: str, allowed: int) -> Report:
         "averaged": {"alive": 0, "averaged": 0, "share": 1.0},
         "faults": [],  # see `verdict`
         "audit": None,  # see `audited`
+        "tapes": {},  # see `drill.replayed`
         "ending": None,  # see `drill.bring_to_an_end`
         "slowness": 1.0,  # of this machine, see `slowness_of`
         "problems": [],
@@ -146,6 +147,9 @@ def problems(report: Report, least_rounds: int) -> Iterator[str]:
             )
     if report["audit"] is not None:
         yield from report["audit"]["problems"]
+    for life, said in report["tapes"].items():
+        if said:
+            yield f"The tape of {life} does not replay: {said}"
     if report["ending"] is not None:
         yield from _of_the_end(report["ending"])
         yield from _of_figures(report, least_rounds)
@@ -244,7 +248,7 @@ def _cells(report: Report) -> dict[str, str]:
         checksums = ending["checksums"].values()
         same = f"{sum(each == ending['checksum'] for each in checksums)} of {len(checksums)}"
     lost = " ".join(f"{each['lost']:g}" for each in report["kills"]) or "-"
-    average = report["averaged"]
+    average, tapes = report["averaged"], report["tapes"].values()
     share = f"{average['averaged']} of {average['alive']} = {average['share']:.1%}"
     return {
         "lives not killed (goal 1.0)": _work(report["useful_work"]["not_killed"]),
@@ -255,5 +259,6 @@ def _cells(report: Report) -> dict[str, str]:
         "counted twice, lost, other findings": findings,
         "dropped for a reason, forgotten": told,
         "same version, bit for bit": same,
+        "tapes of the broker's lives that replay": f"{sum(not each for each in tapes)} of {len(tapes)}",
         "seconds": f"{report['seconds']:.0f}",
     }

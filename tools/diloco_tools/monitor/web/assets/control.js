@@ -9,7 +9,7 @@ function ask({ label, title, text, typed, setting, now, arguments: given, ...ord
   const isTyped = Boolean(typed || setting);
   say($("ask-title"), title);
   say($("ask-text"), text);
-  say($("ask-yes"), label);
+  say($("ask-yes"), setting ? "Set" : label);
   $("ask-yes").className = typed || order.action === "kick" ? "danger" : "primary";
   $("ask-name").hidden = !isTyped;
   $("ask-typed").value = "";

@@ -79,9 +79,6 @@ class RelayTensors:
     def __bool__(self) -> bool:
         return bool(self._queue)
 
-    def is_ready(self, layout: ModelLayout | None) -> bool:
-        return bool(self._queue)
-
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
         """Queue what is to be looked at or averaged. An outer optimizer there is none."""
         match work:

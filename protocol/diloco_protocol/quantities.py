@@ -44,8 +44,10 @@ def clock(seconds: float | None) -> str:
     return f"{hours:02}:{minutes:02}:{whole % 60:02}"
 
 
-def moment(at: float, form: str = "%d %b %Y %H:%M:%S") -> str:
+def moment(at: float | None, form: str = "%d %b %Y %H:%M:%S") -> str:
     """A moment in UTC: the machines of a run are in other time zones than their reader."""
+    if at is None:
+        return NONE
     try:
         return datetime.fromtimestamp(at, timezone.utc).strftime(form)
     except (ValueError, OverflowError, OSError):  # a clock that was far off

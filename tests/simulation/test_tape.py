@@ -56,7 +56,7 @@ def taped() -> Iterator[list[Reel]]:
         yield reels
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_run_replays_effect_for_effect(mode: str, streams: bool) -> None:
     with taped() as reels:

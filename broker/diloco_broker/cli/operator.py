@@ -65,13 +65,26 @@ class Asked:
     as_json: bool
     keys: Path | None
 
-    def ask(self, action: str, *, within: float | None = None, **arguments: Any) -> Result:
-        """The answer to an action, within `timeout` seconds or other ones."""
+    def ask(self, action: str, **arguments: Any) -> Result:
+        """The answer to an action; ends the process where none comes within `timeout` seconds."""
+        try:
+            return self._ask(action, **arguments)
+        except Unreachable as error:
+            _fail(str(error), self.as_json)
+
+    def ask_again(self, action: str) -> Result | None:
+        """The answer to an action; None where none comes within `timeout` seconds."""
+        try:
+            return self._ask(action)
+        except Unreachable:
+            return None
+
+    def _ask(self, action: str, **arguments: Any) -> Result:
         try:
             key = find_keys(self.keys, Role.OPERATOR)
-            with Operator(self.address, timeout=within or self.timeout, keys=key) as operator:
+            with Operator(self.address, timeout=self.timeout, keys=key) as operator:
                 return operator.ask(action, **arguments)
-        except (UsageError, Unreachable) as error:
+        except UsageError as error:
             _fail(str(error), self.as_json)
         except KeyboardInterrupt:
             raise typer.Exit(GIVEN_UP) from None
@@ -311,8 +324,8 @@ def promote(
     result = broker.ask("promote", **arguments)
     while result.ok and result.data.get("is_over") is False and time.monotonic() < until:
         time.sleep(ASK_AGAIN_S)
-        # While the standby becomes a broker nobody answers for a moment.
-        result = broker.ask("promote", within=max(broker.timeout, 30.0))
+        # While the standby becomes a broker there is no answer for a moment.
+        result = broker.ask_again("promote") or result
     broker.finish(result)
     if result.data.get("is_over") is False:
         raise typer.Exit(REFUSED)

@@ -1,4 +1,4 @@
-"""`diloco-broker replay`: a core does again what is on a tape, and the first difference is printed."""
+"""`diloco-broker replay`: feed a tape to a core and print the first difference."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def replay(
         typer.Option(metavar="WORKER", help="Print what happened to this worker."),
     ] = None,
 ) -> None:
-    """Replay a tape: every event goes to a broker's core again, which has to ask for the same.
+    """Replay a tape: feed every event to a broker's core again and compare the effects.
 
-    The first difference is printed, and ends it with 1: then this release decides something in another
-    way than the broker that made the tape, or that broker met a fault of its machine.
+    Prints the first difference and exits with 1: this release decides differently than the broker that
+    wrote the tape, or that broker's machine had a fault.
     """
     with failing_in_a_sentence(), read_tape(file) as tape:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tape.unix_s))
@@ -69,7 +69,7 @@ def _what(step: Step) -> str:
 
 
 def _of_worker(step: Step, worker_id: str, state: RunState) -> str:
-    """What an event was to this worker; empty: nothing."""
+    """Describe an event that concerns this worker; empty for any other."""
     member = state.members.named(worker_id)
     own = [] if member is None else member.routes
     told = [e for e in step.asked_for if isinstance(e, Send) and e.route in own]

@@ -1,15 +1,16 @@
-"""The tape of a run: the state that it begins with, then every event with its time and what came of it.
+"""Record the events of a core on a tape, and replay them.
 
-Handling an event is a function of the state, the event and what the clocks say; randomness is a part of
-the state (`Draws`). So a core that is made of a tape's first state does the same again, effect for
-effect, and a run that went wrong elsewhere goes wrong here.
+A tape has the state at its beginning, then every event with its time and a checksum of each resulting
+effect. Handling an event depends only on the state, the event and the clocks; randomness is part of the
+state (`Draws`). So a core with the same first state produces the same effects, and a failure elsewhere
+can be reproduced here.
 
-The bytes of parameters and pseudo-gradients are never on a tape, only how many they were; of a chunk
-that was looked at, also their fingerprint. Session tokens are on it, and the seed of those to come: with
-the tape of a run that goes on, one can speak for its workers.
+A tape never has parameters or pseudo-gradients, only their size, and the fingerprint of each inspected
+chunk. It has session tokens and the seed of future ones: the tape of a live run lets its reader
+impersonate the workers.
 
-What several records share they share again when a tape is read. It names classes, and only those of the
-core, its options and the protocol are made, without a call of theirs: no code of a tape runs.
+Object identity is preserved: records that shared an object share it again. Only classes of the core, its
+options and the protocol are instantiated, without calling their constructors.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from diloco_protocol.messages import Ack, Chunk, Message, encode
 from diloco_protocol.roles import Peer, Role
 
 FORMAT = 1
-# Modules whose classes are made anew; builtins are made by tags.
+# Modules whose classes a tape may name; builtin containers have tags.
 OURS = ("diloco_broker.core.", "diloco_broker.config.", "diloco_protocol.")
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
-MOST_BYTES = 1 << 31  # that something on a tape may stand for
-_LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # what msgpack takes as a whole number
+MOST_BYTES = 1 << 31  # the largest buffer that a placeholder may stand for
+_LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # the range of integers in msgpack
 
 
 @dataclass
 class Draws:
-    """Unpredictable numbers below 2**64, the same again for the same seed of 32 bytes."""
+    """Numbers below 2**64: keyed BLAKE2b of a counter, reproducible from a secret seed of 32 bytes."""
 
     seed: bytes
     count: int = 0
@@ -56,17 +57,17 @@ class Draws:
 
 
 class NotPlain(TypeError):
-    """Something that no tape can have."""
+    """A value that cannot be written to a tape."""
 
 
 Shape = tuple[str, tuple[str, ...]]  # a class, and the names of an object's attributes
 
 
 class Codec:
-    """Turns what the core consists of into plain values fit for msgpack, and makes it anew.
+    """Converts objects of the core to plain values for msgpack, and back.
 
-    Plain values name shapes by their numbers. `new_shapes` are those that came up since it was asked
-    last: they have to be written down before what uses them, and `know` them before it is read.
+    Plain values refer to shapes by number. `new_shapes` returns the shapes used since the last call; a
+    tape has them before the values that use them, and they are registered with `know`.
     """
 
     def __init__(self) -> None:
@@ -75,11 +76,11 @@ class Codec:
         self._written = 0
 
     def freeze(self, value: Any) -> Any:
-        """Plain values for it; raises NotPlain where there are none."""
+        """Convert to plain values; raises NotPlain for an object that has none."""
         return _Freezer(self._numbers).plain(value)
 
     def thaw(self, plain: Any) -> Any:
-        """What was frozen; raises ValueError, TypeError or LookupError for what was not."""
+        """Restore a frozen object; raises ValueError, TypeError or LookupError for invalid values."""
         return _Thawer(self._shapes).made(plain)
 
     def new_shapes(self) -> list[Any]:
@@ -88,7 +89,7 @@ class Codec:
         return found
 
     def know(self, shapes: Iterable[Any]) -> None:
-        """Raises ValueError for a class that no tape has."""
+        """Register shapes; raises ValueError for a class that a tape may not name."""
         self._shapes += [(_kind(title), tuple(names)) for title, names in shapes]
 
 
@@ -118,7 +119,7 @@ def _kind(title: str) -> Any:
 
 
 class _Freezer:
-    """Of one value: what is in it twice is one object again afterwards."""
+    """Converts one value; an object that occurs twice is written once."""
 
     def __init__(self, shapes: dict[Shape, int], *, shares: bool = True) -> None:
         self._shapes = shapes
@@ -310,7 +311,7 @@ def _of_send(send: effects.Send) -> Any:
     return send.route, said
 
 
-# What an effect says, of those that come often or have more than they need; others are frozen.
+# The fields that are checksummed of frequent or large effects; all fields of the others.
 _SAYS: dict[type, Callable[[Any], Any]] = {
     effects.Send: _of_send,
     effects.Fold: lambda work: (work.fragment, work.index, work.worker_id, work.push_id),
@@ -329,7 +330,7 @@ _SAYS: dict[type, Callable[[Any], Any]] = {
 
 
 def _gist(effect: Effect) -> tuple[str, Any]:
-    """What an effect is, and what it says: without parameters, which would be kept for it."""
+    """Kind and fields of an effect, without the parameters, which would be kept in memory."""
     says = _SAYS.get(type(effect))
     kind = type(effect.message if type(effect) is effects.Send else effect).__name__
     return kind, effect if says is None else says(effect)
@@ -345,19 +346,19 @@ def _mark(gist: tuple[str, Any]) -> tuple[str, int]:
 
 
 def mark(effect: Effect) -> tuple[str, int]:
-    """What an effect is, and a checksum of what it says: equal ones have the same, in any process."""
+    """Kind and CRC-32 of an effect; equal effects have equal marks in every process."""
     return _mark(_gist(effect))
 
 
 def noted(event: Event, asked_for: Iterable[Effect] | None) -> tuple[Any, Any]:
-    """An event and what came of it, to be `written` later: brief where it is about a chunk."""
+    """Reduce an event and its effects to what `written` needs later."""
     brief = _BRIEF.get(type(event))
     said = (None if brief is None else brief(event)) or event
     return said, None if asked_for is None else list(map(_gist, asked_for))
 
 
 def written(said: Any, now: Now, gists: Any, codec: Codec) -> tuple[Any, ...]:
-    """The plain values of an entry, from what `noted` has made."""
+    """Convert the result of `noted` to the plain values of an entry."""
     marks = None if gists is None else list(map(_mark, gists))
     if isinstance(said, list):
         return (), *now, said, marks
@@ -367,7 +368,7 @@ def written(said: Any, now: Now, gists: Any, codec: Codec) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One event of a tape. `marks` of what came of it; None: the core could not handle it."""
+    """One event of a tape, with the marks of its effects; None: the core failed to handle it."""
 
     now: Now
     event: Event
@@ -375,7 +376,7 @@ class Entry:
 
     @classmethod
     def read(cls, plain: Sequence[Any], codec: Codec) -> Entry:
-        """Raises ValueError, TypeError or LookupError for what is no entry."""
+        """Restore an entry; raises ValueError, TypeError or LookupError for an invalid one."""
         shapes, core, machine, said, marks = plain
         codec.know(shapes)
         event = _of_brief(said) or codec.thaw(said)
@@ -387,10 +388,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a core asks for something else than the tape says: at effect `at`, counted from 0."""
+    """The first effect that differs from the tape: effect `at`, counted from 0."""
 
     at: int
-    was: str  # its kind, or what the core did at all; empty: nothing
+    was: str  # its kind on the tape; empty: the tape has no such effect
     became: str
 
     def __str__(self) -> str:
@@ -399,7 +400,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Step:
-    """An event that a core has handled again: what it is about, and what the core asks for now."""
+    """A replayed event: its subject, and the effects that the core requested this time."""
 
     entry: Entry
     about: story.Entry
@@ -408,7 +409,7 @@ class Step:
 
 
 def replay(core: Core, entries: Iterable[Entry]) -> Iterator[Step]:
-    """Let a core handle what is on a tape; ends with the first difference, and where the tape's did."""
+    """Feed the events of a tape to a core; ends at the first difference, or at a recorded failure."""
     for entry in entries:
         about = story.entry_of(entry.event, core.state, entry.now.core)
         try:

@@ -1,10 +1,9 @@
-"""The file of a tape (`core.tape`): bounded, since what it held first is moved aside and then dropped.
+"""Write tapes (`core.tape`) to files of bounded size, and read them.
 
-A stream of msgpack values: a head, the state that the tape begins with, then an entry for each event,
-all but the head with a checksum.
-When a file is full the next one begins, with the state of that moment, and the full one keeps its name
-with `.1` at its end. Each can be replayed by itself; a broker that was killed leaves a last entry that
-is cut, which is not read.
+A file is a stream of msgpack values: a head, the first state, then an entry for each event; all but the
+head are checksummed. A full file is renamed with the suffix `.1`, replacing an earlier one, and a new
+file begins with the current state, so each file can be replayed on its own. A truncated last entry, as a
+killed broker leaves, is ignored.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ NAME = "diloco_tape"
 
 
 class TapeWriter:
-    """Writes what a core is told and does, in a thread of its own.
+    """Writes the events of a core and marks of their effects, in a background thread.
 
-    A tape that cannot be written, or not as fast as the run goes, ends, and the run goes on. `close`
-    waits until all is written.
+    If the file cannot be written, or the disk is too slow, the tape ends with a warning and the run goes
+    on. `close` waits until everything is written.
 
     Args:
-        path: of the file; one that is there has to be a tape, and is moved aside.
-        longest: bytes of a file, from which on the next one begins; at least twice those of the state.
+        path: the file; an existing one must be a tape, and is renamed.
+        longest: the size in bytes at which the next file begins; at least twice the size of the state.
 
     Raises:
-        UsageError: where the file cannot be made, or something else is there.
+        UsageError: if the file cannot be created, or `path` exists and is not a tape.
     """
 
     def __init__(self, path: Path, core: Core, version: str, longest: int = LONGEST) -> None:
@@ -74,7 +73,7 @@ class TapeWriter:
         self._waiting: deque[Future[None]] = deque()
 
     def note(self, event: Event, now: Now, asked_for: Sequence[Effect] | None) -> None:
-        """An event was handled; `asked_for` is what came of it, None where that was an error."""
+        """Record a handled event and its effects; None: the core failed to handle it."""
         if self._is_over:
             return
         try:
@@ -125,7 +124,7 @@ class TapeWriter:
         self._is_full = self._written >= self._limit
 
     def _begin(self, state: tuple[Codec, Any]) -> None:
-        """The file is full: go on in another one."""
+        """Rotate: rename the full file and begin another."""
         try:
             self._end()
             self._path.replace(self._path.with_name(f"{self._path.name}.1"))
@@ -159,7 +158,7 @@ class TapeWriter:
 
 
 def _check_free(path: Path) -> None:
-    """Move a former tape aside; raises UsageError where something else is."""
+    """Rename an earlier tape; raises UsageError if `path` is anything else."""
     if not path.name or path.is_symlink() or (path.exists() and not _is_tape(path)):
         raise UsageError(f"--tape {path}: something else is there; name a new file.")
     if path.exists():
@@ -174,7 +173,7 @@ def _is_tape(path: Path) -> bool:
 
 
 def _framed(value: Any) -> bytes:
-    """A value with its checksum."""
+    """Pack a value with its checksum."""
     body: bytes = msgpack.packb(value)
     framed: bytes = msgpack.packb([crc32(body), body])
     return framed
@@ -182,7 +181,7 @@ def _framed(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Tape:
-    """A tape that is read: its head, a core as it was at its beginning, and what it was told then."""
+    """An open tape: a core in its first state, and the events after that."""
 
     version: str  # of the broker that made it
     unix_s: float  # when it begins
@@ -190,7 +189,7 @@ class Tape:
     entries: Iterator[Entry]
 
 
-# What reading, or handling again, comes to where a tape is damaged, or was made by hand.
+# Errors that reading or replaying a damaged or forged tape may raise.
 _UNSOUND = (
     ValueError,
     TypeError,
@@ -205,7 +204,7 @@ _UNSOUND = (
 
 @contextmanager
 def read_tape(path: Path) -> Iterator[Tape]:
-    """A tape, as long as it is replayed; raises UsageError for what is no tape, or a damaged one."""
+    """Open a tape for replay; raises UsageError if the file is not a tape, or is damaged."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except OSError as error:
@@ -223,7 +222,7 @@ def read_tape(path: Path) -> Iterator[Tape]:
 
 
 def _version(values: Any, path: Path) -> str:
-    """Of the broker that made it."""
+    """Return the version of the broker that wrote the tape."""
     no_tape = UsageError(f"{path} is not a tape; serve --tape FILE makes one.")
     try:
         head = next(values)

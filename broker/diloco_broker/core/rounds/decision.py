@@ -1,8 +1,8 @@
-"""When a round closes, and what it waits for until then.
+"""Decide whether the open round closes, and why not.
 
-`decide` is the only place that says so. The machine asks it after every event until nothing changes, and
-whatever shows people why a run waits shows its answer. In asynchronous mode a round is the next update:
-it closes with the push that has been whole longest, `--grace` seconds after that became whole.
+`decide` is the only place that decides it. The machine calls it after every event until nothing changes,
+and every display shows its answer. In asynchronous mode a round is the next update: it closes with the
+push that was complete first, `--grace` seconds after that push was complete.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True)
 class Why:
-    """A reason, with its particulars.
+    """Why the round stays open.
 
     Attributes:
-        workers: whose pushes are missing, in the order of names.
-        needed: pushes, or workers, that are missing at least.
-        since: from when on this has been the reason (run time).
-        until: when the wait ends at the latest (run time); None where only an event ends it.
+        workers: workers whose pushes are missing, sorted by name.
+        needed: the least number of pushes, or of workers, still missing.
+        since: when this became the reason (run time).
+        until: when the wait times out (run time); None if only an event ends it.
     """
 
     reason: Reason
@@ -48,16 +48,16 @@ class Why:
 
 @dataclass(frozen=True)
 class Tally:
-    """What an open round has.
+    """The contributions of an open round.
 
     Attributes:
-        here: workers of whom a push would be in its version.
-        missing: other workers that it waits for.
-        is_complete: nobody else is waited for. Never in asynchronous mode, where nobody knows who comes.
-        may_come: how many workers could be in it: those it waits for, refused ones among them, and those
-            whose push is in progress or whole, though they may have left. In asynchronous mode all.
-        enough_at: since when it has as many pushes as a quorum asks for (run time); None before, and
-            where only those of all workers are enough.
+        here: workers whose push would be part of its version.
+        missing: workers that the round still waits for.
+        is_complete: the round waits for no other worker. Always False in asynchronous mode.
+        may_come: the number of workers that could contribute: the expected ones, including those whose
+            push was refused, and those whose push is in progress or complete, even if they have left.
+            In asynchronous mode all workers.
+        enough_at: when the quorum was reached (run time); None before that, and without a quorum.
     """
 
     here: Set[str]
@@ -69,12 +69,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class Limits:
-    """What holds for the open round besides its pushes.
+    """The conditions of the open round besides its pushes.
 
     Attributes:
-        held: why none closes, whatever it has.
-        floor: workers that it needs at least.
-        grace_s: seconds that others have once enough pushes are here.
+        held: why no round may close at all; None if one may.
+        floor: the least number of contributions.
+        grace_s: seconds that the other workers have after the quorum was reached.
     """
 
     held: Reason | None = None
@@ -84,7 +84,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decision:
-    """`why` not, if it does not close."""
+    """The round closes exactly when `why` is None."""
 
     why: Why | None
 
@@ -93,14 +93,14 @@ class Decision:
         return self.why is None
 
     def after(self, before: Decision) -> Decision:
-        """The same, where the decision before it had the same reason perhaps, for some time."""
+        """Keep the start time of `before` if its reason was the same."""
         if self.why is None or before.why is None or self.why.reason is not before.why.reason:
             return self
         return Decision(replace(self.why, since=before.why.since))
 
 
 def decide(tally: Tally | None, limits: Limits, now: float) -> Decision:
-    """Whether the open round closes at this moment (run time). Without a tally none is open."""
+    """Decide whether the open round closes now (run time). No tally: no round is open."""
     return Decision(_why_not(tally, limits, now))
 
 

@@ -47,10 +47,10 @@ class Rules(Protocol):
         """A worker has sent every chunk of a push."""
 
     def look(self, state: RunState, /) -> Effects:
-        """What has to be done before it is decided whether the update closes."""
+        """Update what the decision depends on, such as the time at which a quorum was reached."""
 
     def tally(self, state: RunState) -> Tally:
-        """What the open update has, for that decision."""
+        """Return the contributions of the open update."""
 
     def close(self, state: RunState) -> Effects:
         """Begin the outer step, or refuse a push that cannot be in it. Only `close_if_due` calls it."""
@@ -113,7 +113,7 @@ def mode_of(config: BrokerConfig) -> Mode:
 
 
 def close_if_due(state: RunState) -> Effects:
-    """Begin the outer step if it is time to: the only way to close a round."""
+    """Close the open round if the decision says so; no other code closes one."""
     while True:
         if _held(state) is None:
             yield from rules_of(state).look(state)
@@ -125,7 +125,7 @@ def close_if_due(state: RunState) -> Effects:
 
 
 def decision(state: RunState) -> Decision:
-    """Whether the open round closes, as things stand."""
+    """Evaluate `decide` on the current state."""
     held = _held(state)
     if held is not None:
         return decide(None, Limits(held), state.run_time)
@@ -141,7 +141,7 @@ def _limits(state: RunState) -> Limits:
 
 
 def _held(state: RunState) -> Reason | None:
-    """Why no round closes, whatever it has."""
+    """Return why no round may close at all; None if one may."""
     if state.stopping is not None:
         return Reason.STOPPING
     if state.ending.is_over:

@@ -1,14 +1,13 @@
-"""Who is let in at a relay before the parameters of its run are there.
+"""Admission at a relay that has no parameters yet.
 
-The first worker of the site brings the description of the model, with which the relay asks its parent
-to take part. Until the parameters come down its workers wait. Where nobody has any, the parent asks one
-of those that take part to give its own; a relay has none, so it opens the gate, asks the first of its
-workers as any broker would, keeps what that one sends, and hands it up. Then they wait again, for what
-the run begins with, which may be another one's. The site hears of a new run only once the parent has
-begun it.
+The first worker of the site brings the description of the model, and the relay joins its parent with it.
+The workers wait until the parameters arrive. If the parent has none, it asks one of its members to
+upload its own. A relay has none, so it opens the gate, asks a worker of its site as any broker would,
+and passes the upload on. The workers then wait for the first version, which may come from another
+member. The site learns of a new run only after the parent has begun it.
 
-Where a worker holds a version of a run that the parent has lost, the relay takes that one, and comes
-back to its parent as one that holds it.
+If a worker holds a version of a run that the parent has lost, the relay adopts that version and rejoins
+its parent as a member that holds it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from diloco_protocol.messages import Join
 
 @dataclass
 class Gate:
-    """See the head of this module.
+    """Decides which workers are admitted before the relay has parameters.
 
     Attributes:
-        parent: where that is, for people.
-        is_open: workers are let in, and one of them gives its parameters.
-        has_own_run: what workers hold is of the site alone, and nothing for the parent.
-        plan: the fragment of each tensor, as the parent has cut the model; empty: as the options say.
-        brought: the model that the relay takes part with, once one is known.
-        turned_away: one that the parent does not take, and why.
+        parent: the parent's address, for messages.
+        is_open: workers are admitted, and one of them uploads its parameters.
+        has_own_run: versions that workers hold belong to the site alone, not to the parent's run.
+        plan: the fragment of each tensor, as the parent splits the model; empty: as the options say.
+        brought: the model that the relay joins its parent with; None before the first worker.
+        turned_away: a model that the parent rejected, and its message.
     """
 
     parent: str
@@ -42,14 +41,14 @@ class Gate:
 
     @property
     def wait(self) -> str:
-        """What workers hear meanwhile."""
+        """The message for workers that have to wait."""
         return (
             f"The relay waits for its parent at {self.parent}; it lets workers in once it has the "
             "parameters."
         )
 
     def check(self, join: Join, manifest: Manifest) -> None:
-        """Raise ProtocolError for a worker that cannot be let in through this gate."""
+        """Raise ProtocolError for a worker that cannot be admitted here."""
         if self.turned_away is not None and manifest == self.turned_away[0]:
             raise ProtocolError(Code.MODEL_DIFFERS, self.turned_away[1])
         if not self.is_open:
@@ -66,12 +65,12 @@ class Gate:
             )
 
     def brings(self, manifest: Manifest) -> None:
-        """A worker comes with this model: the first one is what the relay takes part with."""
+        """Take the first worker's model as the one to join the parent with."""
         if self.brought is None:
             self.brought = manifest
 
     def is_refused(self, text: str) -> None:
-        """The parent does not take this model; another worker may bring a better one."""
+        """The parent rejected this model; another worker may bring one that fits."""
         if self.brought is not None:
             self.turned_away, self.brought = (self.brought, text), None
         self.is_open, self.plan = False, ()

@@ -14,7 +14,7 @@ from kit.paths import MODULES, PACKAGES
 
 CORES = (
     "diloco_broker.core",
-    "diloco_worker.core",
+    "diloco_worker.session",
     "diloco_broker.relay.core",
     "diloco_broker.standby.core",
     "diloco_broker.relay.report",

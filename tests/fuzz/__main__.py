@@ -38,7 +38,7 @@ LONGEST_INPUT = 4000  # bytes; each choice takes one or two
 LONGEST_REPORT = 20_000  # characters of what a target that fails has to say
 LONGEST_ACT_S = 20  # of one input
 MOST_MEMORY_MB = 3000
-INSTRUMENTED = ["diloco_protocol", "diloco_broker.core", "diloco_worker.core"]
+INSTRUMENTED = ["diloco_protocol", "diloco_broker.core", "diloco_worker.session"]
 
 Run = Callable[[bytes], int]
 """Has one input done; returns how many messages it was. Whatever it raises is a fault."""

@@ -32,9 +32,9 @@ from diloco_protocol.messages import (
     encode,
 )
 from diloco_protocol.version import Counted, Ledger, VersionId
-from diloco_worker.core import effects, events
-from diloco_worker.core.connection import Phase
-from diloco_worker.core.session import Session
+from diloco_worker.session import effects, events
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.session import Session
 from fuzz import hostile_messages
 from fuzz.draws import Draws
 from fuzz.hostile_messages import Words, as_received

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 from diloco_protocol import Bitmap, Counted, Ledger, RunConfig, VersionId
 from diloco_protocol.messages import Grant, Notice, Push, Released, Standing, Welcome
-from diloco_worker.core.events import Event
-from diloco_worker.core.sync import boundary, effects
-from diloco_worker.core.sync.effects import Answer, Effect, Steps
-from diloco_worker.core.sync.fragment import TrainingBase
-from diloco_worker.core.sync.landings import look
-from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import Arrival, LinkState, News, Rejection, Sight, Work
-from diloco_worker.core.sync.patience import Options
-from diloco_worker.core.sync.state import SyncState
+from diloco_worker.session.events import Event
+from diloco_worker.session.news import Arrival, LinkState, News, Rejection, Sight, Work
+from diloco_worker.sync import boundary, effects
+from diloco_worker.sync.effects import Answer, Effect, Steps
+from diloco_worker.sync.fragment import TrainingBase
+from diloco_worker.sync.landings import look
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.patience import Options
+from diloco_worker.sync.state import SyncState
 
 RUN = "0123456789abcdef"
 E = TypeVar("E", bound="Effect | Event")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diloco_worker import DiLoCoWorker
-from diloco_worker.training.group import leading, waiting
+from diloco_worker.group import leading, waiting
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
@@ -203,8 +203,8 @@ def call_alone(diloco: DiLoCoWorker, name: str) -> None:
 
 def forbid_words_while_leaving() -> None:
     """The others do not listen to the group any more; what is said there may wait for ever."""
+    from diloco_worker.group.leading import LeadingDriver
     from diloco_worker.model.spread.ranks import Ranks
-    from diloco_worker.training.group.leading import LeadingDriver
 
     leave = LeadingDriver.leave
 
@@ -226,11 +226,11 @@ def a_batch(worker_id: str, step: int) -> Tensor:
 
 def die_in(phase: str, mark: Path) -> None:
     """This process is killed where it does that for the third time."""
+    from diloco_worker.group.following import Follower
+    from diloco_worker.group.leading import LeadingDriver
     from diloco_worker.model.spread.spread_tensors import SpreadTensors
-    from diloco_worker.shell.lanes.lane import LaneThread
-    from diloco_worker.shell.link import Link
-    from diloco_worker.training.group.following import Follower
-    from diloco_worker.training.group.leading import LeadingDriver
+    from diloco_worker.transport.lanes.lane import LaneThread
+    from diloco_worker.transport.link import Link
 
     leads = os.environ["RANK"] == "0"
     target: tuple[type, str] = {

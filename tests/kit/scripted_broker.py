@@ -40,9 +40,9 @@ from diloco_protocol.messages import (
     Welcome,
 )
 from diloco_protocol.tensors.codecs import encode_chunk, segment_dtype
-from diloco_worker.core.compatibility import cut
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.session.compatibility import cut
 
 RUN = "00000000000000aa"
 PATIENCE_S = 20.0

@@ -17,7 +17,7 @@ from diloco_protocol import Ledger, VersionId
 from diloco_protocol.messages import Error, Join, Pull, Push, Released
 from diloco_worker import DiLoCoWorker
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.shell.link import Link
+from diloco_worker.transport.link import Link
 from kit.reference import State, state_of
 from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
 from kit.uniform_model import at, filled, first, until

@@ -23,11 +23,11 @@ from diloco_protocol.messages import (
     Released,
     Welcome,
 )
-from diloco_worker.core.connection import LONGEST_BACKOFF_S
-from diloco_worker.core.downloads import Held
-from diloco_worker.core.effects import Effect, Open, Send, SendChunk
-from diloco_worker.core.events import Connected, Disconnected, Event, Received, Start, Tick
-from diloco_worker.core.session import Session
+from diloco_worker.session.connection import LONGEST_BACKOFF_S
+from diloco_worker.session.downloads import Held
+from diloco_worker.session.effects import Effect, Open, Send, SendChunk
+from diloco_worker.session.events import Connected, Disconnected, Event, Received, Start, Tick
+from diloco_worker.session.session import Session
 
 RUN = "0123456789abcdef"
 CONFIG = RunConfig(mode="sync", sync_every=5, chunk_elements=10, heartbeat_timeout=30.0)

@@ -14,10 +14,10 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Error, Grant, Push, Released, Result, Take
 from diloco_protocol.version import VersionId
-from diloco_worker.core.connection import Connection
-from diloco_worker.core.effects import Answered, Effect, Send
-from diloco_worker.core.events import TakeUnits, UnitsTrained
-from diloco_worker.core.units import Units
+from diloco_worker.session.connection import Connection
+from diloco_worker.session.effects import Answered, Effect, Send
+from diloco_worker.session.events import TakeUnits, UnitsTrained
+from diloco_worker.session.units import Units
 from kit.core_harness import Holdings, Stage
 
 NAME = "text"

@@ -41,8 +41,8 @@ from mutation.operators import Mutant, mutants, mutated
 from kit.paths import MODULES, ROOT
 
 # Where faults are put in, and the tests that are asked.
-PLACES = ("diloco_broker.core", "diloco_broker.tensors", "diloco_worker.core")
-TESTS = ("tests/broker/core", "tests/broker/tensors", "tests/worker/core", "tests/simulation")
+PLACES = ("diloco_broker.core", "diloco_broker.tensors", "diloco_worker.session")
+TESTS = ("tests/broker/core", "tests/broker/tensors", "tests/worker/session", "tests/simulation")
 # Seconds are those of the processor, so that a busy machine notices as many faults as a quiet one.
 # Those of tests that a fault is given, by how long they take without it; then it has survived.
 BUDGET_S = 12.0

@@ -15,7 +15,7 @@ import zmq
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.greeting import asks_for_keys
 from diloco_protocol.clients.handshake import failure
-from diloco_worker.shell.connections import Changes, Connections
+from diloco_worker.transport.connections import Changes, Connections
 from kit.process_kit import wait_for
 
 ENDS = "Whoever answers there ends the connection at once"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.messages import Chunk, Credit, Lane, Message, Push
 from diloco_protocol.version import VersionId
-from diloco_worker.core import events
-from diloco_worker.core.downloads import CREDIT_BATCH
-from diloco_worker.core.lanes import Owners
+from diloco_worker.session import events
+from diloco_worker.session.downloads import CREDIT_BATCH
+from diloco_worker.session.lanes import Owners
 from simulation.fragments import Fragments
 from simulation.network import Connection, Listener, World
 from simulation.tensors import Code, Codes, Violation
@@ -28,7 +28,7 @@ BETWEEN_PROCESSES_S = 0.02
 
 
 class Lanes:
-    """See the head of this module, and `diloco_worker.shell.effects.Others`."""
+    """See the head of this module, and `diloco_worker.transport.executor.Others`."""
 
     def __init__(
         self, worker: Worker, count: int, connect: Callable[[Worker, Listener], Connection]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.messages import Push
-from diloco_worker.core.sync.fragment import Fragment, Landing, Outcome
+from diloco_worker.sync.fragment import Fragment, Landing, Outcome
 from simulation.tensors import Wire, demand
 
 STEP = 16

@@ -24,11 +24,11 @@ from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.messages import Heartbeat, Join, Message
 from diloco_protocol.version import VersionId
-from diloco_worker.core import effects as asked
-from diloco_worker.core import events as said
-from diloco_worker.core.connection import Phase
-from diloco_worker.core.session import Session
-from diloco_worker.shell.effects import Executor as WorkerExecutor
+from diloco_worker.session import effects as asked
+from diloco_worker.session import events as said
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.session import Session
+from diloco_worker.transport.executor import Executor as WorkerExecutor
 from simulation.contents import Contents, Key
 from simulation.network import Connection
 from simulation.site_residuals import SiteResiduals

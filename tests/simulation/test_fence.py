@@ -9,7 +9,7 @@ import pytest
 from diloco_broker.core.standby import fence as rules
 from diloco_broker.core.standby import voters
 from diloco_broker.standby import core as standby
-from diloco_worker.core import votes
+from diloco_worker.session import votes
 from simulation.fence import Fence, FenceBroken, Troubles
 
 SEEDS = 25  # a tenth of a second each

@@ -9,10 +9,10 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.messages import BUFFERS, Grant, Heartbeat, Join, Notice, Push
 from diloco_protocol.version import VersionId
-from diloco_worker.core import effects as asked
-from diloco_worker.core import events as said
-from diloco_worker.core.session import Session
-from diloco_worker.core.sync.schedule import RoundSchedule, TurnState
+from diloco_worker.session import effects as asked
+from diloco_worker.session import events as said
+from diloco_worker.session.session import Session
+from diloco_worker.sync.schedule import RoundSchedule, TurnState
 from simulation.sites import CHUNKS, Caller, Up
 from simulation.tensors import demand
 
@@ -119,7 +119,7 @@ class Trainer(Caller):
             self._schedule.landed(fragment)
 
     def _go_on(self) -> None:
-        """Train, push, or stand still; as `core.sync.boundary` has it."""
+        """Train, push, or stand still; as `sync.boundary` has it."""
         schedule = self._schedule
         if self.is_gone or self._is_training or len(self._versions) < schedule.num_fragments:
             return

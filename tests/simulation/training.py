@@ -1,6 +1,6 @@
 """The training thread of a simulated worker: the boundary of the product, without a tensor.
 
-`core.sync.boundary` decides; what it wants done is done here. Where it waits, this is a generator that
+`sync.boundary` decides; what it wants done is done here. Where it waits, this is a generator that
 yields: seconds of training, or None until there may be something new.
 """
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.messages import Heartbeat, Push
-from diloco_worker.core.events import Depart, Event, Offer
-from diloco_worker.core.sync import boundary, effects
-from diloco_worker.core.sync.effects import Answer, Effect, Steps
-from diloco_worker.core.sync.fragment import Fragment, TrainingBase
-from diloco_worker.core.sync.landings import look
-from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import LinkState, Sight, Work
-from diloco_worker.core.sync.patience import Options
-from diloco_worker.core.sync.state import SyncState
+from diloco_worker.session.events import Depart, Event, Offer
+from diloco_worker.session.news import LinkState, Sight, Work
+from diloco_worker.sync import boundary, effects
+from diloco_worker.sync.effects import Answer, Effect, Steps
+from diloco_worker.sync.fragment import Fragment, TrainingBase
+from diloco_worker.sync.landings import look
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.patience import Options
+from diloco_worker.sync.state import SyncState
 from simulation.residuals import Residuals
 
 if TYPE_CHECKING:

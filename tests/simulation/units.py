@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Push
-from diloco_worker.core.events import TakeUnits, UnitsTrained
+from diloco_worker.session.events import TakeUnits, UnitsTrained
 from simulation.tensors import Violation
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 from diloco_broker.core.members import liveness
-from diloco_worker.core.connection import SILENT_BEATS
+from diloco_worker.session.connection import SILENT_BEATS
 from kit.core_harness import a_config
 from simulation.network import Weather
 from simulation.referee import MadeVersion

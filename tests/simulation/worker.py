@@ -17,12 +17,12 @@ from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Chunk, Heartbeat, Join, Message, Notice
 from diloco_protocol.version import VersionId
-from diloco_worker.core import effects, events
-from diloco_worker.core.compatibility import heartbeat_interval
-from diloco_worker.core.connection import Phase
-from diloco_worker.core.session import Session
-from diloco_worker.shell.effects import Executor
-from diloco_worker.shell.inbox import Inbox
+from diloco_worker.session import effects, events
+from diloco_worker.session.compatibility import heartbeat_interval
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.session import Session
+from diloco_worker.transport.executor import Executor
+from diloco_worker.transport.inbox import Inbox
 from simulation.fragments import Fragments
 from simulation.lanes import Lanes
 from simulation.network import INSTANT_S, Connection, Listener, World
@@ -281,7 +281,7 @@ class Worker:
     def payload_of(self, push_id: int, fragment: int, index: int) -> Any:
         return self._memory.chunk(push_id, fragment, index)
 
-    # Connections; see `diloco_worker.shell.effects.Network`.
+    # Connections; see `diloco_worker.transport.executor.Network`.
 
     def now(self) -> float:
         return self.world.now

@@ -277,8 +277,8 @@ def _no_errors(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 def test_break_before_there_is_a_session_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_worker.core.connection.LONGEST_BACKOFF_S", 0.1)
-    monkeypatch.setattr("diloco_worker.core.connection.RETRY_S", 0.1)
+    monkeypatch.setattr("diloco_worker.session.connection.LONGEST_BACKOFF_S", 0.1)
+    monkeypatch.setattr("diloco_worker.session.connection.RETRY_S", 0.1)
     change_no_bit("streaming mean", BEGINNING, 4)
 
 

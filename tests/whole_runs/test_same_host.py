@@ -18,7 +18,7 @@ from diloco_broker import Broker
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_worker import DiLoCoClient, DiLoCoWorker
-from diloco_worker.shell import link as link_module
+from diloco_worker.transport import link as link_module
 from kit.keyed_broker import file_of
 from kit.layers import Layers, delta, name_of
 from kit.process_kit import PATIENCE_S, wait_for

@@ -26,7 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from diloco_protocol import UsageError
 from diloco_protocol.errors import DilocoError
-from diloco_worker.core.restarts import RUN_IS_OVER, WRONG_USAGE
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.model.checksums import checksums, differing
 from diloco_worker.model.model_tensors import ModelTensors
@@ -37,6 +36,7 @@ from diloco_worker.owner import (
     owner_of,
     parameters_of,
 )
+from diloco_worker.session.restarts import RUN_IS_OVER, WRONG_USAGE
 
 # Of a parameter group, what a step changes parameters by besides the gradients.
 RATES = ("lr", "weight_decay")

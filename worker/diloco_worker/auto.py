@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from diloco_protocol import UsageError
 from diloco_worker.cli.python_command import refuse_launcher
-from diloco_worker.core.restarts import WRONG_USAGE
+from diloco_worker.session.restarts import WRONG_USAGE
 
 if TYPE_CHECKING:
     from diloco_worker.attachment import Attachment

@@ -29,19 +29,19 @@ from diloco_protocol.errors import Refused, Unreachable, UsageError
 from diloco_protocol.messages import BUFFERS, Control, Heartbeat, Push, Result
 from diloco_protocol.records import from_plain
 from diloco_protocol.roles import Role
-from diloco_worker.core.compatibility import Terms, cut
-from diloco_worker.core.connection import Phase
-from diloco_worker.core.events import Ask, BeatNow, Observe, RequestVersion
-from diloco_worker.core.session import Session
-from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.encoding import encode
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
-from diloco_worker.shell.link import Link
-from diloco_worker.shell.whereabouts import Given
+from diloco_worker.session.compatibility import Terms, cut
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.events import Ask, BeatNow, Observe, RequestVersion
+from diloco_worker.session.news import Arrival
+from diloco_worker.session.session import Session
 from diloco_worker.training.pulled_model import GlobalParameters, PulledModel
 from diloco_worker.training.settings import ADDRESS, check, default_worker_id, worker_keys
 from diloco_worker.training.start import check_sendable, new_session
+from diloco_worker.transport.link import Link
+from diloco_worker.transport.whereabouts import Given
 
 # Seconds between two questions for the model while the broker has none.
 ASK_AGAIN_S = 0.5

@@ -8,7 +8,7 @@
 After every H optimizer steps (a *boundary*) the pseudo-gradient is frozen and pushed, and training waits
 for the new global parameters. With P fragments there are P boundaries in H steps, one for each part of
 the model, and training may go on while a fragment is under way (Streaming DiLoCo, Douillard et al. 2025,
-arXiv 2501.18512); what happens then is in `core.sync.boundary`. The network never raises into the
+arXiv 2501.18512); what happens then is in `sync.boundary`. The network never raises into the
 training loop; what goes wrong is logged under "diloco.worker" and shown in `sync_metrics`.
 """
 
@@ -29,32 +29,27 @@ from torch import Tensor, nn
 
 from diloco_protocol import UsageError
 from diloco_protocol.messages import Heartbeat
-from diloco_worker.core.events import BeatNow
-from diloco_worker.core.sync import boundary
-from diloco_worker.core.sync.effects import Steps
-from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.state import SyncState
+from diloco_worker.group.beginning import (
+    begin_together,
+    same_resumption,
+    same_settings,
+)
+from diloco_worker.group.following import Follower
+from diloco_worker.group.leading import LeadingDriver
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
-from diloco_worker.shell import own_log, uncaught
-from diloco_worker.shell.end_file import tell_launcher
-from diloco_worker.shell.link import Link
-from diloco_worker.shell.sigterm import Termination
-from diloco_worker.shell.whereabouts import Given
+from diloco_worker.session.events import BeatNow
+from diloco_worker.sync import boundary
+from diloco_worker.sync.effects import Steps
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.state import SyncState
 from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.global_view import in_the_model
-from diloco_worker.training.group.beginning import (
-    begin_together,
-    same_resumption,
-    same_settings,
-)
-from diloco_worker.training.group.following import Follower
-from diloco_worker.training.group.leading import LeadingDriver
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
@@ -63,6 +58,11 @@ from diloco_worker.training.saved_state import Saved
 from diloco_worker.training.shard import shard
 from diloco_worker.training.stay import Stay
 from diloco_worker.training.unit_line import UnitLine
+from diloco_worker.transport import own_log, uncaught
+from diloco_worker.transport.end_file import tell_launcher
+from diloco_worker.transport.link import Link
+from diloco_worker.transport.sigterm import Termination
+from diloco_worker.transport.whereabouts import Given
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -166,7 +166,7 @@ class DiLoCoWorker(RunView):
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
         self._unstarted: start.Unstarted | None = None
-        # In a process that does not lead these are what stands in their place: see `training.group`.
+        # In a process that does not lead these are what stands in their place: see `group`.
         self._link: Link | None = None
         self._model = model
         if self._settings.server is not None:
@@ -551,7 +551,7 @@ class DiLoCoWorker(RunView):
         Raises:
             UsageError: as `load_state_dict`; or there is no such state in it.
         """
-        from diloco_worker.training.group.dcp import saved_state  # torch loads it slowly
+        from diloco_worker.group.dcp import saved_state  # torch loads it slowly
 
         rank, count = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.count)
         self.load_state_dict(saved_state(checkpoint, name, self._chosen_id, rank, count))

@@ -3,10 +3,10 @@
 `diloco-worker run` and `diloco-launch local` share it. Nothing here imports torch.
 """
 
-from diloco_worker.core.restarts import INTERRUPTED, RUN_IS_OVER, TERMINATED, Restarts, meant
-from diloco_worker.shell.end_file import VARIABLE as END_FILE
-from diloco_worker.shell.end_file import forget, word
-from diloco_worker.shell.training_program import code_of
+from diloco_worker.session.restarts import INTERRUPTED, RUN_IS_OVER, TERMINATED, Restarts, meant
+from diloco_worker.transport.end_file import VARIABLE as END_FILE
+from diloco_worker.transport.end_file import forget, word
+from diloco_worker.transport.training_program import code_of
 
 __all__ = [
     "END_FILE",

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
-from diloco_worker.shell.whereabouts import Given
 from diloco_worker.training.data_order import give_own_order
 from diloco_worker.training.reports import report_loss
 from diloco_worker.training.settings import resolve
+from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
 

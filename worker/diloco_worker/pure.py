@@ -7,19 +7,19 @@ in. A simulation in which these decide waits, overlaps and merges when a real wo
 reaches torch, a socket or the clock.
 """
 
-from diloco_worker.core import effects, events
-from diloco_worker.core.downloads import DOWNLOAD_WINDOW
-from diloco_worker.core.session import Session
-from diloco_worker.core.sync import effects as sync_effects
-from diloco_worker.core.sync.boundary import after_step
-from diloco_worker.core.sync.fragment import TrainingBase
-from diloco_worker.core.sync.landings import look
-from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import LinkState, Sight, Work
-from diloco_worker.core.sync.patience import Options
-from diloco_worker.core.sync.state import SyncState
-from diloco_worker.shell.effects import Executor
-from diloco_worker.shell.inbox import Inbox
+from diloco_worker.session import effects, events
+from diloco_worker.session.downloads import DOWNLOAD_WINDOW
+from diloco_worker.session.news import LinkState, Sight, Work
+from diloco_worker.session.session import Session
+from diloco_worker.sync import effects as sync_effects
+from diloco_worker.sync.boundary import after_step
+from diloco_worker.sync.fragment import TrainingBase
+from diloco_worker.sync.landings import look
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.patience import Options
+from diloco_worker.sync.state import SyncState
+from diloco_worker.transport.executor import Executor
+from diloco_worker.transport.inbox import Inbox
 
 __all__ = [
     "DOWNLOAD_WINDOW",

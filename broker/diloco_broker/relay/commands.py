@@ -12,8 +12,8 @@ from diloco_broker.core.machine import Core
 from diloco_protocol import messages
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.messages import Released
-from diloco_worker.core import events as of_parent
-from diloco_worker.core.session import Session
+from diloco_worker.session import events as of_parent
+from diloco_worker.session.session import Session
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,11 @@ from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Released, RunConfig
 from diloco_protocol.version import VersionId
-from diloco_worker.core import effects as to_parent
-from diloco_worker.core import events as of_parent
-from diloco_worker.core.compatibility import Terms
-from diloco_worker.core.downloads import Held
-from diloco_worker.core.session import Session
+from diloco_worker.session import effects as to_parent
+from diloco_worker.session import events as of_parent
+from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.downloads import Held
+from diloco_worker.session.session import Session
 
 # After the parent has refused a push: when no newer version has come, the site tries again.
 AGAIN_S = 5.0

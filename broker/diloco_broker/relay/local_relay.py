@@ -23,8 +23,8 @@ from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import RunConfig
 from diloco_protocol.version import VersionId
-from diloco_worker.core import effects as to_parent
-from diloco_worker.core.compatibility import Terms
+from diloco_worker.session import effects as to_parent
+from diloco_worker.session.compatibility import Terms
 
 
 def run_of(run: str, site: str) -> str:

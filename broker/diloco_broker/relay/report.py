@@ -10,7 +10,7 @@ from diloco_broker.core.operations import orders
 from diloco_broker.core.sites import listing
 from diloco_broker.core.state import RunState
 from diloco_protocol.messages import Behind, Heartbeat, Reply
-from diloco_worker.core.session import Session
+from diloco_worker.session.session import Session
 
 # Between two heartbeats that nothing but news of the workers is the reason for: a site of 64 workers has
 # 10 kB of them.

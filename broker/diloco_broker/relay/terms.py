@@ -16,7 +16,7 @@ from diloco_protocol import messages
 from diloco_protocol.dtypes import in_few_bits, whole_dtype
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Released, RunConfig
-from diloco_worker.core.compatibility import Terms
+from diloco_worker.session.compatibility import Terms
 
 
 def push_of(

@@ -15,12 +15,12 @@ from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import pack, unpack
 from diloco_protocol.messages import Heartbeat, Message
-from diloco_worker.core import effects, events
-from diloco_worker.core.session import Session
-from diloco_worker.shell.connections import NOW, Connections
-from diloco_worker.shell.effects import Executor
-from diloco_worker.shell.fragment_buffers import check_length
-from diloco_worker.shell.whereabouts import Given, Whereabouts
+from diloco_worker.session import effects, events
+from diloco_worker.session.session import Session
+from diloco_worker.transport.connections import NOW, Connections
+from diloco_worker.transport.executor import Executor
+from diloco_worker.transport.fragment_buffers import check_length
+from diloco_worker.transport.whereabouts import Given, Whereabouts
 
 logger = logging.getLogger("diloco.relay")
 

@@ -13,7 +13,7 @@ from diloco_broker.core.members.model_source import DONOR_PATIENCE_S, InitialMod
 from diloco_broker.core.members.seeding import RETURN_WITHIN_S
 from diloco_protocol.messages import Error, Push
 from diloco_protocol.version import VersionId
-from diloco_worker.core.connection import LONGEST_BACKOFF_S
+from diloco_worker.session.connection import LONGEST_BACKOFF_S
 from kit.core_harness import RUN, Stage, a_stage, layered
 from kit.restarts import holding
 

@@ -10,7 +10,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.relay.daemon import default_name
 from diloco_broker.relay.loop import RelayLoop
 from diloco_protocol.messages import Notice
-from diloco_worker.core.effects import Told
+from diloco_worker.session.effects import Told
 
 
 def test_what_cannot_be_handled_ends_no_relay(

@@ -16,9 +16,9 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import ChunkSpan
 from diloco_protocol.messages import Push, Released
 from diloco_protocol.tensors.codecs import decode_chunk
-from diloco_worker.core.compatibility import cut
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.session.compatibility import cut
 from kit.scripted_broker import run_config
 
 RUN = "0123456789abcdef"

@@ -18,7 +18,7 @@ from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import Kind, Manifest, Segment, TensorEntry, lay_out
 from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 from diloco_worker import DiLoCoClient
-from diloco_worker.core.downloads import CREDIT_BATCH, DOWNLOAD_WINDOW
+from diloco_worker.session.downloads import CREDIT_BATCH, DOWNLOAD_WINDOW
 from kit.chunked_model import fold
 from kit.proxy import MessageProxy, Seen
 from kit.reference import state_of

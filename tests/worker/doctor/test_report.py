@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS
-from diloco_worker.core.round_cost import Exchange, Line
 from diloco_worker.doctor.report import Estimate, _sentences
+from diloco_worker.session.round_cost import Exchange, Line
 
 GIGABIT = 125e6
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from diloco_protocol import Segment
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.tensors.codecs import decode_chunk
-from diloco_worker.core.compatibility import cut
 from diloco_worker.model.feedback import Feedback, InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.session.compatibility import cut
 from kit.scripted_broker import run_config
 
 ELEMENTS, CHUNK = 700, 300  # of a chunk a block and a part of one

@@ -18,11 +18,11 @@ from diloco_broker import Broker
 from diloco_protocol import Segment, UsageError
 from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker import DiLoCoWorker
-from diloco_worker.core.compatibility import cut
 from diloco_worker.model.encoding import encode, encode_there
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
+from diloco_worker.session.compatibility import cut
 from kit.reference import Plan, streaming
 from kit.scripted_broker import run_config
 from kit.whole_run import (

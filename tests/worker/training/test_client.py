@@ -28,9 +28,9 @@ from diloco_protocol.messages import (
 )
 from diloco_protocol.records import to_plain
 from diloco_worker import DiLoCoClient, GlobalParameters
-from diloco_worker.core.compatibility import cut
-from diloco_worker.core.downloads import DOWNLOAD_WINDOW
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.session.compatibility import cut
+from diloco_worker.session.downloads import DOWNLOAD_WINDOW
 from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
 from kit.scripted_training import ScriptedTraining, layers
 from kit.uniform_model import first

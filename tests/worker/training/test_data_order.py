@@ -15,10 +15,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from diloco_protocol import UsageError
 from diloco_protocol.messages import Join
-from diloco_worker.core.session import Session
-from diloco_worker.shell.inbox import Inbox
+from diloco_worker.session.session import Session
 from diloco_worker.training.data_order import give_own_order
 from diloco_worker.training.shard import shard
+from diloco_worker.transport.inbox import Inbox
 from kit.session_harness import MANIFEST
 
 NUMBERS = list(range(64))

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco_protocol import UsageError
-from diloco_worker.training.group.dcp import saved_state
+from diloco_worker.group.dcp import saved_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled.*to save")
 

@@ -6,8 +6,8 @@ import pytest
 
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
-from diloco_worker.core.sync.fragment import Flight, Landing, Outcome
-from diloco_worker.training.group.orders import landing_as_order, landing_of
+from diloco_worker.group.orders import landing_as_order, landing_of
+from diloco_worker.sync.fragment import Flight, Landing, Outcome
 
 
 def flight() -> Flight:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from diloco_broker import Broker
 from diloco_worker import DiLoCoClient, DiLoCoWorker
-from diloco_worker.core.connection import Phase
+from diloco_worker.session.connection import Phase
 from kit.reference import State, one_thread, state_of
 from kit.uniform_model import until
 from kit.whole_run import PATIENCE_S, adamw, batch, make_config, mlp, sgd

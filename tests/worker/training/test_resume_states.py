@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from diloco_protocol import Counted, Ledger, Segment, UsageError, VersionId
 from diloco_protocol.messages import Join, Released
 from diloco_protocol.version import ABSENT_REMEMBERED
-from diloco_worker.core.sync.fragment import TrainingBase
-from diloco_worker.core.sync.news import Arrival
-from diloco_worker.core.sync.resumption import compared
+from diloco_worker.session.news import Arrival
+from diloco_worker.sync.fragment import TrainingBase
+from diloco_worker.sync.resumption import compared
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 

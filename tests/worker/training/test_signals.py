@@ -19,7 +19,7 @@ import pytest
 from diloco_broker import Broker
 from diloco_broker.core.rounds.streaming import StreamingRound
 from diloco_protocol.messages import Leave
-from diloco_worker.shell.sigterm import EXIT_CODE, Termination
+from diloco_worker.transport.sigterm import EXIT_CODE, Termination
 from kit.process_kit import Processes, a_free_address
 from kit.scripted_broker import ScriptedBroker
 from kit.scripted_training import ScriptedTraining
@@ -35,7 +35,7 @@ SCRIPT = """
 import sys, threading, torch
 from torch import nn
 from diloco_worker import DiLoCoWorker
-from diloco_worker.shell import sigterm
+from diloco_worker.transport import sigterm
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -317,7 +317,7 @@ def test_ctrl_c_that_is_held_comes_once(
 
 FORKS = """
 import os, signal, sys, threading
-from diloco_worker.shell.sigterm import Termination
+from diloco_worker.transport.sigterm import Termination
 
 termination = Termination(lambda: None)
 termination.is_watched = True

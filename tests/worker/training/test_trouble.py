@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from diloco_protocol.messages import Chunk, Error, Join, Notice
-from diloco_worker.core.session import Session
+from diloco_worker.session.session import Session
 from kit.proxy import Cut, MessageProxy
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining

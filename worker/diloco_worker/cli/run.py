@@ -28,11 +28,11 @@ from diloco_protocol.clients.keys import HANDED_OUT
 from diloco_protocol.roles import Role
 from diloco_worker.auto import SEED_OFFSET
 from diloco_worker.cli.python_command import with_auto
-from diloco_worker.core.restarts import RUN_IS_OVER, Restarts
-from diloco_worker.shell.end_file import VARIABLE
-from diloco_worker.shell.training_program import TrainingProgram
+from diloco_worker.session.restarts import RUN_IS_OVER, Restarts
 from diloco_worker.training.settings import resolve, worker_keys
 from diloco_worker.training.shard import COUNT, INDEX, shard
+from diloco_worker.transport.end_file import VARIABLE
+from diloco_worker.transport.training_program import TrainingProgram
 
 COMMAND = "diloco-worker"
 

@@ -1,4 +1,4 @@
-"""Carries out for the hook what `core.sync.boundary` decides, on the model, the link and the log.
+"""Carries out for the hook what `sync.boundary` decides, on the model, the link and the log.
 
 Belongs to the training thread. An exception or Ctrl-C in the middle of an effect drops the rest; what
 was decided and not done is done behind the next step.
@@ -14,30 +14,30 @@ from typing import TypeVar
 
 from diloco_protocol import UsageError
 from diloco_protocol.chunks import FragmentLayout
-from diloco_worker.core import events
-from diloco_worker.core.downloads import Held
-from diloco_worker.core.sync import boundary, effects
-from diloco_worker.core.sync.effects import Answer, Effect, Steps
-from diloco_worker.core.sync.fragment import TrainingBase
-from diloco_worker.core.sync.landings import look
-from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import Arrival, LinkState, News, Sight
-from diloco_worker.core.sync.patience import Options
-from diloco_worker.core.sync.resumption import resume
-from diloco_worker.core.sync.state import SyncState
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.values import Constants
-from diloco_worker.shell.link import Link
-from diloco_worker.shell.sigterm import Termination
+from diloco_worker.session import events
+from diloco_worker.session.downloads import Held
+from diloco_worker.session.news import Arrival, LinkState, News, Sight
+from diloco_worker.sync import boundary, effects
+from diloco_worker.sync.effects import Answer, Effect, Steps
+from diloco_worker.sync.fragment import TrainingBase
+from diloco_worker.sync.landings import look
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.patience import Options
+from diloco_worker.sync.resumption import resume
+from diloco_worker.sync.state import SyncState
 from diloco_worker.training.fragment_sync import FragmentSync
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Reports
 from diloco_worker.training.resumption import Resumption, SavedFragment
 from diloco_worker.training.saved_state import Plain, to_plain
 from diloco_worker.training.settings import Settings
+from diloco_worker.transport.link import Link
+from diloco_worker.transport.sigterm import Termination
 
 logger = logging.getLogger("diloco.worker")
 

@@ -1,6 +1,6 @@
 """The values of one fragment: freezing a delta, and bringing what has come of it into the model.
 
-What is to be done, and when, is decided in `core.sync.boundary`; here are the tensors. Training may go
+What is to be done, and when, is decided in `sync.boundary`; here are the tensors. Training may go
 on while a delta is in flight, so up to two more copies of the fragment are kept with it, each only where
 it is needed:
 
@@ -25,12 +25,12 @@ from diloco_protocol import Kind, RunConfig
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import in_few_bits
-from diloco_worker.core.sync.effects import NonFinite
-from diloco_worker.core.sync.fragment import Flight, Landing, Outcome, overlaps
 from diloco_worker.model.feedback import Feedback, InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.sync.effects import NonFinite
+from diloco_worker.sync.fragment import Flight, Landing, Outcome, overlaps
 
 
 @dataclass(eq=False, repr=False)

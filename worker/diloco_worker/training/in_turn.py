@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from diloco_worker.core.sync import boundary, effects
-from diloco_worker.core.sync.effects import Steps
-from diloco_worker.core.sync.state import SyncState
+from diloco_worker.sync import boundary, effects
+from diloco_worker.sync.effects import Steps
+from diloco_worker.sync.state import SyncState
 from diloco_worker.training.driver import Driver
 
 T = TypeVar("T")

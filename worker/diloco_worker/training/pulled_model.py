@@ -10,10 +10,10 @@ from torch import Tensor
 
 from diloco_protocol import Ledger, Manifest, Segment, UsageError, VersionId
 from diloco_protocol.chunks import FragmentLayout
-from diloco_worker.core.compatibility import Terms
-from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.shell.link import Link
+from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.news import Arrival
+from diloco_worker.transport.link import Link
 
 
 @dataclass(frozen=True)

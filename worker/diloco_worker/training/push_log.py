@@ -23,8 +23,8 @@ from pathlib import Path
 
 from diloco_protocol import UsageError, VersionId
 from diloco_protocol.version import as_hex
-from diloco_worker.core.sync.fragment import Flight
-from diloco_worker.shell.forks import keep_from_children
+from diloco_worker.sync.fragment import Flight
+from diloco_worker.transport.forks import keep_from_children
 
 logger = logging.getLogger("diloco.worker")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco_protocol import UsageError
 from diloco_protocol.ranges import MOST
-from diloco_worker.core.sync.news import Work
+from diloco_worker.session.news import Work
 from diloco_worker.training.settings import warn_once
 
 logger = logging.getLogger("diloco.worker")

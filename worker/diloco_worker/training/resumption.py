@@ -15,14 +15,14 @@ from typing import Any
 
 from diloco_protocol import UsageError
 from diloco_protocol.manifest import summarise
-from diloco_worker.core.compatibility import Terms
-from diloco_worker.core.downloads import Held
-from diloco_worker.core.sync.fragment import TrainingBase
-from diloco_worker.core.sync.schedule import SchedulePlace
 from diloco_worker.model.checksums import differing
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.shares import tensor_name
+from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.downloads import Held
+from diloco_worker.sync.fragment import TrainingBase
+from diloco_worker.sync.schedule import SchedulePlace
 from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from diloco_protocol import RunConfig
 from diloco_protocol.messages import Progress
-from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.shell.link import Link
+from diloco_worker.group.following import Follower
+from diloco_worker.group.leading import LeadingDriver
+from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.training.driver import Driver
-from diloco_worker.training.group.following import Follower
-from diloco_worker.training.group.leading import LeadingDriver
 from diloco_worker.training.reports import Reports
+from diloco_worker.transport.link import Link
 
 
 class RunView:

@@ -34,17 +34,17 @@ from diloco_protocol.ranges import MOST
 from diloco_protocol.records import from_plain as record_of
 from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import as_hex, from_hex
-from diloco_worker.core.compatibility import Terms, cut, why_unsound
-from diloco_worker.core.downloads import Held
-from diloco_worker.core.sync.fragment import Dropped, Flight, TrainingBase
-from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import Work
-from diloco_worker.core.sync.schedule import SchedulePlace
 from diloco_worker.model.feedback import InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.saved_share import states_in
 from diloco_worker.model.spread.shares import overlaps, piece_name
+from diloco_worker.session.compatibility import Terms, cut, why_unsound
+from diloco_worker.session.downloads import Held
+from diloco_worker.session.news import Work
+from diloco_worker.sync.fragment import Dropped, Flight, TrainingBase
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.schedule import SchedulePlace
 from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
 from diloco_worker.training.resumption import Resumption, SavedFragment
 

@@ -27,8 +27,8 @@ from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 from diloco_protocol.ranges import MOST
 from diloco_protocol.roles import Role
 from diloco_worker.model.placement import PLACES
-from diloco_worker.shell import own_log
-from diloco_worker.shell.whereabouts import Given
+from diloco_worker.transport import own_log
+from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
 

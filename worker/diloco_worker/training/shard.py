@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from diloco_protocol import UsageError
-from diloco_worker.shell.inbox import Inbox
+from diloco_worker.transport.inbox import Inbox
 
 INDEX, COUNT = "DILOCO_SHARD_INDEX", "DILOCO_NUM_SHARDS"
 

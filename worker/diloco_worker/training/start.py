@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from diloco_protocol import Manifest, Unreachable, UsageError
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
-from diloco_worker.core.connection import Phase
-from diloco_worker.core.session import Session
-from diloco_worker.core.sync.patience import Patience
 from diloco_worker.model.model_manifest import unwrapped
 from diloco_worker.model.model_parts import parts_of
-from diloco_worker.shell.link import Link
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.session import Session
+from diloco_worker.sync.patience import Patience
 from diloco_worker.training.settings import warn_once
+from diloco_worker.transport.link import Link
 
 logger = logging.getLogger("diloco.worker")
 

@@ -8,22 +8,22 @@ from functools import partial
 from typing import Any
 
 from diloco_protocol.clients.keys import Keys
-from diloco_worker.core.events import Resume
-from diloco_worker.core.session import Session
-from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.patience import Patience
 from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
-from diloco_worker.shell.link import Link
-from diloco_worker.shell.sigterm import Termination
-from diloco_worker.shell.whereabouts import Given
+from diloco_worker.session.events import Resume
+from diloco_worker.session.session import Session
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.patience import Patience
 from diloco_worker.training import start
 from diloco_worker.training.driver import DRIVERS, Driver
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Reports
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.settings import Settings
+from diloco_worker.transport.link import Link
+from diloco_worker.transport.sigterm import Termination
+from diloco_worker.transport.whereabouts import Given
 
 # Seconds of waiting before the first word about it at joining.
 FIRST_WORD_S = 2.0

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from diloco_protocol import UsageError
 from diloco_protocol.data.spans import Spans
-from diloco_worker.core.events import TakeUnits, UnitsTrained
-from diloco_worker.core.units import FIRST_REQUEST
-from diloco_worker.shell.link import Link
+from diloco_worker.session.events import TakeUnits, UnitsTrained
+from diloco_worker.session.units import FIRST_REQUEST
+from diloco_worker.transport.link import Link
 
 logger = logging.getLogger("diloco.worker")
 

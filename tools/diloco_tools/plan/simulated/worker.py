@@ -88,7 +88,7 @@ class Record:
 
 
 class Worker:
-    """See the head of this module, and `Network` and `Memory` in `diloco_worker.shell.effects`.
+    """See the head of this module, and `Network` and `Memory` in `diloco_worker.transport.executor`.
 
     `connect` opens its control and its bulk connection, `marked` is told of each mark. `before_offer`
     is what a push takes before it can be offered, at a relay whose site comes first.

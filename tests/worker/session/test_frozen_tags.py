@@ -1,0 +1,77 @@
+"""Frozen parameters: a worker asks for them as one that has them, and gets them where it has not."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_protocol import Ledger, VersionId
+from diloco_protocol.messages import Chunk, Message, Pull, Released
+from diloco_worker.session.effects import Deliver, NameFrozen
+from diloco_worker.session.events import FrozenNamed
+from kit.session_harness import FROZEN, Desk, desk, version
+
+OURS = version(0, tag=4711)
+
+
+def pulls(made: Desk) -> list[Pull]:
+    return [pull for pull in made.sent(Pull) if pull.fragment == FROZEN]
+
+
+@pytest.fixture
+def joined() -> Desk:
+    return desk(has_frozen=True).connects().is_welcomed(version(0))
+
+
+def released(of: VersionId) -> Released:
+    return Released(FROZEN, of, Ledger())
+
+
+def test_the_frozen_part_is_pulled_once_its_tag_is_known(joined: Desk) -> None:
+    assert not pulls(joined)
+    assert joined.all(NameFrozen) == [NameFrozen(FROZEN)]
+    joined.happens(FrozenNamed(4711))
+    (pull,) = pulls(joined)
+    assert (pull.held_version, pull.held) == (OURS, b"\x01")
+
+
+def test_what_the_model_has_is_delivered_without_a_chunk(joined: Desk) -> None:
+    joined.happens(FrozenNamed(4711))
+    joined.hears(released(OURS))
+    assert joined.effects == [Deliver(released(OURS), None, unchanged=True)]
+
+
+@pytest.mark.parametrize("chunk_first", [True, False])
+def test_what_the_model_has_not_is_fetched(joined: Desk, chunk_first: bool) -> None:
+    joined.happens(FrozenNamed(4711))
+    theirs = version(0, tag=12)
+    both: list[Message] = [released(theirs), Chunk(FROZEN, 0, version=theirs)]
+    for message in reversed(both) if chunk_first else both:
+        assert not joined.all(Deliver)
+        joined.hears(message)
+    assert joined.all(Deliver) == [Deliver(released(theirs), None)]
+
+
+def test_while_there_is_no_run_the_pull_waits_for_one() -> None:
+    made = desk(has_frozen=True).connects().is_welcomed(None, None)
+    made.happens(FrozenNamed(4711))
+    assert not pulls(made)
+    made.receives(version(0))
+    (pull,) = pulls(made)
+    assert pull.held_version == OURS
+
+
+def test_tag_is_worked_out_once_however_often_the_connection_breaks(joined: Desk) -> None:
+    joined.breaks().is_welcomed(version(0))
+    assert not joined.all(NameFrozen)
+    joined.happens(FrozenNamed(4711))
+    assert [pull.held_version for pull in pulls(joined)] == [OURS]
+
+
+def test_without_a_tag_the_runs_are_fetched_as_by_who_has_none(joined: Desk) -> None:
+    joined.happens(FrozenNamed(None))
+    (pull,) = pulls(joined)
+    assert pull.held_version is None
+    joined.breaks().is_welcomed(version(0))
+    assert len(pulls(joined)) == 1 and not joined.all(NameFrozen)
+    joined.hears(released(version(0)), Chunk(FROZEN, 0, version=version(0)))
+    assert joined.all(Deliver) == [Deliver(released(version(0)), None)]

@@ -1,0 +1,185 @@
+"""A worker that was given several addresses: which it tries, when it goes on, where it stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_protocol import Code
+from diloco_protocol.messages import Error, Join, Push
+from diloco_worker.session.connection import FIRST_BACKOFF_S, RETRY_S, Phase
+from diloco_worker.session.effects import Close, JoinRefused, Open
+from diloco_worker.session.events import Disconnected, LockedOut, Observe, Offer, Unreached
+from diloco_worker.session.places import CONNECT_PATIENCE_S, LONGEST_PAUSE_S
+from diloco_worker.session.session import Session
+from kit.session_harness import FROZEN, Desk, desk, gradient, version
+
+STANDBY = Error(Code.STANDBY, "This is a standby.", retry=True, about="join")
+
+
+@pytest.fixture
+def made() -> Desk:
+    return desk(places=3)
+
+
+def opened(made: Desk) -> list[int]:
+    """Where it has just opened connections."""
+    return [effect.place for effect in made.all(Open)]
+
+
+def turns_to(made: Desk) -> list[int]:
+    """Where it opens connections at once, and no later."""
+    assert made.all(Close)
+    made.passes(0.0)
+    return opened(made)
+
+
+def joined_at(made: Desk, place: int) -> Desk:
+    for _ in range(place):
+        made.happens(Unreached())
+        made.passes(0.0)
+    assert opened(made) == [place]
+    made.connects().is_welcomed(version(3))
+    return made
+
+
+def test_address_where_nothing_listens_is_left_at_once(made: Desk) -> None:
+    made.happens(Unreached())
+    assert turns_to(made) == [1]
+    made.happens(Unreached())
+    assert turns_to(made) == [2]
+
+
+def test_address_that_does_not_answer_is_left_after_a_bounded_time(made: Desk) -> None:
+    assert made.session.wakes_at() == made.now + CONNECT_PATIENCE_S
+    made.passes(CONNECT_PATIENCE_S - 0.1)
+    assert not made.all(Close)
+    made.passes(0.1)
+    assert turns_to(made) == [1]
+
+
+def test_join_that_is_not_answered_is_made_elsewhere(made: Desk) -> None:
+    made.connects()
+    wakes_at = made.session.wakes_at()
+    assert wakes_at is not None
+    made.passes(wakes_at - made.now)
+    assert turns_to(made) == [1]
+
+
+@pytest.mark.parametrize("code", [Code.STANDBY, Code.STOPPING])
+def test_broker_that_lets_nobody_in_is_left_for_the_next(made: Desk, code: Code) -> None:
+    made.connects().hears(Error(code, "Not here.", retry=True, about="join"))
+    assert turns_to(made) == [1]
+    made.connects()
+    assert made.sent(Join)
+
+
+def test_broker_that_waits_for_a_model_is_the_right_one(made: Desk) -> None:
+    made.connects().hears(Error(Code.NO_MODEL, "Wait.", retry=True, about="join"))
+    made.passes(RETRY_S)
+    assert made.sent(Join) and not made.all(Open)
+
+
+def test_it_stays_where_it_is_welcomed(made: Desk) -> None:
+    joined_at(made, 1)
+    for _ in range(20):
+        made.passes(1.0)
+        assert not made.all(Open)
+        made.hears()
+        made.session.connection.last_heard = made.now
+
+
+def test_lost_connection_is_sought_where_it_was_then_everywhere_in_order(made: Desk) -> None:
+    joined_at(made, 1)
+    made.happens(Disconnected("It broke."))
+    made.passes(FIRST_BACKOFF_S)
+    assert opened(made) == [1]
+    made.happens(Unreached())
+    assert turns_to(made) == [0]
+    made.happens(Unreached())
+    assert turns_to(made) == [2]
+
+
+def test_when_all_have_been_asked_it_pauses_and_begins_with_the_first(made: Desk) -> None:
+    pauses = []
+    for _ in range(10):
+        for place in range(3):
+            assert opened(made) == [place]
+            made.happens(Unreached())
+            wakes_at = made.session.wakes_at()
+            assert wakes_at is not None
+            if place == 2:
+                pauses.append(round(wakes_at - made.now, 9))
+            else:
+                assert wakes_at == made.now
+            made.passes(wakes_at - made.now)
+    assert pauses[0] == FIRST_BACKOFF_S
+    assert sorted(pauses) == pauses
+    assert pauses[-1] == LONGEST_PAUSE_S
+
+
+def test_standby_that_answers_and_a_hub_that_does_not_make_no_spin(made: Desk) -> None:
+    made = desk(places=2)
+    for _ in range(5):
+        made.happens(Unreached())
+        assert turns_to(made) == [1]
+        made.connects().hears(STANDBY)
+        wakes_at = made.session.wakes_at()
+        assert wakes_at is not None and wakes_at > made.now
+        made.passes(wakes_at - made.now)
+        assert opened(made) == [0]
+
+
+def test_work_in_flight_is_kept_and_offered_where_it_is_welcomed(made: Desk) -> None:
+    joined_at(made, 0)
+    made.receives(version(3))
+    made.receives(version(0), fragment=FROZEN, chunks=1)
+    made.happens(Offer(gradient(push_id=5, base=3)))
+    made.happens(Disconnected("It broke."))
+    made.passes(FIRST_BACKOFF_S)
+    made.happens(Unreached())
+    made.passes(0.0)
+    made.connects()
+    (join,) = made.sent(Join)
+    assert join.versions[0] == version(3)
+    made.is_welcomed(version(3))
+    (push,) = made.sent(Push)
+    assert (push.push_id, push.base) == (5, version(3))
+
+
+def test_key_that_is_good_nowhere_is_final_and_one_that_is_good_somewhere_is_not(
+    made: Desk,
+) -> None:
+    for place in range(3):
+        assert opened(made) == [place]
+        made.happens(LockedOut("Your key is unknown."))
+        assert bool(made.all(JoinRefused)) == (place == 2)
+        made.passes(0.0)
+    assert made.session.phase is Phase.REFUSED
+
+
+def test_observer_stays_where_it_gets_an_answer() -> None:
+    made = Desk(Session(None, lambda: 1))
+    made.session.connection.places.count = 2
+    ready = desk().connects().is_welcomed(version(3))
+    assert ready.session.terms is not None
+    made.happens(Observe(ready.session.terms))
+    made.effects = [made.session.connection.open(made.now)]
+    made.session.downloads.of(0).want_newest(None)
+    made.connects().hears(Error(Code.STANDBY, "This is a standby.", retry=True, about="pull"))
+    assert turns_to(made) == [1]
+    made.connects()
+    made.receives(version(4))
+    made.happens(Disconnected("It broke."))
+    made.passes(FIRST_BACKOFF_S)
+    assert opened(made) == [1]
+
+
+def test_one_address_is_asked_as_ever() -> None:
+    made = desk()
+    made.happens(Unreached())
+    assert made.session.phase is Phase.CONNECTING and not made.effects
+    assert made.session.wakes_at() is None
+    made.connects().hears(STANDBY)
+    assert not made.all(Close)
+    made.passes(RETRY_S)
+    assert made.sent(Join)

@@ -1,0 +1,473 @@
+"""The worker's state machine, with a clock of our own and no socket."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_protocol import (
+    RunConfig,
+    VersionId,
+)
+from diloco_protocol.messages import (
+    Ack,
+    Control,
+    Credit,
+    Error,
+    Grant,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Notice,
+    Pull,
+    Push,
+    Result,
+    Standing,
+)
+from diloco_worker.session.compatibility import LEAST_HEARTBEAT_S, Terms, cut, heartbeat_interval
+from diloco_worker.session.connection import (
+    JOIN_PATIENCE_S,
+    LONGEST_BACKOFF_S,
+    REFUSED_RETRY_S,
+    Phase,
+)
+from diloco_worker.session.downloads import DOWNLOAD_WINDOW
+from diloco_worker.session.effects import (
+    Answered,
+    Beat,
+    Close,
+    Deliver,
+    Effect,
+    JoinRefused,
+    Open,
+    Say,
+    Send,
+    Told,
+)
+from diloco_worker.session.events import (
+    Ask,
+    Connected,
+    Depart,
+    Disconnected,
+    Observe,
+    Offer,
+    RequestVersion,
+    Start,
+    Tick,
+    Withdraw,
+)
+from diloco_worker.session.session import Session
+from kit.session_harness import (
+    CONFIG,
+    FROZEN,
+    LAYERS,
+    MANIFEST,
+    STREAMING,
+    Desk,
+    desk,
+    gradient,
+    version,
+    whole,
+)
+
+# Joining.
+
+
+def test_join_is_sent_when_control_is_up_and_not_before(fresh: Desk) -> None:
+    assert fresh.effects == [Open()]
+    fresh.passes(60)
+    assert not fresh.sent(Join)
+    fresh.connects()
+    (join,) = fresh.sent(Join)
+    assert (join.worker_id, join.manifest, join.session, join.run) == ("me", MANIFEST, None, None)
+
+
+def test_welcome_is_answered_with_credit_on_bulk_before_any_pull(fresh: Desk) -> None:
+    fresh.connects().is_welcomed(version(0))
+    sends = fresh.all(Send)
+    assert sends[0] == Send(Credit(DOWNLOAD_WINDOW, b"\1" * 16), bulk=True)
+    assert [(p.fragment, p.after) for p in fresh.sent(Pull)] == [(0, -1), (FROZEN, -1)]
+    assert fresh.session.connection.is_joined
+
+
+@pytest.mark.parametrize(
+    "error", [Error("id_taken", "Soon.", retry=True), Error("stopping", "Bye.", retry=False)]
+)
+def test_broker_that_is_not_ready_is_asked_again_within_two_seconds(
+    fresh: Desk, error: Error
+) -> None:
+    fresh.connects().hears(error)
+    assert fresh.effects == [Say(error.text, trouble=True)]
+    fresh.passes(LONGEST_BACKOFF_S)
+    assert len(fresh.sent(Join)) == 1
+
+
+def test_refusal_at_joining_is_final(fresh: Desk) -> None:
+    fresh.connects().hears(Error("model_differs", "It lacks head."))
+    assert fresh.effects == [JoinRefused("model_differs", "It lacks head.", final=True)]
+    fresh.passes(10 * REFUSED_RETRY_S)
+    assert not fresh.effects
+    assert fresh.session.wakes_at() is None
+
+
+def test_refusal_in_mid_run_is_tried_again_later(ready: Desk) -> None:
+    ready.breaks().hears(Error("id_taken", "Another one is alive."))
+    assert ready.effects == [JoinRefused("id_taken", "Another one is alive.", final=False)]
+    ready.passes(REFUSED_RETRY_S / 2)
+    assert not ready.sent(Join)
+    ready.passes(REFUSED_RETRY_S / 2)
+    assert ready.sent(Join)
+
+
+def test_unanswered_join_is_given_up_for_new_connections(fresh: Desk) -> None:
+    fresh.connects()
+    fresh.passes(JOIN_PATIENCE_S)
+    assert fresh.all(Close)
+    fresh.passes(LONGEST_BACKOFF_S)
+    assert fresh.all(Open)
+
+
+def test_connections_that_break_again_and_again_are_opened_ever_slower(fresh: Desk) -> None:
+    waits = []
+    for _ in range(10):
+        fresh.connects().happens(Disconnected("It broke."))
+        opens_at = fresh.session.wakes_at()
+        assert opens_at is not None
+        waits.append(opens_at - fresh.now)
+        fresh.passes(waits[-1])
+        assert fresh.all(Open)
+    assert waits == sorted(waits)
+    assert waits[0] < 0.1
+    assert waits[-1] == pytest.approx(LONGEST_BACKOFF_S)
+
+
+@pytest.mark.parametrize(
+    ("interval", "config", "words"),
+    [
+        (0.0, CONFIG, "heartbeat_interval 0"),
+        (30.0, CONFIG, "heartbeat_interval is 30 s"),
+        (None, RunConfig("gossip", 5), "mode 'gossip'"),
+        (None, RunConfig("sync", 5, fragment_merge="sum"), "merges by 'sum'"),
+        (
+            None,
+            RunConfig("sync", 3, num_fragments=4),
+            "sync_every is 3 and the run has 4 fragments",
+        ),
+        (None, RunConfig("sync", 5, num_fragments=2), "there are 0 for 2 tensors"),
+    ],
+)
+def test_run_that_this_worker_cannot_train_in_is_refused_with_a_sentence(
+    interval: float | None, config: RunConfig, words: str
+) -> None:
+    made = desk(interval).connects().is_welcomed(version(0), config=config)
+    (refusal,) = made.all(JoinRefused)
+    assert words in refusal.text
+    assert refusal.final
+    assert made.sent(Leave), "the broker would wait for a worker that is not coming"
+
+
+@pytest.mark.parametrize(
+    ("interval", "config"),
+    [(29.0, CONFIG), (None, RunConfig("async", 5)), (None, RunConfig("async", 5, dylu=True))],
+)
+def test_run_that_fits_is_joined_also_with_another_h_later(
+    interval: float | None, config: RunConfig
+) -> None:
+    made = desk(interval).connects().is_welcomed(version(0), config=config)
+    later = replace(config, sync_every=9, wire_dtype="fp32")
+    for told in (config, later):
+        assert made.session.connection.is_joined
+        assert made.session.config == told
+        made.breaks().is_welcomed(version(0), config=later)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chunk_elements", 20),
+        ("mode", "async"),
+        ("num_fragments", 2),
+        ("fragment_sync_delay", 1),
+        ("fragment_update_alpha", 0.5),
+        ("fragment_merge", "rebase"),
+        ("fragment_max_delay", 3),
+        ("fragment_delay_auto", True),
+    ],
+)
+def test_broker_that_comes_back_with_what_flights_depend_on_changed_is_refused(
+    ready: Desk, name: str, value: Any
+) -> None:
+    ready.breaks().is_welcomed(version(0), config=replace(CONFIG, **{name: value}))
+    (refusal,) = ready.all(JoinRefused)
+    in_words = {"fragment_delay_auto": "fragment_sync_delay auto"}
+    assert in_words.get(name, f"{name} {value}") in refusal.text
+    assert not refusal.final
+
+
+# Fragments.
+
+
+def streaming() -> Desk:
+    """A worker that has joined a run with three fragments and holds version 0 of each."""
+    made = desk(manifest=LAYERS).connects()
+    made.is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(2, 0, 1))
+    for fragment in range(3):
+        made.receives(version(0), fragment=fragment, chunks=1)
+    return made
+
+
+def test_model_is_cut_by_the_plan_of_the_welcome_and_a_broker_with_another_one_is_refused() -> None:
+    made = streaming()
+    assert made.session.layout is not None
+    parts = made.session.layout.fragments
+    assert [part.places[0].entry.name for part in parts] == ["b", "c", "a"]
+    made.breaks().is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(0, 1, 2))
+    (refusal,) = made.all(JoinRefused)
+    assert "another plan" in refusal.text
+    assert not refusal.final
+
+
+def test_every_fragment_may_be_in_flight_and_the_oldest_is_offered_first_again() -> None:
+    made = streaming()
+    flights = [Push(b"", 70 + each, each, 1, "bf16", base=version(0)) for each in (2, 0, 1)]
+    made.happens(*map(Offer, flights))
+    (join,) = made.breaks().sent(Join)
+    assert join.versions[:3] == (version(0),) * 3
+    made.is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(2, 0, 1))
+    assert [replace(push, session=b"") for push in made.sent(Push)] == flights
+    made.receives(version(1), whole(70), fragment=0, chunks=1)
+    assert [deliver.counted for deliver in made.all(Deliver)] == [70]
+    made.receives(version(1), whole(72), fragment=2, chunks=1)
+    assert [deliver.counted for deliver in made.all(Deliver)] == [72]
+
+
+def test_rounds_are_told_as_the_broker_names_them() -> None:
+    made = streaming()
+    made.happens(Offer(Push(b"", 70, 0, 1, "bf16", base=version(0))))
+    said = [
+        Grant(70, 0, Standing.WAIT, round=3),
+        Grant(70, 0, Standing.NEW, credit=1, round=3),
+        Notice("carried", "Too late.", fragment=0, round=6),
+    ]
+    long_over = Grant(99, 0, Standing.NEW, credit=1, round=8)
+    made.hears(*said, long_over)
+    assert [told.message for told in made.all(Told)] == said
+
+
+# Heartbeats and silence.
+
+
+def test_heartbeat_is_sent_at_a_third_of_what_the_broker_tolerates(ready: Desk) -> None:
+    ready.hears(Notice("alive"))
+    ready.passes(9.9)
+    assert not ready.all(Beat)
+    ready.passes(0.2)
+    assert ready.all(Beat) == [Beat(b"\1" * 16, uploading=False)]
+
+
+PACED = Notice("alive", sync_every=7)
+OVER, RESTART = (Notice(what, "SIGTERM.") for what in ("shutdown", "restarting"))
+
+
+@pytest.mark.parametrize(
+    ("notices", "effects"),
+    [
+        ([Notice("ping")], [Beat(b"\1" * 16, uploading=False)]),
+        ([Notice("alive"), PACED], [Told(PACED)]),
+        ([OVER], [Told(OVER)]),
+        ([RESTART], [Told(RESTART)]),
+        ([Heartbeat(b"", 1)], [Say("The broker sent a heartbeat, which only workers send.", True)]),
+    ],
+)
+def test_what_the_broker_says_is_answered_or_told_at_once(
+    ready: Desk, notices: list[Message], effects: list[Effect]
+) -> None:
+    ready.hears(*notices)
+    assert ready.effects == effects
+
+
+def test_who_is_asked_to_stop_is_told_once_its_work_in_flight_is_back(ready: Desk) -> None:
+    asked = Notice("stop_all", "An operator asks each worker to stop.", round=9)
+    ready.holds(version(0))
+    ready.happens(Offer(gradient()))
+    ready.hears(asked)
+    assert not ready.all(Told)
+    ready.receives(version(1), whole(77))
+    assert ready.all(Told) == [Told(replace(asked, what="shutdown"))]
+    ready.hears(asked)
+    assert ready.all(Told), "nothing is in flight"
+
+
+def test_who_is_asked_to_stop_is_told_when_the_connection_breaks_before_its_work_is_back(
+    ready: Desk,
+) -> None:
+    over = Notice("over", "The run is over.", round=9)
+    ready.holds(version(0))
+    ready.happens(Offer(gradient()))
+    ready.hears(over)
+    assert not ready.all(Told)
+    ready.happens(Disconnected("gone"))
+    assert ready.all(Told) == [Told(replace(over, what="shutdown"))]
+
+
+def test_who_is_asked_to_save_is_told_at_once(ready: Desk) -> None:
+    asked = Notice("save_all", "An operator asks each worker to save.", round=9)
+    ready.happens(Offer(gradient()))
+    ready.hears(asked)
+    assert ready.all(Told) == [Told(asked)]
+
+
+def test_heartbeats_can_be_turned_off() -> None:
+    made = desk(heartbeat_interval=0.0).connects()
+    made.is_welcomed(version(0), config=RunConfig("sync", 5, heartbeat_timeout=0.0))
+    made.passes(10_000)
+    assert made.session.connection.is_joined
+    assert not made.all(Beat)
+
+
+def test_broker_that_answers_no_heartbeat_counts_as_a_broken_connection(ready: Desk) -> None:
+    for _ in range(100):
+        ready.passes(10.0)
+        ready.hears(Notice("alive"))
+    heard = ready.now
+    while ready.session.connection.is_joined:
+        ready.passes(1.0)
+    assert ready.all(Close)
+    assert 30 <= ready.now - heard < 40
+
+
+# Asking, leaving.
+
+
+def test_leaving_is_told_to_the_broker_and_ends_the_session(ready: Desk) -> None:
+    ready.happens(Depart("done"))
+    assert ready.sent(Leave) == [Leave(b"\1" * 16, "done")]
+    assert ready.happens(Disconnected("It broke."), Tick()) == []
+    never_joined = desk()
+    assert never_joined.happens(Depart()) == []
+    assert never_joined.session.phase is Phase.LEFT
+
+
+def test_action_is_answered_once(ready: Desk) -> None:
+    ready.happens(Ask(Control("status", 1)))
+    assert ready.sent(Control) == [Control("status", 1)]
+    answer = Result(1, True, "fine", {"a": 1})
+    ready.hears(answer, answer)
+    assert ready.effects == [Answered(1, True, "fine", {"a": 1})]
+
+
+def test_action_that_may_have_been_carried_out_is_never_sent_twice(ready: Desk) -> None:
+    ready.happens(Ask(Control("shutdown", 1)), Ask(Control("status", 2)))
+    ready.happens(Disconnected("It broke."))
+    assert [(answered.request, answered.ok) for answered in ready.all(Answered)] == [(1, None)]
+    ready.passes(LONGEST_BACKOFF_S)
+    assert not ready.connects().sent(Control)
+    ready.is_welcomed(version(0))
+    assert [control.action for control in ready.sent(Control)] == ["status"]
+
+
+def test_action_that_was_withdrawn_is_not_sent_later(ready: Desk) -> None:
+    ready.happens(Disconnected("It broke."), Ask(Control("shutdown", 1)), Withdraw(1))
+    ready.passes(LONGEST_BACKOFF_S)
+    ready.connects().is_welcomed(version(0))
+    assert not ready.sent(Control)
+
+
+def test_observer_pulls_with_credit_and_without_joining() -> None:
+    observer = Desk(Session(None, lambda: 0))
+    observer.happens(Start(), Connected())
+    assert not observer.sent(Join)
+    terms = Terms(CONFIG, (), cut(MANIFEST, CONFIG, ()))
+    observer.happens(Observe(terms), RequestVersion(0), RequestVersion(FROZEN))
+    pulls = observer.sent(Pull)
+    assert [(pull.session, pull.credit) for pull in pulls] == [(None, DOWNLOAD_WINDOW), (None, 0)]
+    observer.receives(version(5))
+    assert observer.all(Deliver)
+    assert all(credit.session is None for credit in observer.sent(Credit))
+
+
+# Branches.
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_another_branch"),
+    [
+        (version(4, tag=99), True),
+        (version(3, tag=99), True),
+        (version(4), False),
+        (version(7), False),  # it is ahead
+    ],
+)
+def test_worker_says_that_the_broker_goes_on_from_another_branch(
+    ready: Desk, theirs: VersionId, is_another_branch: bool
+) -> None:
+    ready.holds(version(4))
+    told = []
+    for _ in range(2):
+        ready.breaks().is_welcomed(theirs)
+        told += [say for say in ready.all(Say) if "the broker goes on from" in say.text]
+    assert len(told) == is_another_branch
+    for say in told:
+        assert say.trouble
+        assert f"{version(4)}, and the broker goes on from {theirs}" in say.text
+
+
+# A broker that says what none says.
+
+
+def uploading() -> Desk:
+    """A worker with credit left for the push that it sends."""
+    made = desk().connects().is_welcomed(version(0))
+    made.happens(Offer(gradient()))
+    made.hears(Grant(77, 0, Standing.NEW, None, 4))
+    made.hears(Ack(77, 0, (0,), 50))
+    return made
+
+
+@pytest.mark.parametrize(
+    "unsound",
+    [
+        {"chunk_elements": 0},
+        {"chunk_elements": 2**40},
+        {"fragment_update_alpha": float("nan")},
+        {"fragment_update_alpha": -3.0},
+        {"wire_dtype": "fp4"},
+        {"reply_dtype": ""},
+        {"weight_by": "__class__"},
+    ],
+)
+def test_terms_that_cannot_be_followed_are_refused_with_the_value(unsound: dict[str, Any]) -> None:
+    made = desk().connects().is_welcomed(version(0), config=replace(CONFIG, **unsound))
+    (refusal,) = made.all(JoinRefused)
+    (name,) = unsound
+    assert refusal.final and f"The run has {name}" in refusal.text
+
+
+def test_chunks_so_small_that_their_books_would_fill_the_memory_are_refused() -> None:
+    from kit.core_harness import a_manifest
+
+    made = desk(manifest=a_manifest(1_000_000)).connects()
+    made.is_welcomed(version(0), config=replace(CONFIG, chunk_elements=1))
+    (refusal,) = made.all(JoinRefused)
+    assert "chunk_elements" in refusal.text
+
+
+def test_time_that_is_next_to_nothing_makes_no_flood_of_heartbeats() -> None:
+    assert heartbeat_interval(replace(CONFIG, heartbeat_timeout=1e-300), None) == LEAST_HEARTBEAT_S
+
+
+def test_worker_that_is_removed_in_the_middle_of_an_upload_keeps_no_credit() -> None:
+    made = uploading()
+    made.hears(Notice("kicked", "An operator removed it."))
+    assert made.session.phase is Phase.REFUSED
+    assert not any(any(upload.credits) for upload in made.session.uploads)
+
+
+def test_answers_to_what_was_not_asked_on_this_connection_give_no_credit() -> None:
+    made = uploading()
+    made.happens(Disconnected("It broke."))
+    made.hears(Grant(77, 0, Standing.NEW, None, 4), Ack(77, 0, (1,), 9))
+    assert not any(any(upload.credits) for upload in made.session.uploads)

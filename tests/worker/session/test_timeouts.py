@@ -1,0 +1,134 @@
+"""A connection for chunks that has died without a word, while heartbeats are answered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco_broker import Broker
+from diloco_protocol.description import describe, seconds_for
+from diloco_protocol.messages import (
+    Ack,
+    Chunk,
+    Describe,
+    Grant,
+    Notice,
+    Push,
+    Released,
+    Standing,
+)
+from diloco_worker.session.connection import (
+    BULK_PATIENCE_S,
+    JOIN_PATIENCE_S,
+    LONGEST_BULK_PATIENCE_S,
+)
+from diloco_worker.session.effects import Close
+from diloco_worker.session.events import Offer, RequestVersion
+from kit.core_harness import layered
+from kit.proxy import ForgettingProxy
+from kit.reference import state_of
+from kit.session_harness import CHUNKS, Desk, desk, gradient, version, whole
+from kit.whole_run import make_config, run, trainees
+
+
+def lives_on(made: Desk, seconds: float) -> bool:
+    """The control connection is heard of all the time. Returns whether the connections were closed."""
+    for _ in range(int(seconds / 5)):
+        made.hears(Notice("alive", ""))
+        made.passes(5)
+        if made.all(Close):
+            return False
+    return True
+
+
+def sends(made: Desk) -> Desk:
+    made.happens(Offer(gradient()))
+    made.hears(Grant(77, 0, Standing.NEW, credit=4))
+    return made
+
+
+def test_each_acknowledgement_is_a_sign_of_life(ready: Desk) -> None:
+    sends(ready)
+    for index in range(CHUNKS - 1):
+        assert lives_on(ready, BULK_PATIENCE_S - 5)
+        ready.hears(Ack(77, 0, (index,)))
+    ready.hears(Ack(77, 0, (CHUNKS - 1,)))
+    assert lives_on(ready, 10 * BULK_PATIENCE_S), "the round takes as long as it takes"
+
+
+def test_push_that_has_to_wait_is_not_waited_for_nor_a_version_that_has_not_come(
+    ready: Desk,
+) -> None:
+    ready.hears(Released(0, version(1), whole(5)))
+    assert lives_on(ready, 10 * BULK_PATIENCE_S), "nobody has asked for it"
+    ready.happens(RequestVersion(0))
+    assert lives_on(ready, 10 * BULK_PATIENCE_S)
+    ready.happens(Offer(gradient()))
+    ready.hears(Grant(77, 0, Standing.WAIT))
+    assert lives_on(ready, 10 * BULK_PATIENCE_S)
+
+
+def test_chunks_of_a_released_version_must_come(ready: Desk) -> None:
+    sends(ready)
+    ready.hears(Ack(77, 0, tuple(range(4))), Ack(77, 0, tuple(range(4, CHUNKS))))
+    ready.hears(Chunk(0, 0, version=version(1)))
+    assert lives_on(ready, 10 * BULK_PATIENCE_S), "its round is not over"
+    ready.hears(Released(0, version(1), whole(77)))
+    assert lives_on(ready, BULK_PATIENCE_S - 5)
+    ready.hears(Chunk(0, 1, version=version(1)))
+    assert lives_on(ready, BULK_PATIENCE_S - 5)
+    assert not lives_on(ready, 10)
+
+
+def test_patience_grows_until_something_comes(ready: Desk) -> None:
+    """A link that needs a minute for a chunk gets there at last."""
+    patience = BULK_PATIENCE_S
+    sends(ready)
+    for _ in range(8):
+        assert lives_on(ready, patience - 5)
+        assert not lives_on(ready, 10)
+        (push,) = ready.breaks().is_welcomed(version(0)).sent(Push)
+        assert push.push_id == 77, "and the push goes on"
+        ready.hears(Grant(77, 0, Standing.RESUME, b"\0\0", credit=4))
+        patience = min(2 * patience, LONGEST_BULK_PATIENCE_S)
+    ready.hears(Ack(77, 0, (0,)))
+    assert lives_on(ready, BULK_PATIENCE_S - 5)
+    assert not lives_on(ready, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+def test_run_goes_on_when_a_connection_for_chunks_is_forgotten(
+    up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From some chunk on all of that connection's bytes are swallowed; nothing is closed."""
+    monkeypatch.setattr("diloco_worker.session.connection.BULK_PATIENCE_S", 0.5)
+    steps = 6
+    outcomes = []
+    for forgets in (False, True):
+        made = trainees(2)
+        config = make_config(workers=2, sync_every=2, deterministic=True)
+        with (
+            Broker(config, state_of(made[0].model)) as broker,
+            ForgettingProxy(broker.address, up, 9 if forgets else 10**9) as proxy,
+        ):
+            outcomes.append(run(broker, made, steps, server=proxy.address))
+            assert proxy.has_forgotten.is_set() == forgets
+    calm, got = outcomes
+    for name, tensor in calm.final.items():
+        assert torch.equal(got.final[name], tensor)
+
+
+def test_description_of_a_model_has_the_time_that_a_slow_link_takes() -> None:
+    made = desk(manifest=layered(2000)).connects()
+    made.passes(JOIN_PATIENCE_S - 1)
+    made.hears(Notice("describe"))
+    size = sum(len(each.piece) for each in made.sent(Describe))
+    assert size == len(describe(layered(2000)).packed)
+    made.passes(JOIN_PATIENCE_S + seconds_for(size) - 1)
+    assert not made.all(Close)
+    made.passes(1)
+    assert made.all(Close)
+    made.breaks()
+    made.passes(JOIN_PATIENCE_S)
+    assert made.all(Close), "the next join is answered at once, or not at all"

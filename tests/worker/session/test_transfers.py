@@ -1,0 +1,545 @@
+"""What the worker's session does with pushes, donations and pulls: a fake clock, no socket."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+
+import pytest
+
+from diloco_protocol import Bitmap, Counted, Ledger, VersionId
+from diloco_protocol.messages import (
+    Ack,
+    Chunk,
+    Commit,
+    Credit,
+    Error,
+    Grant,
+    Join,
+    Message,
+    Notice,
+    Pull,
+    Purpose,
+    Push,
+    Rejoin,
+    Released,
+    Standing,
+)
+from diloco_worker.session.connection import LONGEST_BACKOFF_S
+from diloco_worker.session.downloads import CREDIT_BATCH
+from diloco_worker.session.effects import (
+    Beat,
+    BeginVersion,
+    Close,
+    Deliver,
+    PrepareDonation,
+    PushOver,
+    Say,
+    Send,
+    SendChunk,
+    StoreChunk,
+)
+from diloco_worker.session.events import (
+    Disconnected,
+    Event,
+    Offer,
+    Prepared,
+    Received,
+    RequestVersion,
+    Spoilt,
+    Start,
+)
+from kit.session_harness import CHUNKS, FROZEN, RUN, Desk, gradient, version, whole
+
+# Up.
+
+ALL = tuple(range(CHUNKS))
+
+
+@pytest.fixture
+def offered(ready: Desk) -> Desk:
+    """It has offered push 77, on version 0."""
+    ready.happens(Offer(gradient()))
+    return ready
+
+
+def is_in(made: Desk) -> bool:
+    return made.session.uploads.by_id[77].is_in
+
+
+def _outgoing(made: Desk) -> list[Send | SendChunk]:
+    return [effect for effect in made.effects if isinstance(effect, Send | SendChunk)]
+
+
+def test_chunks_are_sent_within_credit_and_acks_give_it_back(offered: Desk) -> None:
+    assert [push.session for push in offered.sent(Push)] == [b"\1" * 16]
+    assert not offered.chunks_sent
+    offered.hears(Grant(77, 0, Standing.NEW, credit=3))
+    assert offered.chunks_sent == [0, 1, 2]
+    offered.hears(Ack(77, 0, (1,)))
+    assert offered.chunks_sent == [3]
+    offered.hears(Ack(77, 0, (0, 2)))
+    assert offered.chunks_sent == [4, 5]
+    assert not offered.sent(Commit)
+
+
+def test_commit_follows_the_last_chunk_sent_and_is_sent_once(offered: Desk) -> None:
+    offered.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS))
+    kinds = [type(e) if isinstance(e, SendChunk) else type(e.message) for e in _outgoing(offered)]
+    assert kinds == [SendChunk] * CHUNKS + [Commit]
+    offered.hears(*(Ack(77, 0, (index,)) for index in ALL))
+    assert not offered.sent(Commit)
+    assert is_in(offered)
+
+
+@pytest.mark.parametrize(
+    ("held", "missing"), [(0b1000010011, [2, 3, 5, 6, 7, 8]), (2**CHUNKS - 1, [])]
+)
+def test_resumed_push_sends_only_what_is_missing(
+    offered: Desk, held: int, missing: list[int]
+) -> None:
+    bitmap = Bitmap(CHUNKS, held).to_bytes()
+    offered.hears(Grant(77, 0, Standing.RESUME, bitmap, credit=CHUNKS))
+    assert offered.chunks_sent == missing
+    assert offered.sent(Commit)
+
+
+def test_push_that_must_wait_sends_nothing_until_the_next_grant(offered: Desk) -> None:
+    offered.hears(Grant(77, 0, Standing.WAIT))
+    assert not _outgoing(offered)
+    upload = offered.session.uploads.by_id[77]
+    assert (upload.is_in, upload.is_put_off) == (False, True)
+    offered.hears(Grant(77, 0, Standing.NEW, credit=2))
+    assert offered.chunks_sent == [0, 1]
+    assert (upload.is_in, upload.is_put_off) == (False, False)
+
+
+@pytest.mark.parametrize("credit", [3, CHUNKS])
+def test_push_that_loses_its_place_forgets_what_was_sent_and_sends_all_of_it_again(
+    offered: Desk, credit: int
+) -> None:
+    offered.hears(Grant(77, 0, Standing.NEW, credit=credit), Ack(77, 0, ALL[: credit - 2]))
+    offered.hears(Grant(77, 0, Standing.WAIT), Ack(77, 0, ALL))
+    assert not offered.effects[1:], "an ack of what was sent before is void"
+    offered.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS))
+    assert offered.chunks_sent == list(ALL)
+    assert offered.sent(Commit)
+    offered.hears(Ack(77, 0, ALL))
+    assert is_in(offered)
+
+
+def test_counted_push_sends_nothing_and_is_over_with_the_version_that_names_it(
+    offered: Desk,
+) -> None:
+    assert [pull.after for pull in offered.sent(Pull)] == [0]
+    offered.hears(Grant(77, 0, Standing.COUNTED))
+    assert not _outgoing(offered)
+    offered.receives(version(1), whole(77))
+    assert offered.all(Deliver)[0].counted == 77
+    assert PushOver(77) in offered.effects
+
+
+def test_push_that_was_in_is_not_so_at_a_broker_that_has_not_said_it(offered: Desk) -> None:
+    offered.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS), Ack(77, 0, ALL))
+    assert is_in(offered)
+    offered.breaks().is_welcomed(version(0))
+    assert not is_in(offered)
+    offered.hears(Grant(77, 0, Standing.RESUME, Bitmap.full(CHUNKS).to_bytes(), credit=8))
+    assert is_in(offered)
+
+
+def test_bitmap_that_does_not_fit_is_said_aloud_and_sends_nothing(offered: Desk) -> None:
+    offered.hears(Grant(77, 0, Standing.RESUME, b"\xff\xff\xff", credit=8))
+    assert not offered.chunks_sent
+    assert offered.all(Say)[0].trouble
+
+
+@pytest.mark.parametrize("event", [Disconnected("It broke."), Received(Rejoin("other epoch"))])
+def test_push_is_offered_again_as_it_was_on_new_connections(offered: Desk, event: Event) -> None:
+    (first,) = offered.sent(Push)
+    offered.hears(Grant(77, 0, Standing.NEW, credit=4))
+    offered.happens(event)
+    assert offered.all(Close)
+    offered.passes(LONGEST_BACKOFF_S)
+    (join,) = offered.connects().sent(Join)
+    assert join.session == b"\1" * 16
+    assert join.run == RUN
+    assert join.versions == (version(0), version(0))
+    offered.is_welcomed(version(0))
+    (again,) = offered.sent(Push)
+    assert (again.push_id, again.base, again.session) == (77, first.base, b"\2" * 16)
+    assert not offered.chunks_sent, "credits of the old connection are void"
+    offered.hears(Grant(77, 0, Standing.RESUME, Bitmap(CHUNKS, 0b101).to_bytes(), credit=2))
+    assert offered.chunks_sent == [1, 3]
+    assert (offered.session.uploads.retries, offered.session.connection.reconnections) == (1, 1)
+
+
+def test_push_made_while_away_is_offered_at_the_next_welcome(ready: Desk) -> None:
+    ready.happens(Disconnected("It broke."), Offer(gradient()))
+    assert not ready.sent(Push)
+    ready.passes(LONGEST_BACKOFF_S)
+    ready.connects().is_welcomed(version(0))
+    assert [push.push_id for push in ready.sent(Push)] == [77]
+    assert ready.session.uploads.retries == 0
+
+
+@pytest.mark.parametrize(
+    "ledger",
+    [Ledger({"me": (Counted(77, b"\x07\x00"),)}), whole(77, worker="somebody else")],
+    ids=["a part of it", "of another worker"],
+)
+def test_version_without_the_push_is_discarded_and_the_next_one_asked_for(
+    offered: Desk, ledger: Ledger
+) -> None:
+    offered.receives(version(1), ledger)
+    assert not offered.all(Deliver)
+    assert [pull.after for pull in offered.sent(Pull)] == [1]
+    offered.receives(version(2), whole(77))
+    assert [deliver.counted for deliver in offered.all(Deliver)] == [77]
+
+
+def test_rejected_push_is_over(offered: Desk) -> None:
+    offered.hears(Grant(77, 0, Standing.NEW, credit=2))
+    offered.hears(Error("non_finite", "Chunk 1 has NaN.", push_id=77))
+    assert offered.effects == [PushOver(77, "non_finite", "Chunk 1 has NaN.")]
+    offered.hears(Ack(77, 0, (0,)))
+    assert not offered.effects
+    offered.breaks().is_welcomed(version(0))
+    assert not offered.sent(Push)
+
+
+def test_malformed_bitmap_of_a_refusal_is_no_bitmap_and_is_said(offered: Desk) -> None:
+    offered.hears(Grant(77, 0, Standing.NEW, credit=2))
+    offered.hears(Error("non_finite", "Chunk 1 has NaN.", push_id=77, counted=bytes(16)))
+    (over,) = offered.all(PushOver)
+    assert over.counted is None and [said.trouble for said in offered.all(Say)] == [True]
+
+
+def test_not_now_leaves_the_push_as_it_is_and_offers_it_again(offered: Desk) -> None:
+    offered.hears(Error("no_model", "Later.", retry=True, push_id=77))
+    assert not offered.all(PushOver)
+    offered.passes(LONGEST_BACKOFF_S)
+    assert [push.push_id for push in offered.sent(Push)] == [77]
+
+
+def test_another_push_abandons_the_unfinished_one(ready: Desk) -> None:
+    ready.happens(Offer(gradient(77)))
+    ready.happens(Offer(gradient(78)))
+    assert [over.push_id for over in ready.all(PushOver)] == [77]
+    ready.hears(Grant(77, 0, Standing.NEW, credit=2))
+    assert not ready.chunks_sent
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Offer(Push(b"", 5, 3, CHUNKS, "bf16")),
+        Offer(Push(b"", 5, 0, CHUNKS, "bf16", purpose=Purpose.DONATION)),
+        RequestVersion(9),
+        Start(),
+    ],
+)
+def test_command_that_cannot_be_meant_raises_and_changes_nothing(ready: Desk, event: Event) -> None:
+    before = (
+        ready.session.phase,
+        dict(ready.session.uploads.by_id),
+        deepcopy(ready.session.downloads.by_fragment),
+    )
+    with pytest.raises(ValueError, match=r"fragment|only|once"):
+        ready.session.handle(event, ready.now)
+    downloads = ready.session.downloads.by_fragment
+    after = (ready.session.phase, ready.session.uploads.by_id, downloads)
+    assert after == before
+
+
+# Donating.
+
+
+@pytest.fixture
+def asked(fresh: Desk) -> Desk:
+    """It has joined a run without parameters and was asked for its own."""
+    fresh.connects().is_welcomed()
+    fresh.hears(Notice("donate", fragment=0))
+    return fresh
+
+
+def donation(made: Desk) -> Push:
+    (push,) = made.sent(Push)
+    return push
+
+
+def test_parameters_are_offered_first_and_copied_then(asked: Desk) -> None:
+    """To copy a large model takes longer than the broker waits for an offer."""
+    push = donation(asked)
+    assert (push.purpose, push.base, push.wire_dtype) == (Purpose.DONATION, None, "fp32")
+    assert asked.effects[-2:] == [Send(push), PrepareDonation(push.push_id, 0)]
+    asked.hears(Grant(push.push_id, 0, Standing.NEW, credit=4))
+    assert not asked.chunks_sent
+    asked.passes(10.0)
+    assert [beat.uploading for beat in asked.all(Beat)] == [True], "it is at it, and says so"
+    asked.happens(Prepared(push.push_id))
+    assert asked.chunks_sent == [0, 1, 2, 3]
+
+
+def test_copy_that_is_ready_before_the_grant_waits_for_it_and_is_over_when_all_is_in(
+    asked: Desk,
+) -> None:
+    push = donation(asked)
+    asked.happens(Prepared(push.push_id))
+    assert not asked.chunks_sent
+    asked.hears(Grant(push.push_id, 0, Standing.NEW, credit=CHUNKS))
+    assert asked.chunks_sent == list(ALL)
+    asked.hears(Ack(push.push_id, 0, ALL))
+    assert PushOver(push.push_id) in asked.effects
+
+
+def test_refused_donor_drops_its_copy_and_waits_for_the_parameters_of_another(asked: Desk) -> None:
+    push = donation(asked)
+    asked.hears(Error("not_allowed", "The run has others.", push_id=push.push_id, about="push"))
+    assert asked.effects == [PushOver(push.push_id), Say("The run has others.", trouble=True)]
+    assert not asked.happens(Prepared(push.push_id))
+    asked.receives(version(0))
+    assert [deliver.released.version for deliver in asked.all(Deliver)] == [version(0)]
+
+
+def test_donation_ends_with_its_connection(asked: Desk) -> None:
+    push = donation(asked)
+    asked.happens(Disconnected("It broke."))
+    assert PushOver(push.push_id) in asked.effects
+
+
+def donates_again(made: Desk) -> Push:
+    """Its connection breaks, and the broker asks for what it holds."""
+    made.breaks().is_welcomed()
+    made.hears(Notice("donate", fragment=0))
+    return donation(made)
+
+
+def test_version_that_is_held_is_donated_with_its_ledger_under_one_push_id(ready: Desk) -> None:
+    push, again = donates_again(ready), donates_again(ready)
+    assert (again.push_id, again.base) == (push.push_id, version(0))
+    ready.holds(version(4), whole(5))
+    other = donates_again(ready)
+    assert (other.base, other.ledger) == (version(4), whole(5))
+    assert other.push_id != push.push_id, "other values are another donation"
+
+
+def test_donation_and_pseudo_gradient_are_under_way_together(offered: Desk) -> None:
+    offered.breaks().is_welcomed()
+    offered.hears(Error("no_model", "Later.", retry=True, push_id=77, about="push"))
+    offered.hears(Notice("donate", fragment=0))
+    push = donation(offered)
+    offered.happens(Prepared(push.push_id))
+    offered.passes(LONGEST_BACKOFF_S)
+    assert [push.push_id for push in offered.sent(Push)] == [77]
+    offered.hears(Grant(push.push_id, 0, Standing.NEW, credit=1))
+    assert offered.all(SendChunk)[0].push_id == push.push_id
+
+
+# Down.
+
+
+@pytest.mark.parametrize("released_at", [0, 5, CHUNKS])
+def test_version_is_delivered_once_chunks_and_released_are_here_in_any_order(
+    fresh: Desk, released_at: int
+) -> None:
+    fresh.connects().is_welcomed(version(3))
+    messages: list[Message] = [Chunk(0, i, version=version(3)) for i in range(CHUNKS)]
+    random.Random(released_at).shuffle(messages)
+    messages.insert(released_at, Released(0, version(3), Ledger()))
+    for message in messages[:-1]:
+        fresh.hears(message)
+        assert not fresh.all(Deliver)
+    fresh.hears(messages[-1])
+    (delivered,) = fresh.all(Deliver)
+    assert delivered.released.version == version(3)
+
+
+def test_credit_goes_back_in_batches_and_for_every_chunk_and_each_is_stored_once(
+    fresh: Desk,
+) -> None:
+    fresh.connects().is_welcomed(version(3))
+    given, stored = [], []
+    for index in [*ALL, 0, 0, 1, 1, 2, 2]:  # some of them twice
+        fresh.hears(Chunk(0, index, version=version(3)))
+        given += [credit.chunks for credit in fresh.sent(Credit)]
+        stored += fresh.all(StoreChunk)
+    assert given == [CREDIT_BATCH] * ((CHUNKS + 6) // CREDIT_BATCH)
+    assert stored == [StoreChunk(0, index) for index in ALL]
+
+
+@pytest.mark.parametrize("released_first", [True, False])
+def test_released_may_come_before_chunks_of_its_version_and_survives_those_of_an_older_one(
+    fresh: Desk, released_first: bool
+) -> None:
+    """They were under way on the other connection when this reader was moved to the newer version."""
+    fresh.connects().is_welcomed(version(3))
+    released, older = Released(0, version(4), Ledger()), Chunk(0, 0, version=version(3))
+    fresh.hears(*((released, older) if released_first else (older, released)))
+    fresh.hears(*(Chunk(0, index, version=version(4)) for index in ALL))
+    assert [deliver.released.version for deliver in fresh.all(Deliver)] == [version(4)]
+
+
+def test_chunks_of_another_version_begin_the_assembly_anew(fresh: Desk) -> None:
+    fresh.connects().is_welcomed(version(3))
+    fresh.hears(*(Chunk(0, index, version=version(3)) for index in range(CHUNKS - 1)))
+    fresh.hears(Released(0, version(4), Ledger()))
+    fresh.hears(Chunk(0, CHUNKS - 1, version=version(4)))
+    assert fresh.effects[-2:] == [BeginVersion(0, version(4)), StoreChunk(0, CHUNKS - 1)]
+    assert not fresh.all(Deliver), "nine chunks of version 3 and one of version 4 are no version"
+    fresh.receives(version(4))
+    assert fresh.all(Deliver)[0].released.version == version(4)
+
+
+def test_download_goes_on_where_it_stopped(fresh: Desk) -> None:
+    fresh.connects().is_welcomed(version(3))
+    fresh.hears(*(Chunk(0, index, version=version(3)) for index in (0, 3)))
+    fresh.breaks().is_welcomed(version(3))
+    pull = fresh.sent(Pull)[0]
+    assert pull.held_version == version(3)
+    assert pull.held == Bitmap(CHUNKS, 0b1001).to_bytes()
+    missing = [i for i in range(CHUNKS) if i not in (0, 3)]
+    fresh.hears(*(Chunk(0, index, version=version(3)) for index in missing))
+    fresh.hears(Released(0, version(3), Ledger()))
+    assert fresh.all(Deliver)
+    assert not fresh.all(BeginVersion)
+
+
+@pytest.mark.parametrize(
+    "chunk", [Chunk(7, 0, version=version(1)), Chunk(0, CHUNKS, version=version(1)), Chunk(0, 0)]
+)
+def test_chunk_that_does_not_exist_is_said_aloud(fresh: Desk, chunk: Chunk) -> None:
+    fresh.connects().is_welcomed(version(1))
+    fresh.hears(chunk)
+    assert fresh.all(Say)[0].trouble
+    assert not fresh.all(StoreChunk)
+
+
+@pytest.mark.parametrize(
+    ("held", "theirs", "pulls"),
+    [
+        (0, [version(6)], [(0, -1)]),
+        (0, [version(6), version(6, tag=99)], [(0, -1)]),  # frozen parameters come once
+        (6, [version(2)], []),  # it is behind, and may ask for what is held
+    ],
+)
+def test_newer_version_is_asked_for_after_coming_back(
+    ready: Desk, held: int, theirs: list[VersionId], pulls: list[tuple[int, int]]
+) -> None:
+    ready.holds(version(held))
+    ready.breaks().is_welcomed(*theirs)
+    assert [(pull.fragment, pull.after) for pull in ready.sent(Pull)] == pulls
+    ready.hears(Chunk(0, 0, version=version(9)))
+    assert len(ready.all(StoreChunk)) == len(pulls), "a chunk that nobody waits for is dropped"
+
+
+def at_version(made: Desk, counter: int) -> Desk:
+    """It has received this version and holds it."""
+    made.happens(RequestVersion(0))
+    made.receives(version(counter))
+    made.holds(version(counter))
+    return made
+
+
+@pytest.mark.parametrize("first", ["push", "welcome"])
+def test_push_at_a_broker_that_went_back_asks_for_what_comes_after_its_version(
+    ready: Desk, first: str
+) -> None:
+    at_version(ready, 6)
+    if first == "push":
+        ready.happens(Offer(gradient(base=6)))
+    ready.breaks().is_welcomed(version(2, tag=99))
+    if first == "welcome":
+        ready.happens(Offer(gradient(base=6)))
+    assert [pull.after for pull in ready.sent(Pull)] == [2]
+    ready.receives(version(3, tag=98), whole(76))
+    assert [pull.after for pull in ready.sent(Pull)] == [3], "it lacks the push"
+    ready.receives(version(4, tag=97), whole(77))
+    assert ready.all(Deliver)[0].counted == 77
+    ready.happens(Offer(gradient(78, base=4)))
+    assert [pull.after for pull in ready.sent(Pull)] == [4]
+
+
+@pytest.mark.parametrize(
+    ("event", "theirs"), [(Offer(gradient(base=6)), []), (RequestVersion(0), [version(2, tag=99)])]
+)
+def test_broker_that_went_back_is_asked_for_anything(
+    ready: Desk, event: Event, theirs: list[VersionId]
+) -> None:
+    """It has nothing at all, or its newest version is wanted."""
+    at_version(ready, 6)
+    if not theirs:
+        ready.happens(event)
+    ready.breaks().is_welcomed(*theirs)
+    if theirs:
+        ready.happens(event)
+    assert [pull.after for pull in ready.sent(Pull)] == [-1]
+
+
+def test_version_that_counted_the_push_while_the_connection_was_broken_is_asked_for(
+    ready: Desk,
+) -> None:
+    at_version(ready, 6)
+    ready.breaks().is_welcomed(version(2, tag=99))
+    ready.happens(Offer(gradient(base=6)))
+    ready.breaks().is_welcomed(version(3, tag=98))
+    assert [pull.after for pull in ready.sent(Pull)] == [2]
+    ready.receives(version(3, tag=98), whole(77))
+    assert ready.all(Deliver)[0].counted == 77
+
+
+def test_asking_for_the_newest_costs_no_chunk_when_it_is_held(ready: Desk) -> None:
+    ready.happens(RequestVersion(0))
+    (pull,) = ready.sent(Pull)
+    assert (pull.after, pull.held_version) == (-1, version(0))
+    assert pull.held == Bitmap.full(CHUNKS).to_bytes()
+    ready.hears(Released(0, version(0), Ledger()))
+    (delivered,) = ready.all(Deliver)
+    assert delivered.unchanged
+    ready.happens(RequestVersion(0))
+    ready.receives(version(1))
+    (newer,) = ready.all(Deliver)
+    assert (newer.unchanged, newer.released.version) == (False, version(1))
+
+
+def test_newest_is_delivered_even_if_chunks_of_the_next_one_were_under_way(offered: Desk) -> None:
+    offered.happens(RequestVersion(0))
+    offered.hears(Chunk(0, 0, version=version(1)))  # was on its way when we asked
+    offered.hears(Released(0, version(0), Ledger()))
+    assert [deliver.unchanged for deliver in offered.all(Deliver)] == [True]
+    assert [pull.after for pull in offered.sent(Pull)] == [0], "the push is still waited for"
+
+
+def test_version_that_was_asked_for_is_delivered_although_it_lacks_the_push(offered: Desk) -> None:
+    offered.happens(RequestVersion(0))
+    offered.receives(version(1))
+    assert [deliver.counted for deliver in offered.all(Deliver)] == [None]
+    offered.receives(version(2), whole(77))
+    assert [deliver.counted for deliver in offered.all(Deliver)] == [77]
+
+
+def test_pull_that_was_refused_is_sent_again_after_a_second(fresh: Desk) -> None:
+    fresh.connects().is_welcomed(version(0))
+    fresh.hears(Error("no_model", "Nobody has provided parameters yet.", retry=True, about="pull"))
+    fresh.passes(1.1)
+    assert {pull.fragment for pull in fresh.sent(Pull)} == {0, FROZEN}
+
+
+def test_copy_that_is_another_is_fetched_whole_once_whatever_is_still_under_way(
+    ready: Desk,
+) -> None:
+    """A worker of several processes hears of each chunk that was on its way to them."""
+    ready.session.downloads.set_reply("int8")
+    ready.happens(Offer(gradient()))
+    ready.happens(Spoilt(0))
+    (pull,) = ready.sent(Pull)
+    assert pull.delta_of is None and pull.held is None
+    ready.hears(Chunk(0, 0, version=version(1)))
+    assert ready.all(StoreChunk)
+    ready.happens(Spoilt(0), Spoilt(0))
+    assert not ready.sent(Pull) and not ready.all(Say)
+    ready.hears(*[Chunk(0, index, version=version(1)) for index in range(1, CHUNKS)])
+    ready.hears(Released(0, version(1), Ledger({"me": (Counted(77),)})))
+    assert ready.all(Deliver), "what had come of the whole is not forgotten"
+    ready.happens(Spoilt(0))
+    assert ready.all(Say), "what came whole is trusted, and may be doubted again"

@@ -1,0 +1,87 @@
+"""A worker keeps its word: who votes for a hub votes for no standby for a while, and the other way."""
+
+from __future__ import annotations
+
+from diloco_protocol.messages import Join, Leave, Notice, Vote, Welcome
+from diloco_worker.session.effects import Send
+from diloco_worker.session.events import Received
+from diloco_worker.session.votes import SAFETY, Votes
+from kit.session_harness import CONFIG, desk
+
+L = 3.0
+
+
+def asked(votes: Votes, what: str, now: float) -> list[int]:
+    """The stamps that are returned when somebody asks."""
+    sent = list(votes.asked(Notice(what, stamp=5, seconds=L), b"s", now))
+    found = []
+    for effect in sent:
+        assert isinstance(effect, Send) and isinstance(effect.message, Vote)
+        assert effect.message.voter == 99
+        found.append(effect.message.stamp)
+    return found
+
+
+def test_a_vote_returns_the_stamp_at_once() -> None:
+    assert asked(Votes(99), "lease", 10.0) == [5]
+    assert asked(Votes(99), "standby", 10.0) == [5]
+
+
+def test_who_has_voted_for_a_hub_votes_for_no_standby_until_its_word_is_over() -> None:
+    votes = Votes(99)
+    assert asked(votes, "lease", 10.0)
+    assert asked(votes, "lease", 11.0)
+    assert not asked(votes, "standby", 11.0 + SAFETY * L - 0.01)
+    assert asked(votes, "standby", 11.0 + SAFETY * L)
+
+
+def test_who_has_voted_for_a_standby_votes_for_no_hub_until_its_word_is_over() -> None:
+    votes = Votes(99)
+    assert asked(votes, "standby", 10.0)
+    assert not asked(votes, "lease", 10.0 + SAFETY * L - 0.01)
+    assert asked(votes, "standby", 13.0)
+    assert not asked(votes, "lease", 13.0 + SAFETY * L - 0.01)
+    assert asked(votes, "lease", 13.0 + SAFETY * L)
+
+
+def test_the_longest_word_counts() -> None:
+    votes = Votes(99)
+    list(votes.asked(Notice("lease", stamp=5, seconds=100.0), b"s", 0.0))
+    assert asked(votes, "lease", 1.0)
+    assert not asked(votes, "standby", 99.0)
+
+
+def test_a_session_votes_under_the_number_that_it_joined_with() -> None:
+    worker = desk().connects()
+    (join,) = worker.sent(Join)
+    worker.is_welcomed()
+    worker.hears(Notice("lease", stamp=5, seconds=L))
+    assert worker.sent(Vote) == [Vote(b"\1" * 16, join.voter or 0, 5)]
+
+
+def test_who_has_been_at_a_later_hub_does_not_go_back_to_an_earlier_one() -> None:
+    worker = desk(places=2).connects()
+    worker.is_welcomed(term=1)
+    worker.breaks()
+    worker.is_welcomed(term=0)
+    assert worker.sent(Leave) and worker.session.phase.value == "away"
+    worker.passes(1.0)
+    worker.connects()
+    worker.is_welcomed(term=1)
+    assert worker.session.phase.value == "joined"
+
+
+def test_nonsense_gets_no_vote() -> None:
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        assert not list(Votes(99).asked(Notice("lease", stamp=5, seconds=seconds), b"s", 0.0))
+
+
+def test_who_knows_a_standby_notices_a_silent_hub_within_two_leases() -> None:
+    one, two = (desk(places=count).connects() for count in (1, 2))
+    for worker in (one, two):
+        worker.happens(Received(Welcome(b"\1" * 16, "epoch", CONFIG, 0, lease=L)))
+        worker.hears(Notice("alive"))
+        for _ in range(11):
+            worker.passes(2 * L / 10)
+    assert one.session.connection.is_joined
+    assert not two.session.connection.is_joined

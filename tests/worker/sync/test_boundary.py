@@ -1,0 +1,373 @@
+"""What is decided after each optimizer step: freezing, waiting, merging, leaving, going on again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_protocol import Bitmap, Counted, Ledger, RunConfig
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.events import BeatNow, RequestVersion, VerifyPushes
+from diloco_worker.session.news import Work
+from diloco_worker.sync import boundary, effects
+from diloco_worker.sync.fragment import Flight, TrainingBase
+from diloco_worker.sync.patience import HASTY_S, Options
+from diloco_worker.sync.resumption import resume
+from diloco_worker.sync.schedule import SchedulePlace
+from kit.boundary_harness import Trainer, version
+
+H = 4
+AT_A_SLOT = ["ReadReports", "CheckModel", "BeatNow", "Freeze", "Offer"]
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig(**{"mode": "sync", "sync_every": H, **changes})
+
+
+def trainer(options: Options | None = None, **changes: Any) -> Trainer:
+    return Trainer(config(**changes), options or Options()).begins()
+
+
+def at_the_boundary(**changes: Any) -> Trainer:
+    """It waits at its first boundary."""
+    training = trainer(**changes).steps(H)
+    assert training.waits()
+    return training
+
+
+# At a boundary.
+
+
+def test_at_a_slot_the_delta_is_frozen_offered_and_waited_for() -> None:
+    training = trainer().steps(H - 1)
+    assert training.kinds == [], "between boundaries nothing is done"
+    training.steps(1)
+    assert training.kinds == [*AT_A_SLOT, "StandStill", "Wait"]
+    (push,) = training.pushes
+    assert (push.fragment, push.base, push.steps, push.norm) == (0, version(0), H, 1.0)
+    assert push.wire_dtype == training.config.wire_dtype
+
+
+def test_reply_is_merged_and_training_goes_on() -> None:
+    training = at_the_boundary()
+    (push,) = training.pushes
+    training.passes(2.5).forget()
+    training.receives(0)
+    assert training.waits(), "that version lacks the push"
+    training.forget()
+    training.receives(1, counted=push)
+    assert not training.waits()
+    assert training.kinds == ["Land", "PushEnded", "BeatNow", "Say"]
+    assert training.outcomes == ["counted"]
+    assert training.all(effects.PushEnded)[0].version == version(1)
+    assert training.said.endswith("has 4 steps of this worker, norm 1, staleness 0; waited 2.5 s.")
+    assert (training.metrics.rounds, training.metrics.seconds_waited) == (1, 2.5)
+    assert training.steps(H).pushes[-1].base == version(1)
+
+
+def test_worker_without_heartbeats_sends_none_at_a_boundary_either() -> None:
+    training = trainer(Options(heartbeat_interval=0)).steps(H)
+    training.receives(1, counted=training.pushes[0])
+    assert not training.waits()
+    assert not training.all(BeatNow)
+
+
+def test_work_since_the_last_freeze_goes_with_the_push() -> None:
+    training = trainer(weight_by="tokens").steps(H)
+    training.receives(1, counted=training.pushes[0])
+    training.totals = Work(tokens=640, samples=40, loss=0.5)
+    training.steps(H)
+    training.receives(2, counted=training.pushes[1])
+    training.totals = Work(tokens=1000, samples=50, loss=0.25)
+    training.steps(H)
+    told = [(push.steps, push.tokens, push.samples, push.loss) for push in training.pushes]
+    assert told == [(H, 0, 0, None), (H, 640, 40, 0.5), (H, 360, 10, 0.25)]
+    warning = "weighs each contribution by its tokens, and none were reported"
+    assert training.said.count(warning) == 1
+
+
+# What ends the waiting.
+
+REASONS: list[tuple[dict[str, Any], str]] = [
+    ({"asked_to_stop": "SIGTERM asks this process to end"}, "SIGTERM asks this process to end"),
+    ({"has_ended": True, "last_error": "It broke."}, "the link has ended (It broke.)"),
+    (
+        {"over": "An operator removed a."},
+        "the broker asked this worker to leave (An operator removed a.)",
+    ),
+    ({"is_restarting": True}, "the broker restarts"),
+    ({"phase": Phase.REFUSED, "refusal": "no"}, "the broker refuses this worker (no)"),
+    ({"silence": 601.0, "address": "tcp://b"}, "no sign of life from tcp://b for 601 s"),
+    ({"reconnections": 4}, "the connection broke 4 times at this boundary"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), REASONS)
+def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reason: str) -> None:
+    training = at_the_boundary().changes(reconnections=3)
+    assert training.waits(), "so often the connection may break"
+    training.forget()
+    training.changes(**changes)
+    assert not training.waits()
+    assert training.kinds == ["KeepAnchor", "Trouble"]
+    assert f"Training goes on with 4 steps in flight: {reason}." in training.said
+    training.steps(1)
+    assert training.state.unsynced_steps == H + 1
+
+
+def test_it_looks_again_when_silence_would_end_the_waiting() -> None:
+    training = trainer(Options(timeout=20.0))
+    training.changes(silence=5.0)
+    (wait,) = training.steps(H).all(effects.Wait)
+    assert wait.seconds == 15.0
+
+
+# Training goes on behind a freeze.
+
+
+def test_reply_is_merged_at_its_apply_point() -> None:
+    training = trainer(fragment_sync_delay=2).steps(H)
+    assert not training.waits()
+    training.receives(1, counted=training.pushes[0]).steps(1)
+    assert training.outcomes == []
+    training.steps(1)
+    assert training.outcomes == ["counted"]
+    assert (training.metrics.merge_delay, training.metrics.late_merges) == (2, 0)
+    training.steps(H)
+    assert training.waits(), "a late reply is waited for at the apply point"
+    training.receives(2, counted=training.pushes[1])
+    assert training.outcomes == ["counted", "counted"]
+
+
+def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes() -> None:
+    training = trainer(fragment_sync_delay=2).steps(H)
+    training.receives(1, counted=training.pushes[0]).steps(1)
+    training.receives(5).steps(1)
+    assert training.outcomes == ["counted"]
+    assert (training.state.fragments[0].version, training.metrics.rounds) == (version(5), 1)
+
+
+def test_version_that_comes_without_a_flight_moves_the_model() -> None:
+    training = trainer().steps(1).receives(3).steps(1)
+    assert training.outcomes == ["moved"]
+    assert training.state.fragments[0].version == version(3)
+    training.receives(3).steps(1)
+    assert training.outcomes == ["moved"], "it is the base already"
+
+
+# Pushes that are dropped.
+
+
+@pytest.mark.parametrize(
+    ("code", "requests", "next_round"), [("late", 1, 1), ("stale", 1, 0), ("bad_push", 0, 0)]
+)
+def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(
+    code: str, requests: int, next_round: int
+) -> None:
+    training = at_the_boundary()
+    (push,) = training.pushes
+    training.is_granted(push, 0).is_refused(push, code)
+    assert not training.waits()
+    assert training.outcomes == ["rejected"]
+    assert training.state.schedule.cursor == next_round, "any round but a closed one wants the push"
+    assert len(training.all(RequestVersion)) == requests
+    (ended,) = training.all(effects.PushEnded)
+    assert (ended.version, ended.why) == (None, code)
+    assert training.metrics.rejected == 1
+
+
+@pytest.mark.parametrize(("may_count", "kept"), [(None, 2), ([], 0), ([1], 4), ([0, 1], 2)])
+def test_pushes_in_few_bits_that_are_refused_one_after_another_are_kept_up_to_two_fragments(
+    may_count: list[int] | None, kept: int
+) -> None:
+    """No version comes meanwhile in which they could be looked for. The oldest are given up first."""
+    training, told = trainer(wire_dtype="int4"), None
+    if may_count is not None:
+        told = Bitmap(2)
+        for chunk in may_count:
+            told.add(chunk)
+    for _ in range(6):
+        training.steps(H)
+        training.is_refused(training.pushes[-1], "non_finite", counted=told)
+    last = [push.push_id for push in training.pushes][6 - kept :]
+    assert dropped(training) == last
+    for counter in (1, 2):  # the first may have been there before the round that they were in
+        assert dropped(training) == last
+        training.steps(H).receives(counter, counted=training.pushes[-1])
+    assert dropped(training) == []
+    settled = [land.landing.settled for land in training.all(effects.Land)]
+    assert settled[-1].keys() == {*last, training.pushes[-1].push_id}
+    given_up = [push for each in settled[:6] for push in each]
+    assert given_up == [p.push_id for p in training.pushes[: 6 - kept]] * bool(kept)
+
+
+def dropped(training: Trainer) -> list[int]:
+    """The pushes that a checkpoint says are still looked for."""
+    (base,) = training.state.training_bases(training.totals)
+    return [each.push_id for each in base.dropped]
+
+
+def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() -> None:
+    training = trainer(num_fragments=2)
+    training.bad = effects.NonFinite("layer.weight")
+    training.steps(2)
+    assert not training.waits()
+    assert training.pushes == []
+    assert training.outcomes == ["restored", "restored"]
+    assert "not finite in layer.weight" in training.said
+    assert training.steps(2).pushes[0].steps == 2, "what was given up is in no push"
+
+
+def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
+    training = trainer(fragment_sync_delay=3).steps(H)
+    training.receives(7, superseding="an earlier life has sent them").steps(1)
+    assert training.outcomes == ["superseded"]
+    assert "5 steps of fragment 0" in training.said
+    assert training.all(effects.PushEnded)[0].why == "superseded"
+
+
+# What is broken off.
+
+
+def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that_failed() -> None:
+    """Nothing that has come asks for it, so it must not be forgotten."""
+    training = trainer()
+    training.bad = effects.NonFinite("layer.weight")
+    training.fails = effects.Failed(MemoryError("full"), is_torn=False)
+    training.steps(H)
+    assert training.state.is_torn
+    training.steps(1)
+    assert training.outcomes == ["restored", "restored"], "tried again"
+    assert not training.state.is_torn
+
+
+@pytest.mark.parametrize("where", [effects.Offer, effects.StandStill, effects.Wait])
+def test_what_ctrl_c_broke_off_is_done_once_behind_the_next_step(
+    where: type[effects.Effect],
+) -> None:
+    training = trainer()
+    training.interrupts = where
+    training.steps(H).steps(1)
+    (push,) = training.pushes
+    assert push.steps == H
+    assert training.waits()
+    training.interrupts = effects.Land
+    training.receives(1, counted=push)
+    assert training.outcomes == []
+    training.steps(1)
+    assert training.outcomes == ["counted"]
+
+
+# What the script asks for.
+
+
+def test_forced_synchronisation_takes_every_fragment_and_begins_a_new_cycle() -> None:
+    training = trainer(num_fragments=2).steps(1)
+    training.does(boundary.force)
+    for counter, fragment in enumerate((0, 1), start=1):
+        assert training.waits()
+        training.receives(counter, fragment=fragment, counted=training.pushes[-1])
+    assert training.result is True
+    assert [push.fragment for push in training.pushes] == [0, 1]
+    assert not training.steps(1).waits()
+    assert training.steps(1).waits(), "the cycle begins anew: H / P steps to its first slot"
+    refused = trainer().steps(1).does(boundary.force)
+    assert refused.is_refused(refused.pushes[0], "bad_push").result is False
+
+
+def test_newest_parameters_are_loaded_when_all_of_them_are_here() -> None:
+    training = trainer(num_fragments=2).steps(1)
+    training.does(boundary.load)
+    assert [each.fragment for each in training.all(RequestVersion)] == [0, 1]
+    assert training.receives(1, fragment=0).waits()
+    training.receives(2, fragment=1)
+    assert training.result is True
+    assert training.outcomes == ["loaded", "loaded"]
+    assert training.steps(2).pushes[0].steps == 2, "the steps before it are gone"
+    alone = trainer().changes(over="The run is over.").does(boundary.load)
+    assert (alone.result, alone.outcomes) == (False, [])
+    assert "could not be loaded: the broker asked this worker to leave" in alone.said
+
+
+# Leaving.
+
+
+def leaving(*, hasty: bool = False, **changes: Any) -> Trainer:
+    training = trainer(fragment_sync_delay=3, **changes).steps(H)
+    training.forget()
+    return training.does(lambda state: boundary.leave(state, hasty=hasty))
+
+
+def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() -> None:
+    training = leaving()
+    push = training.state.fragments[0].flight
+    assert training.waits()
+    assert push is not None
+    training.receives(1, counted=push.push)
+    assert not training.waits()
+    assert training.outcomes == []
+    assert training.metrics.rounds == 1
+    (base,) = training.state.training_bases(Work())
+    assert (base.version, base.flight) == (version(0), push), "a checkpoint goes on from here"
+
+
+@pytest.mark.parametrize(
+    ("is_restarting", "away"), [(False, ""), (True, "; the broker restarts and was not back")]
+)
+def test_who_leaves_waits_no_longer_than_the_timeout(is_restarting: bool, away: str) -> None:
+    training = leaving().changes(is_restarting=is_restarting)
+    assert training.passes(599.0).waits()
+    training.passes(2.0)
+    assert f"Leaving with 4 steps in flight: it took longer than 600 s{away}." in training.said
+
+
+@pytest.mark.parametrize("where", ["uploaded", "put_off"])
+def test_process_about_to_end_waits_only_for_its_chunks(where: str) -> None:
+    training = leaving(hasty=True)
+    flight = training.state.fragments[0].flight
+    assert flight is not None
+    assert training.all(effects.Wait)[-1].seconds <= HASTY_S
+    training.changes(**{where: frozenset({flight.push_id})})
+    assert not training.waits()
+
+
+# Going on from a checkpoint.
+
+
+def resumed(known: Ledger, flight: Flight | None, *, arrives: dict[str, Any]) -> Trainer:
+    """Step 6 of a cycle that began at 4, on version 5; the broker has this version."""
+    training = Trainer(config(), step=6)
+    training.begins(TrainingBase(version(5), known, Work(2), flight), cycle_start=4)
+    training.is_welcome(5)
+    training.receives(**arrives)
+    sight = training._arrivals.pop(0)
+    place = SchedulePlace(H, 0, 0)
+    return training.does(lambda state: resume(state, place, 4, [sight]))
+
+
+def in_flight() -> Flight:
+    training = trainer(fragment_sync_delay=3).steps(H)
+    flight = training.state.fragments[0].flight
+    assert flight is not None
+    return Flight(flight.push, 4, 4, 8)
+
+
+def test_resumed_worker_keeps_its_place_and_offers_what_was_in_flight() -> None:
+    flight = in_flight()
+    ledger = Ledger({"me": (Counted(77),)})
+    training = resumed(ledger, flight, arrives={"counter": 5})
+    assert training.kinds == ["VerifyPushes", "Offer", "Say"]
+    assert training.all(VerifyPushes)[0].known == {77, flight.push_id}
+    assert not training.all(effects.Offer)[0].is_new
+    assert "step 6, 2 steps into the cycle" in training.said
+    training.steps(2)
+    assert training.waits(), "its boundary is where it was"
+
+
+def test_resumed_worker_takes_in_what_an_earlier_life_has_sent() -> None:
+    arrives = {"counter": 6, "counted": in_flight().push}
+    training = resumed(Ledger(), None, arrives=arrives)
+    assert training.outcomes == ["superseded"]
+    assert not training.all(VerifyPushes)
+    assert "2 steps of fragment 0" in training.said

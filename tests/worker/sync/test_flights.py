@@ -1,0 +1,267 @@
+"""Deltas in flight: when each is waited for, which H is in use, and what is said of them.
+
+With H = 12 and P = 3 fragment 0 has its slot after step 4; with H = 6, after step 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_protocol import Ledger, RunConfig
+from diloco_protocol.messages import Push, Released
+from diloco_worker.session.compatibility import gives_way
+from diloco_worker.session.news import Arrival
+from diloco_worker.sync import boundary, effects
+from diloco_worker.sync.metrics import SyncLines
+from diloco_worker.sync.patience import Options
+from kit.boundary_harness import Trainer, version
+
+H = 4
+
+
+def trainer(options: Options | None = None, **changes: Any) -> Trainer:
+    config = RunConfig(**{"mode": "sync", "sync_every": H, **changes})
+    return Trainer(config, options or Options()).begins()
+
+
+def streaming(**changes: Any) -> Trainer:
+    return trainer(None, **{"sync_every": 6, "num_fragments": 3, **changes})
+
+
+AUTO: dict[str, Any] = {"sync_every": 12, "num_fragments": 3, "fragment_delay_auto": True}
+
+# When a reply is merged, and when it is waited for.
+
+
+@pytest.mark.parametrize("on_the_way", [1, 2, 3])
+def test_training_goes_on_until_the_reply_is_here(on_the_way: int) -> None:
+    training = trainer(None, **AUTO).steps(4)
+    (push,) = training.pushes
+    assert (push.fragment, push.steps) == (0, 4)
+    training.steps(on_the_way - 1)
+    training.receives(1, counted=push)
+    assert training.outcomes == [], "between two steps the model is the script's"
+    training.steps(1)
+    assert training.outcomes == ["counted"]
+    metrics = training.metrics
+    assert (metrics.rounds, metrics.merge_delay, metrics.late_merges) == (1, on_the_way, 0)
+    assert metrics.seconds_waited == 0
+    assert "Synchronised: version 1 (round 0, fragment 0) has 4 steps" in training.said
+    assert f"merged {on_the_way} step" in training.said
+
+
+@pytest.mark.parametrize(
+    ("changes", "own_h", "slot", "waits_after"),
+    [
+        (AUTO, None, 4, 4),  # H/P
+        (AUTO | {"fragment_max_delay": 2}, None, 4, 2),
+        (AUTO | {"num_fragments": 1}, None, 12, 6),  # half of H
+        (AUTO | {"num_fragments": 1, "mode": "async"}, None, 12, 6),
+        (AUTO | {"mode": "async"}, 6, 2, 2),
+        ({"fragment_sync_delay": 1}, None, H, 1),
+        ({"fragment_sync_delay": 1, "fragment_max_delay": 3}, None, H, 3),
+    ],
+    ids=str,
+)
+def test_training_waits_for_a_reply_that_takes_longer_than_the_longest_delay(
+    changes: dict[str, Any], own_h: int | None, slot: int, waits_after: int
+) -> None:
+    training = trainer(Options(sync_every=own_h), **changes).steps(slot + waits_after - 1)
+    (push,) = training.pushes
+    assert not training.waits()
+    training.steps(1)
+    assert training.waits()
+    training.passes(2.5).receives(1, counted=push)
+    assert training.outcomes == ["counted"]
+    assert (training.metrics.merge_delay, training.metrics.seconds_waited) == (waits_after, 2.5)
+
+
+def test_slot_of_a_fragment_that_is_still_in_flight_waits_for_it() -> None:
+    training = trainer(sync_every=2, fragment_max_delay=100).steps(3)
+    assert not training.waits()
+    training.steps(1)
+    assert training.waits()
+    (push,) = training.pushes
+    training.receives(1, counted=push)
+    again = training.pushes[-1]
+    assert (again.base, again.steps) == (version(1), 2)
+
+
+# Whose turn it is.
+
+
+@pytest.mark.parametrize(("first_round", "next_fragment"), [(3, 1), (4, 1), (5, 2), (2, 2)])
+def test_welcome_moves_the_cursor_past_what_is_in_flight(
+    first_round: int, next_fragment: int
+) -> None:
+    training = streaming(fragment_max_delay=100).steps(2)
+    training.is_welcome(first_round).steps(2)
+    assert [push.fragment for push in training.pushes] == [0, next_fragment]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_flight_that_is_put_off_is_not_waited_for_until_its_round_has_come(delay: int) -> None:
+    """In its late round it has the delay of one that was frozen there."""
+    training = streaming(fragment_sync_delay=delay).steps(2)
+    (push,) = training.pushes
+    training.is_put_off(push, 3)  # rounds 1 and 2 still want pushes of this worker
+    for fragment in (1, 2):
+        training.steps(2)
+        other = training.pushes[-1]
+        assert other.fragment == fragment
+        training.is_granted(other, fragment)
+        training.receives(fragment + 1, fragment=fragment, counted=other)
+    training.steps(2 + delay - 1)
+    assert not training.waits()
+    training.steps(1)
+    assert training.waits()
+    training.is_granted(push, 3).receives(2, counted=push).steps(2 - delay)
+    following = training.pushes[-1]
+    assert (following.fragment, following.steps) == (1, 6)
+    assert training.said.count("carried into round 3") == 1
+
+
+def test_notice_that_a_push_is_carried_ends_the_waiting() -> None:
+    training = streaming().steps(2)
+    assert training.waits()
+    training.is_carried(0, 3)
+    assert not training.waits()
+    assert not training.all(effects.Trouble), "a matter of course"
+
+
+def test_version_made_meanwhile_moves_the_turn_past_its_round() -> None:
+    training = streaming(fragment_sync_delay=2).steps(2)
+    training.is_refused(training.pushes[0], "late").steps(1)
+    training.receives(4).steps(1)
+    assert training.pushes[-1].fragment == 1, "made in round 3: round 4 comes next"
+
+
+def test_leaving_does_not_wait_for_a_round_that_waits_for_this_worker() -> None:
+    training = streaming(fragment_sync_delay=2).steps(2)
+    (push,) = training.pushes
+    training.is_put_off(push, 3).changes(put_off=frozenset({push.push_id}))
+    assert not training.does(boundary.leave).waits()
+
+
+@pytest.mark.parametrize("told", ["granted", "carried"])
+def test_leaving_waits_until_a_carried_push_is_in(told: str) -> None:
+    training = streaming(fragment_sync_delay=2).steps(2)
+    (push,) = training.pushes
+    if told == "granted":
+        training.is_granted(push, 3)
+    else:
+        training.is_granted(push, 0).is_carried(0, 3)
+    assert training.does(boundary.leave).waits()
+    training.changes(uploaded=frozenset({push.push_id}))
+    assert not training.waits()
+
+
+# The H in use.
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "worked_out", "used"),
+    [
+        ({"dylu": True}, {}, 2, 2),
+        ({}, {}, 2, H),
+        ({"dylu": True}, {"dylu": False}, 2, H),
+        ({"dylu": True}, {"sync_every": H}, 2, H),
+        ({}, {"sync_every": 3}, None, 3),
+        ({"mode": "async"}, {"sync_every": 3}, None, 3),
+        ({"sync_every": 2}, {"sync_every": 3}, None, 2),
+        ({"sync_every": 2, "mode": "async"}, {"sync_every": 3}, None, 3),
+    ],
+    ids=str,
+)
+def test_h_is_the_workers_own_or_what_the_broker_has_worked_out_or_the_runs(
+    config: dict[str, Any], own: dict[str, Any], worked_out: int | None, used: int
+) -> None:
+    training = trainer(Options(**own), **config).changes(sync_every=worked_out)
+    cycles = []
+    for counter in (1, 2):
+        began = training.step
+        while not training.waits():
+            training.steps(1)
+        cycles.append(training.step - began)
+        training.receives(counter, counted=training.pushes[-1])
+    at_first = min(own.get("sync_every", H), H) if worked_out else used
+    assert cycles == [at_first, used], "a cycle goes on as it began"
+
+
+def test_own_h_gives_way_to_a_smaller_one_of_the_run() -> None:
+    said = gives_way(RunConfig("sync", 2), 3)
+    assert said is not None and "sync_every=3" in said
+    assert gives_way(RunConfig("async", 2), 3) is None
+    assert gives_way(RunConfig("sync", 3), 3) is None
+
+
+def test_own_wire_dtype_is_that_of_the_pushes() -> None:
+    (push,) = trainer(Options(wire_dtype="bf16"), wire_dtype="fp32").steps(H).pushes
+    assert push.wire_dtype == "bf16"
+
+
+# What is said.
+
+
+def test_staleness_is_what_the_broker_says_or_is_worked_out() -> None:
+    training = trainer(mode="async").steps(H)
+    training.receives(9, counted=training.pushes[-1], staleness=2)
+    assert training.metrics.staleness == 2
+    assert "Synchronised: version 9 has 4 steps" in training.said
+    assert "staleness 2" in training.said
+    training.steps(H).receives(13, counted=training.pushes[-1])
+    assert training.metrics.staleness == 3
+
+
+def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> None:
+    training = trainer(fragment_sync_delay=3).steps(H).changes(is_restarting=True)
+    training.does(lambda state: boundary.leave(state, hasty=True))
+    assert training.waits()
+    assert not training.passes(5.0).waits()
+    assert training.said.endswith("longer than 4 s; the broker restarts and was not back.")
+    assert "where it counts" not in training.said
+
+
+# The line for pushes that have counted, and the warning where nothing is learnt.
+
+
+def a_push(push_id: int, steps: int) -> Push:
+    return Push(b"", push_id, 0, 1, "fp32", version(0), steps=steps, norm=0.5)
+
+
+def an_arrival(counter: int) -> Arrival:
+    return Arrival(Released(0, version(counter), Ledger(), round=counter - 1), frozenset(), None)
+
+
+def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
+    now = 0.0
+    told = SyncLines(lambda: now, 100.0)
+    said = []
+    for counter in range(1, 31):
+        told.counted(a_push(counter, 5), an_arrival(counter), 2, 2)
+        said.append(told.line(100.0 + counter))
+        now += 0.125
+    lines = [line for line in said if line is not None]
+    assert len(lines) == 4
+    assert "waited 1.0 s." in lines[0], "what a previous life has waited is no part of it"
+    assert "version 9 (round 8)" in lines[1]
+    assert lines[1].endswith("waited 8.0 s; and 7 more since the last line.")
+    assert "version 30" in str(told.line(130.0, at_once=True))
+    assert told.line(140.0, at_once=True) is None, "nothing is said twice"
+
+
+def test_fragment_that_does_not_move_is_named_until_it_does() -> None:
+    training = Trainer(RunConfig(mode="sync", sync_every=4, num_fragments=2, chunk_elements=10))
+    training.begins()
+    # Of fragments 0 and 1 in turn, the norm of the push, and the warnings up to then.
+    norms = [1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 1, None]
+    warned = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2]
+    for counter, (norm, warnings) in enumerate(zip(norms, warned, strict=True), start=1):
+        training.norm = norm
+        training.steps(2)
+        sent = training.pushes[-1]
+        training.receives(counter, fragment=sent.fragment, counted=sent)
+        assert training.said.count("was all zeros twice in a row") == warnings
+    assert "of fragment 1 was all zeros" in training.said

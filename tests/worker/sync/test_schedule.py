@@ -1,0 +1,275 @@
+"""The cycle of slots, the cursor in the sequence of rounds, and who may be waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_protocol import UsageError
+from diloco_protocol.fragments import slots
+from diloco_protocol.messages import Standing
+from diloco_worker.sync.schedule import RoundSchedule, SchedulePlace, TurnState
+
+NEW, RESUME, WAIT, COUNTED = Standing.NEW, Standing.RESUME, Standing.WAIT, Standing.COUNTED
+
+
+def due_steps(turns: RoundSchedule, steps: int, start: int = 0) -> list[int]:
+    """The steps after which a slot is due, each used at once."""
+    found = []
+    for step in range(start + 1, start + steps + 1):
+        if turns.is_due(step):
+            turns.use_slot(step)
+            turns.check_invariants()
+            found.append(step)
+    return found
+
+
+# The cycle.
+
+
+@given(st.integers(1, 9), st.data())
+def test_slots_of_every_cycle_are_those_of_the_plan(fragments: int, data: st.DataObject) -> None:
+    every = data.draw(st.integers(fragments, 60))
+    expected = [c * every + slot for c in range(3) for slot in slots(every, fragments)]
+    assert due_steps(RoundSchedule(every, fragments), 3 * every) == expected
+
+
+@given(st.integers(1, 9), st.data())
+def test_worker_that_goes_on_from_a_checkpoint_keeps_its_place_in_the_cycle(
+    fragments: int, data: st.DataObject
+) -> None:
+    every = data.draw(st.integers(fragments, 40))
+    stop = data.draw(st.integers(0, 3 * every))
+    before = RoundSchedule(every, fragments)
+    due_steps(before, stop)
+    after = RoundSchedule(every, fragments, step=stop, cycle_start=before.cycle_start)
+    assert after.cycle_start == before.cycle_start
+    assert due_steps(after, every, stop) == due_steps(before, every, stop)
+
+
+def test_checkpoint_without_the_start_of_its_cycle_shifts_the_schedule() -> None:
+    assert due_steps(RoundSchedule(4, 1, step=6), 8, 6) == [8, 12]
+    assert due_steps(RoundSchedule(6, 3, step=9), 6, 9) == [10, 12, 14]
+    assert due_steps(RoundSchedule(4, 1, step=6, cycle_start=1), 8, 6) == [9, 13]
+
+
+def test_slot_that_could_not_be_used_stays_due_and_shifts_the_rest() -> None:
+    turns = RoundSchedule(6, 3)
+    assert [step for step in range(1, 6) if turns.is_due(step)] == [2, 3, 4, 5]
+    turns.use_slot(5)
+    assert due_steps(turns, 8, 5) == [7, 9, 11, 13]
+    turns.restart(14)
+    assert (turns.cycle_start, turns.position(15)) == (14, 1)
+    assert due_steps(turns, 6, 14) == [16, 18, 20], "a restarted cycle counts from here"
+
+
+def test_another_h_is_used_from_the_next_cycle_on_or_at_once_before_its_first_step() -> None:
+    turns = RoundSchedule(6, 2)
+    turns.use_slot(3)
+    turns.pace(4, 3)
+    assert turns.sync_every == 6
+    assert due_steps(turns, 11, 3) == [6, 8, 10, 12, 14]
+    assert turns.sync_every == 4
+    turns.pace(6, 14)
+    assert due_steps(turns, 6, 14) == [17, 20]
+    turns.pace(1, 20)
+    assert turns.sync_every == 2, "never below the number of fragments"
+
+
+def test_more_fragments_than_steps_are_refused() -> None:
+    with pytest.raises(UsageError, match="sync_every 2"):
+        RoundSchedule(2, 3)
+
+
+# The cursor.
+
+
+def after(story: str, fragments: int = 3, *, common: bool = True) -> RoundSchedule:
+    """What has happened, in calls with their arguments: "push, granted 0 wait 3, dropped 0 late"."""
+    turns = RoundSchedule(2 * fragments, fragments, common=common)
+    for step in story.split(", "):
+        call, *words = step.split()
+        values = [word for word in words if word not in ("late", "over")]
+        arguments: list[Any] = [
+            None if word == "-" else int(word) if word.isdigit() else Standing(word)
+            for word in values
+        ]
+        named = {"too_late": True} if "late" in words else {}
+        if "over" in words:
+            *arguments, over = arguments
+            arguments.append({over})
+        getattr(turns, call)(*arguments, **named)
+        turns.check_invariants()
+    return turns
+
+
+def test_pushes_follow_the_sequence_of_rounds_from_the_first_one_expected() -> None:
+    turns = after("welcomed 4, push, push, push")
+    assert (turns.cursor, turns.rounds) == (7, {1: 4, 2: 5, 0: 6})
+    assert all(turns.may_wait(fragment) for fragment in range(3))
+
+
+def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
+    assert after("push", fragments=1).turn() is TurnState.BUSY
+    with pytest.raises(AssertionError, match="no second delta"):
+        after("push, push", fragments=1)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "story", "cursor"),
+    [
+        # A late worker catches up as far as rounds are known to be over.
+        (3, "push, granted 0 new 9", 7),
+        (3, "push, granted 0 new 9, made 9, landed 0", 10),
+        (1, "push, carried 0 5, made 5, landed 0", 6),
+        (3, "push, carried 0 3", 1),
+        (3, "push, carried 0 3, push, push, granted 1 new 1, skip, landed 0, landed 1", 4),
+        (3, "push, push, push, granted 0 wait 6, skip", 4),  # over without this worker
+        # Landed before its round was named: an earlier one may have taken it, and this one want a push.
+        (3, "welcomed 5, push, push, landed 2", 5),
+        # No round is given back that a version has shown to be over.
+        (3, "push, push, made 0, landed 0", 2),
+        (3, "push, push, made 0, landed 0, dropped 1", 1),
+        (3, "push, push, made 0, landed 0, dropped 1, push, made 4, dropped 1", 5),
+        # A flight that ends uncounted gives its round back, if it was not too late for it.
+        (3, "push, push, dropped 0", 0),
+        (3, "push, push, granted 0 new 0, dropped 0", 0),
+        (3, "push, push, granted 0 new 0, dropped 0 late", 2),
+        # On a version from before round 1: too late for that one, in time for round 4.
+        (3, "welcomed 4, push, dropped 1 late", 4),
+        (3, "welcomed 4, push, dropped 1 late, made 4", 5),
+        # A version tells that the rounds up to its own are over.
+        (3, "push, made 0", 1),
+        (3, "push, made 0, made 7", 8),
+        (3, "push, made 0, made 7, made 3", 8),
+        # A welcome takes what is in flight for the rounds that are expected, until it is known better.
+        (4, "push, welcomed 4", 5),
+        (4, "push, welcomed 4, granted 0 counted -", 4),
+        (4, "push, welcomed 4, granted 0 resume 0", 4),
+        (4, "push, welcomed 4 over 0", 4),
+        (4, "push, welcomed 4 over 0, landed 0", 4),
+    ],
+)
+def test_cursor_passes_no_round_that_may_still_need_this_worker(
+    fragments: int, story: str, cursor: int
+) -> None:
+    assert after(story, fragments).cursor == cursor
+
+
+@pytest.mark.parametrize(
+    ("fragments", "story", "turn"),
+    [
+        (3, "push, carried 0 3, push, push, granted 1 new 1", TurnState.TAKEN),
+        (
+            3,
+            "push, carried 0 3, push, push, granted 1 new 1, skip, landed 0, landed 1",
+            TurnState.FREE,
+        ),
+        (3, "push, push, push, granted 0 wait 6", TurnState.PAST),
+        (3, "push, push, dropped 0, push", TurnState.TAKEN),
+        (3, "push, push, granted 0 new 0, dropped 0, push", TurnState.TAKEN),
+        (3, "welcomed 5, push, push, landed 2", TurnState.FREE),
+        (4, "push, push, push, welcomed 4", TurnState.FREE),
+        (4, "push, welcomed 4, granted 0 counted -", TurnState.BUSY),
+        (4, "push, welcomed 4, granted 0 counted -, landed 0", TurnState.FREE),
+        # What has ended is in no round after the welcome, whichever it was named for.
+        (4, "push, granted 0 wait 8, welcomed 4 over 0", TurnState.BUSY),
+        (4, "push, welcomed 4 over 0, landed 0", TurnState.FREE),
+    ],
+)
+def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
+    fragments: int, story: str, turn: TurnState
+) -> None:
+    assert after(story, fragments).turn() is turn
+
+
+@pytest.mark.parametrize(
+    ("fragments", "story", "waits_for"),
+    [
+        (3, "push, push, granted 0 wait 3", {1}),  # rounds 0 and 1, and then one beyond the cursor
+        (3, "push, push, granted 0 wait 3, push", {0, 1, 2}),  # a push in each round before it
+        (3, "push, push, dropped 0", set()),  # round 1 waits for our round 0
+        (3, "push, push, granted 0 new 0, dropped 0", set()),
+        (3, "push, granted 0 new 9", set()),
+        (1, "push, carried 0 5", {0}),
+        (4, "push, push, push, landed 0, welcomed 6, granted 1 wait 9", {2}),
+        (4, "push, welcomed 4, granted 0 resume 0", {0}),
+        # It is counted in round 0, and the news is lost with the connection.
+        (2, "welcomed 0, push, welcomed 1", {0}),
+        (2, "welcomed 0, push, welcomed 1, granted 0 counted -", {0}),
+        (2, "welcomed 0, push, welcomed 1, granted 0 wait 2", set()),
+        (2, "welcomed 0, push, welcomed 1, carried 0 2", set()),
+    ],
+)
+def test_flight_is_waited_for_where_no_round_before_it_lacks_a_push_of_this_worker(
+    fragments: int, story: str, waits_for: set[int]
+) -> None:
+    turns = after(story, fragments)
+    assert {each for each in turns.rounds if turns.may_wait(each)} == waits_for
+
+
+@pytest.mark.parametrize(
+    ("story", "cursor", "rounds"),
+    [
+        ("push, push, push, welcomed 4", 7, {0: 4, 1: 5, 2: 6}),
+        # One that is not next gets the next round of its fragment.
+        ("push, push, push, landed 0, welcomed 6", 7, {2: 6, 1: 9}),
+    ],
+)
+def test_welcome_finds_flights_in_the_rounds_that_are_expected(
+    story: str, cursor: int, rounds: dict[int, int]
+) -> None:
+    turns = after(story, fragments=4)
+    assert (turns.cursor, turns.rounds) == (cursor, rounds)
+
+
+def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> None:
+    turns = after("welcomed 0, push, push, granted 0 wait -, welcomed 0, made 7", common=False)
+    assert (turns.cursor, turns.rounds) == (2, {0: None, 1: None})
+    turns.dropped(0)
+    assert (turns.cursor, turns.may_wait(1)) == (2, True)
+    resumed = after("welcomed 6", fragments=2, common=False)
+    resumed.resume(SchedulePlace(4, 0, 1), 0, 0, [])
+    assert resumed.push() == 1, "whatever others have pushed"
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=60))
+def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyond_the_cursor(
+    fragments: int, script: list[tuple[int, int]]
+) -> None:
+    turns = RoundSchedule(fragments, fragments)
+    unanswered: set[int] = set()
+    for action, number in script:
+        fragment = number % fragments
+        flying = fragment in turns.rounds
+        match action:
+            case 0 if turns.turn() is TurnState.FREE:
+                before = dict(turns.rounds)
+                fragment = turns.push()
+                assert fragment not in before
+            case 0 if turns.turn() is not TurnState.BUSY:
+                turns.skip()
+            case 1:
+                turns.welcomed(number)
+                assert turns.cursor >= number
+            case 2 if flying:
+                turns.granted(fragment, (NEW, RESUME, WAIT, COUNTED)[number // 11], number)
+            case 3:
+                turns.carried(fragment, number)
+            case 4 if flying:
+                turns.landed(fragment)
+            case 5 if flying:
+                turns.dropped(fragment, too_late=number % 2 == 0)
+            case _:
+                pass
+        if action == 1:
+            unanswered = set(turns.rounds)
+        elif action > 1 and (flying or action == 3):
+            unanswered.discard(fragment)
+        turns.check_invariants()
+        for each, round_ in turns.rounds.items():
+            may_wait = round_ is None or round_ <= turns.cursor or each in unanswered
+            assert turns.may_wait(each) is may_wait

@@ -1,0 +1,248 @@
+"""How a worker of several processes begins: they meet, agree on the model, and join as one.
+
+Every process does the same steps in the same order; what only the leader knows, it tells. One that fails
+fails for all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from diloco_protocol import RunConfig, UsageError
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.version import digest_of, tag_of
+from diloco_worker.group import orders
+from diloco_worker.group.following import Follower, LaneLink
+from diloco_worker.group.leading import LeadingDriver
+from diloco_worker.group.waiting import said_when_long
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.placement import CPU
+from diloco_worker.model.spread.ranks import GroupBroken, Ranks
+from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from diloco_worker.session.compatibility import Terms, cut
+from diloco_worker.training import start
+from diloco_worker.training.resumption import Resumption
+from diloco_worker.training.settings import Settings
+from diloco_worker.training.stay import Stay
+from diloco_worker.transport.lanes import words
+from diloco_worker.transport.lanes.hub import Hub
+from diloco_worker.transport.lanes.lane import LaneThread
+from diloco_worker.transport.lanes.lane_buffers import LaneBuffers, numbers_of
+from diloco_worker.transport.lanes.words import Meeting
+
+NO_WAY = (
+    "The processes of this worker are on several machines, and MASTER_ADDR is {reach!r}, by which the "
+    "others cannot find the first of them; set it to an address of that machine that all can reach."
+)
+
+
+def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> str | None:
+    """See that all processes ask for the same. Returns the id that the leader has chosen.
+
+    Raises:
+        UsageError: they do not; at all of them.
+    """
+    names = ("server", "dylu", "keep_global_on")
+    asked = {**{name: getattr(settings, name) for name in names}, **settings.wants}
+    if callable(asked["server"]):
+        asked["server"] = "a function"  # only the leader calls it
+    told = ranks.gather([asked, chosen_id])
+    for rank, (theirs, _) in enumerate(told):
+        for name in sorted({*theirs, *told[0][0]}):
+            ours, other = told[0][0].get(name), theirs.get(name)
+            if ours != other:
+                raise UsageError(
+                    f"{name} is {ours!r} in process 0 of this worker and {other!r} in process {rank}; "
+                    "give all processes of a worker the same arguments and variables."
+                )
+    if settings.keep_global_on not in (None, CPU):
+        raise UsageError(
+            f"keep_global_on is {settings.keep_global_on!r}, which a worker of several processes does "
+            "not do yet: each keeps its share of the global parameters on the host; leave it out."
+        )
+    found: str | None = told[0][1]
+    return found
+
+
+def same_resumption(ranks: Ranks, resumption: Resumption | None, step: int) -> None:
+    """See that all processes go on from a checkpoint of one moment, or none from any.
+
+    Raises:
+        UsageError: they do not; at all of them.
+    """
+    told = ranks.gather([step, None if resumption is None else resumption.moment])
+    missing = [rank for rank, (_, moment) in enumerate(told) if moment is None]
+    if missing and len(missing) < len(told):
+        raise UsageError(
+            f"Process {', '.join(map(str, missing))} of this worker has no state to go on from, and "
+            "others have; call load_state_dict() in all of them, or in none."
+        )
+    for rank, (at, moment) in enumerate(told):
+        if (at, moment) != told[0]:
+            raise UsageError(
+                f"Process 0 of this worker goes on at step {told[0][0]}, and process {rank} at step "
+                f"{at}, or from another state; load in each what was saved at the same moment."
+            )
+
+
+def begin_together(stay: Stay, ranks: Ranks) -> LeadingDriver | Follower:
+    """Join as one worker; raises as `DiLoCoWorker.start` does, at all processes."""
+    tensors = stay.tensors
+    assert isinstance(tensors, SpreadTensors)
+    ranks.waits_for = said_when_long
+    return _lead(stay, ranks, tensors) if ranks.leads else _follow(stay, ranks, tensors)
+
+
+class Initial:
+    """The model's own values before the run's, which a broker without parameters may ask for.
+
+    What another thread asks for before it is there, it waits for.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, FlatState] = {}
+        self._tag: int | None = None
+        self._is_here = threading.Event()
+
+    def put(self, states: dict[int, FlatState], tag: int | None) -> None:
+        self._states, self._tag = states, tag
+        self._is_here.set()
+
+    def capture(self, layout: FragmentLayout) -> FlatState:
+        """This process's share of a fragment."""
+        self._is_here.wait()
+        return self._states[layout.fragment]
+
+    def tag(self, layout: FragmentLayout) -> int:
+        """The tag that the frozen parameters of the worker have."""
+        self._is_here.wait()
+        assert self._tag is not None, "there are no frozen parameters"
+        return self._tag
+
+    def let_go(self, fragments: Sequence[int]) -> None:
+        """Training stands on versions of these now."""
+        for fragment in fragments:
+            self._states.pop(fragment, None)
+
+
+def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
+    reach = os.environ.get("MASTER_ADDR")
+    hub = Hub(ranks.count, reach)
+    try:
+        machines = set(ranks.gather(words.machine()))
+        if len(machines) > 1 and len(hub.meeting.addresses) == 1:
+            ranks.broadcast(None)
+            raise UsageError(NO_WAY.format(reach=reach))
+        ranks.broadcast(hub.meeting.plain())
+        initial = Initial()
+        session = stay.session(processes=ranks.count)
+    except BaseException:
+        hub.close()
+        raise
+
+    def tick() -> None:
+        ranks.broadcast([orders.WAIT])
+        if link.lost_process is not None:
+            raise GroupBroken(f"{link.lost_process}; this worker has not begun.")
+
+    try:
+        link = stay.link(session, capture=initial.capture, tag_of=initial.tag, hub=hub)
+        start.await_model(link, stay.patience(), only_terms=True, tick=tick)
+        terms = link.terms
+        assert terms is not None
+        told = [asdict(terms.config), list(terms.plan), link.shard, link.has_forgotten]
+        ranks.broadcast([orders.TERMS, *told])
+    except GroupBroken:
+        raise
+    except Exception as error:
+        ranks.broadcast([orders.FAIL, str(error)])
+        raise
+    if link.has_forgotten:
+        stay.resumption = None
+    tensors.set_layout(terms.layout)
+    ranks.gather(None)  # all of them have room for what comes
+    numbers = tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners)
+    link.share_out(tensors.owners, tensors.shares, numbers)
+    initial.put(*_own_values(stay, ranks, tensors, terms))
+    try:
+        start.await_model(link, stay.patience(), tick=tick)
+        driver = LeadingDriver(**stay.of_driver(link), ranks=ranks)
+    except GroupBroken:
+        raise
+    except Exception as error:
+        ranks.broadcast([orders.FAIL, str(error)])
+        raise
+    initial.let_go([part.fragment for part in terms.layout.fragments])
+    return driver
+
+
+def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Follower:
+    ranks.gather(words.machine())
+    told = ranks.broadcast()
+    if told is None:
+        raise UsageError(NO_WAY.format(reach=os.environ.get("MASTER_ADDR")))
+    meeting = Meeting.from_plain(told)
+    lane = LaneThread(meeting, ranks.rank, stay.keys)
+    link = LaneLink(lane)
+    stay.opened(link)
+    lane.start()
+    stay.take_signals()
+    terms = _heard_terms(stay, ranks, tensors, link)
+    tensors.set_layout(terms.layout)
+    lane.buffers = LaneBuffers(
+        tensors.shares,
+        tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners),
+        stay.placement.is_pinned,
+    )
+    ranks.gather(None)
+    lane.buffers.initial, _ = _own_values(stay, ranks, tensors, terms)
+    lane.has_own_values()
+    return Follower(
+        ranks=ranks,
+        tensors=tensors,
+        link=link,
+        settings=stay.settings,
+        reports=stay.reports,
+        metrics=stay.metrics,
+        termination=stay.termination,
+        clock=stay.clock,
+        step=stay.step,
+        resumption=stay.resumption,
+    )
+
+
+def _heard_terms(stay: Stay, ranks: Ranks, tensors: SpreadTensors, link: LaneLink) -> Terms:
+    while True:
+        name, *told = ranks.broadcast()
+        if name == orders.FAIL:
+            raise UsageError(told[0])
+        if name == orders.TERMS:
+            config, plan, shard, has_forgotten = told
+            if has_forgotten:
+                stay.resumption = None
+            made = RunConfig(**config)
+            layout = cut(tensors.manifest, made, plan)
+            link.terms, link.shard = Terms(made, plan, layout), shard
+            return link.terms
+
+
+def _own_values(
+    stay: Stay, ranks: Ranks, tensors: SpreadTensors, terms: Terms
+) -> tuple[dict[int, FlatState], int | None]:
+    """What this process owns of the model's own values, and the tag of the frozen ones of all."""
+    layout = terms.layout
+    parts = layout.all if stay.resumption is None else (layout.frozen,)
+    states = {
+        part.fragment: tensors.capture(tensors.share_of(part)) for part in parts if part.chunks
+    }
+    frozen = layout.frozen
+    if not frozen.chunks:
+        return states, None
+    mine = states[frozen.fragment]
+    digests = [digest_of([mine.chunk(index)]) for index in range(mine.layout.chunks)]
+    told: list[Any] = [iter(each) for each in ranks.gather(digests)]
+    return states, tag_of(next(told[owner]) for owner in tensors.owners[frozen.fragment])

@@ -1,0 +1,279 @@
+"""Joining, rejoining, heartbeats, and what the broker's signs of life mean. Pure.
+
+NEW -> CONNECTING -> JOINING -> JOINED
+            ^           |          |
+            |           v          |
+            +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
+With several addresses (`places`) AWAY leads to the next one too: when the one at hand cannot be reached,
+or is that of a standby.
+REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
+         end, and so it is when an operator has removed this worker; later it is asked again
+         every 30 s, since a person may repair the broker.
+LEFT: the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from diloco_protocol import Code, RunConfig, messages
+from diloco_protocol.description import seconds_for
+from diloco_worker.session import effects
+from diloco_worker.session.compatibility import heartbeat_interval
+from diloco_worker.session.places import CONNECT_PATIENCE_S, LONGEST_PAUSE_S, Places
+
+# Seconds before new connections are opened: doubling from the first to the longest. After a crash the
+# broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+# Seconds between two attempts when the broker has answered "not now".
+RETRY_S = 1.0
+# Seconds between two attempts after a final refusal in the middle of a run.
+REFUSED_RETRY_S = 30.0
+# Seconds without an answer to a join before the connections are made anew.
+JOIN_PATIENCE_S = 20.0
+# A joined broker answers every heartbeat. After so many intervals of silence, and at least so many
+# seconds, the connection counts as broken although nobody has said so.
+SILENT_BEATS = 3
+SILENT_S = 10.0
+# The same where the hub has a standby, which this worker can go to: so many heartbeats in a lease of the
+# hub's, and so many leases of silence.
+BEATS_A_LEASE = 3
+SILENT_LEASES = 2
+# Seconds in which a chunk that is under way arrives, or its acknowledgement. Doubled each time that none
+# has, so that a link that needs longer for 2 MiB gets there at last.
+BULK_PATIENCE_S = 30.0
+LONGEST_BULK_PATIENCE_S = 960.0
+
+
+class Phase(str, Enum):
+    NEW = "new"
+    CONNECTING = "connecting"
+    JOINING = "joining"
+    JOINED = "joined"
+    AWAY = "away"
+    REFUSED = "refused"
+    LEFT = "left"
+
+
+class BulkWatch:
+    """Notices that the bulk connection is dead although the control connection lives.
+
+    A router that has forgotten a connection drops what is sent on it and tells nobody; heartbeats go
+    their own way. What must come is known: chunks that were sent are acknowledged, and chunks of a
+    version that the broker has released are there to be sent.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # when waiting began, or something came last
+        self._patience_s = BULK_PATIENCE_S
+
+    @property
+    def gives_up_at(self) -> float | None:
+        """None while nothing must come."""
+        return None if self._since is None else self._since + self._patience_s
+
+    def look(self, waits: bool, now: float) -> None:
+        """After each event: must something come?"""
+        if not waits:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+
+    def moved(self, now: float) -> None:
+        self._patience_s = BULK_PATIENCE_S
+        if self._since is not None:
+            self._since = now
+
+    def give_up(self, now: float) -> Iterator[str]:
+        """Why the connections are made anew, where nothing has come for too long."""
+        if self.gives_up_at is not None and now >= self.gives_up_at:
+            waited_s, self._since = self._patience_s, None
+            self._patience_s = min(2 * waited_s, LONGEST_BULK_PATIENCE_S)
+            yield f"Nothing came through the connection for chunks for {waited_s:.0f} s."
+
+
+class Connection:
+    """Where a session is on its way to the broker, and when it has to do something about it."""
+
+    def __init__(self, asked_interval: float | None) -> None:
+        self.phase = Phase.NEW
+        # Of the session at the broker; kept when a connection breaks, to come back with. None before a
+        # welcome, and for an observer.
+        self.token: bytes | None = None
+        self.reconnections = 0  # welcomes after the first
+        self.last_heard: float | None = None  # when the broker last said anything
+        self.bulk = BulkWatch()
+        self.places = Places()
+        self._is_served = False  # the broker at hand is the right one
+        # between heartbeats; None = what fits the broker; 0 = none
+        self._asked_interval = asked_interval
+        self._interval = self._silent_s = 0.0
+        self._backoff = FIRST_BACKOFF_S
+        self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
+        self._beat_at: float | None = None
+        self._connecting_since = self._joining_since = 0.0
+        self._join_patience_s = JOIN_PATIENCE_S
+
+    @property
+    def is_joined(self) -> bool:
+        return self.phase is Phase.JOINED
+
+    @property
+    def live_token(self) -> bytes | None:
+        """Of the session on the connection at hand; None where there is none."""
+        return self.token if self.is_joined else None
+
+    @property
+    def times(self) -> list[float]:
+        """When there is something to do."""
+        unanswered = self._unanswered_since
+        patience_ends = None if unanswered is None else unanswered + self._join_patience_s
+        times = [self._wake_at, self._beat_at, patience_ends, self._silent_at, self._unreached_at]
+        times.append(self.bulk.gives_up_at)
+        return [at for at in times if at is not None]
+
+    def open(self, now: float) -> effects.Effect:
+        self.phase = Phase.CONNECTING
+        self._connecting_since, self._is_served = now, False
+        self._wake_at = None
+        return effects.Open(self.places.current)
+
+    def joins(self, now: float) -> None:
+        self.phase = Phase.JOINING
+        self._joining_since, self._join_patience_s = now, JOIN_PATIENCE_S
+        self._wake_at = None
+
+    def describes(self, size: int, now: float) -> None:
+        """The answer to the join comes after so many bytes of a description."""
+        self._joining_since, self._join_patience_s = now, JOIN_PATIENCE_S + seconds_for(size)
+
+    def observes(self) -> None:
+        """The connection of an observer is up, which need not join."""
+        self.phase = Phase.JOINED
+        if not self.places.are_several:
+            self.serves()
+
+    def serves(self) -> None:
+        """The broker at hand is the right one."""
+        self._is_served = True
+        self._backoff = FIRST_BACKOFF_S
+        self.places.welcomed()
+
+    def is_welcomed(
+        self, token: bytes, config: RunConfig, now: float, lease: float | None = None
+    ) -> None:
+        self.reconnections += self.token is not None
+        self.phase = Phase.JOINED
+        self.token = token
+        self.serves()
+        self._wake_at = None
+        self._interval = heartbeat_interval(config, self._asked_interval)
+        self._silent_s = max(SILENT_BEATS * self._interval, SILENT_S)
+        if lease is not None and lease > 0 and self.places.are_several:
+            self._interval = min(self._interval or lease, lease / BEATS_A_LEASE)
+            self._silent_s = min(self._silent_s, SILENT_LEASES * lease)
+        self._beat_at = now + self._interval if self._interval else None
+
+    def puts_off(self, now: float) -> None:
+        """The broker takes nobody just now: join again soon."""
+        self._wake_at = now + RETRY_S
+
+    def is_refused(self, code: str, text: str, now: float) -> Iterator[effects.Effect]:
+        """The broker does not take this worker."""
+        final = self.token is None
+        self.phase = Phase.REFUSED
+        self._wake_at = None if final else now + REFUSED_RETRY_S
+        self._beat_at = None
+        yield effects.JoinRefused(code, text, final)
+
+    def is_removed(self, notice: messages.Notice, now: float) -> Iterator[effects.Effect]:
+        """An operator has removed this worker: there is no way back."""
+        self.token = None
+        yield effects.Told(notice)
+        yield from self.is_refused(Code.NOT_ALLOWED, notice.text, now)
+
+    @property
+    def can_break(self) -> bool:
+        """Whether there is a connection whose end matters."""
+        is_final = self.phase is Phase.REFUSED and self.token is None  # nobody wants it back
+        return not is_final and self.phase not in (Phase.NEW, Phase.AWAY)
+
+    def breaks(self, reason: str, now: float) -> Iterator[effects.Effect]:
+        """Close what is left of the connection, and open a new one soon."""
+        if self.places.are_several and not self._is_served:
+            yield from self.turns(now)
+            return
+        yield effects.Close()
+        if self.is_joined:
+            yield effects.Say(f"{reason} Connecting again.", trouble=True)
+        self.phase = Phase.AWAY
+        self._wake_at = now + self._backoff
+        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
+        self._beat_at = None
+
+    def turns(self, now: float) -> Iterator[effects.Effect]:
+        """The address at hand is of no use now: try the next at once, and all again after a pause."""
+        yield effects.Close()
+        self.phase = Phase.AWAY
+        self._beat_at = None
+        self._wake_at = now
+        if self.places.turn():
+            self._wake_at = now + min(self._backoff, LONGEST_PAUSE_S)
+            self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
+
+    def wakes(self, now: float) -> bool:
+        """Whether the time has come to open connections (AWAY), or else to join again."""
+        is_due = self._wake_at is not None and now >= self._wake_at
+        if is_due:
+            self._wake_at = None
+        return is_due
+
+    def dead_ends(self, now: float) -> Iterator[str]:
+        """Why the connection counts as broken although nobody has said so."""
+        if (unreached_at := self._unreached_at) is not None and now >= unreached_at:
+            yield f"No broker answered within {CONNECT_PATIENCE_S:.0f} s."
+        since = self._unanswered_since
+        if since is not None and now - since >= self._join_patience_s:
+            yield f"The broker did not answer the join within {self._join_patience_s:.0f} s."
+        if (silent_at := self._silent_at) is not None and now >= silent_at:
+            yield f"The broker was silent for {now - (self.last_heard or now):.0f} s."
+        yield from self.bulk.give_up(now)
+
+    @property
+    def seeks_another(self) -> bool:
+        """Whether there is another address to try where nobody answers at the one at hand."""
+        return self.places.are_several and self.phase is Phase.CONNECTING
+
+    @property
+    def _unreached_at(self) -> float | None:
+        """When the address at hand counts as unreachable."""
+        return self._connecting_since + CONNECT_PATIENCE_S if self.seeks_another else None
+
+    @property
+    def _unanswered_since(self) -> float | None:
+        """When the join was sent that has no answer yet."""
+        unanswered = self.phase is Phase.JOINING and self._wake_at is None
+        return self._joining_since if unanswered else None
+
+    @property
+    def _silent_at(self) -> float | None:
+        """When the silence of a joined broker counts as a broken connection."""
+        if not self.is_joined or not self._interval or self.last_heard is None:
+            return None
+        return self.last_heard + self._silent_s
+
+    def must_beat(self, now: float) -> bool:
+        return self._beat_at is not None and now >= self._beat_at
+
+    def beat(self, now: float, *, uploading: bool) -> Iterator[effects.Effect]:
+        if (token := self.live_token) is not None:
+            self._beat_at = now + self._interval if self._interval else None
+            yield effects.Beat(token, uploading)
+
+    def leave(self, reason: str) -> Iterator[effects.Effect]:
+        """The end of the session."""
+        if (token := self.live_token) is not None:
+            yield effects.Send(messages.Leave(token, reason))
+        self.phase = Phase.LEFT

@@ -1,0 +1,149 @@
+"""What the training thread knows: all fragments, whose turn it is, and how the link stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import InitVar, dataclass, field, replace
+
+from diloco_protocol import Code
+from diloco_protocol.messages import Grant, Notice, Released, Welcome
+from diloco_worker.session.compatibility import sync_every
+from diloco_worker.session.news import LinkState, News, Sight, Work
+from diloco_worker.sync.fragment import Fragment, TrainingBase
+from diloco_worker.sync.metrics import SyncLines, SyncMetrics
+from diloco_worker.sync.patience import Leaving, Options
+from diloco_worker.sync.schedule import RoundSchedule
+
+
+@dataclass(kw_only=True)
+class SyncState:
+    """See the head of this module. Belongs to the training thread."""
+
+    worker_id: str
+    link: LinkState  # how it stood at the latest look
+    options: Options
+    chunks: InitVar[Sequence[int]]  # of each fragment
+    bases: InitVar[Sequence[TrainingBase]]  # of each fragment, what training stands on
+    totals: Work  # what the script has reported, as of the latest look; without its steps
+    step: int  # the optimizer step that has been taken last
+    cycle_start: InitVar[int]  # the optimizer step after which the cycle of slots began
+    metrics: SyncMetrics  # what happens is counted in them
+    clock: Callable[[], float]  # seconds, monotonic
+    draw: Callable[[], int]  # returns a random number below 2**64 (push ids)
+    fragments: list[Fragment] = field(init=False)  # in order
+    schedule: RoundSchedule = field(init=False)
+    lines: SyncLines = field(init=False)
+    leaving: Leaving | None = None  # how long to wait at the end of training; None before
+    has_warned_of_weights: bool = False
+    has_warned_of_zeros: bool = False  # and no fragment has moved since
+
+    def __post_init__(
+        self, chunks: Sequence[int], bases: Sequence[TrainingBase], cycle_start: int
+    ) -> None:
+        config, done = self.link.config, self.done
+        self.fragments = [
+            Fragment(number, self.worker_id, size, base, done.since(base.work))
+            for number, (size, base) in enumerate(zip(chunks, bases, strict=True))
+        ]
+        self.schedule = RoundSchedule(
+            self._sync_every(),
+            config.num_fragments,
+            common=config.mode == "sync",
+            step=self.step,
+            cycle_start=cycle_start,
+        )
+        self.lines = SyncLines(
+            self.clock,
+            self.metrics.seconds_waited,
+            has_rounds=self.schedule.common,
+            has_fragments=len(self.fragments) > 1,
+        )
+
+    @property
+    def is_torn(self) -> bool:
+        """A merge was broken off: a part of the model is ahead of the rest."""
+        return any(fragment.is_torn for fragment in self.fragments)
+
+    @property
+    def unsynced_steps(self) -> int:
+        """Steps past a boundary that are not synchronised; of the fragment that has most."""
+        flights = [(f.flight, f.is_torn) for f in self.fragments if f.flight is not None]
+        stuck = [f.steps + self.step - f.began for f, is_torn in flights if is_torn or f.let_go]
+        if self.schedule.is_due(self.step):
+            stuck.append(self.work(self.fragments[self.schedule.fragment]).steps)
+        return max(stuck, default=0)
+
+    @property
+    def done(self) -> Work:
+        """All that has been done up to now."""
+        return replace(self.totals, steps=self.step)
+
+    def work(self, fragment: Fragment) -> Work:
+        """What was done since the fragment's last freeze, and the latest loss."""
+        return self.done.since(fragment.done_before)
+
+    def restart_work(self, fragment: Fragment) -> None:
+        """From here on it counts anew."""
+        fragment.done_before = self.done
+
+    def training_bases(self, totals: Work) -> list[TrainingBase]:
+        """What training of each fragment stands on, as far as it is in the model."""
+        self.totals = totals
+        return [
+            TrainingBase(f.version, f.ledger, self.work(f), f.flight or f.parting, f.dropped)
+            for f in self.fragments
+        ]
+
+    def by_age(self) -> list[Fragment]:
+        """The fragments in flight, the oldest flight first."""
+        flying = [(f.flight.began, f.number) for f in self.fragments if f.flight is not None]
+        return [self.fragments[number] for _, number in sorted(flying)]
+
+    def set_pace(self) -> None:
+        """Use the H that is in force now, as soon as the schedule can."""
+        self.schedule.pace(self._sync_every(), self.step)
+
+    def _sync_every(self) -> int:
+        worked_out = None if self.options.dylu is False else self.link.sync_every
+        return sync_every(self.link.config, self.options.sync_every, worked_out)
+
+    def take_in(self, sight: object) -> News:
+        """Take in what has come; the model stays as it is."""
+        assert isinstance(sight, Sight)
+        self.link, self.totals, news = sight.link, sight.totals, sight.news
+        if not news:
+            return news
+        for number, arrival in news.arrivals.items():
+            if number < len(self.fragments):
+                self.fragments[number].take_in(arrival)
+        for fragment in self.fragments:
+            flight = fragment.flight
+            if flight is not None and flight.push_id in news.rejections:
+                fragment.rejection = news.rejections[flight.push_id]
+        over = [f for f in self.fragments if f.is_over and f.number in self.schedule.rounds]
+        self._turn(news, {fragment.number for fragment in over})
+        for fragment in over:
+            reply, rejection = fragment.reply, fragment.rejection
+            if reply is not None and not reply.superseding:
+                self.schedule.landed(fragment.number)
+            else:
+                is_late = rejection is not None and rejection.code == Code.LATE
+                self.schedule.dropped(fragment.number, too_late=is_late)
+        return news
+
+    def _turn(self, news: News, over: Collection[int]) -> None:
+        """Tell the schedule what concerns rounds; `over` are fragments whose flight has ended."""
+        schedule = self.schedule
+        for event in news.turns:
+            match event:
+                case Welcome(first_round=first_round):
+                    schedule.welcomed(first_round, over)
+                case Grant(push_id, number, standing, round=round_):
+                    flight = self.fragments[number].flight
+                    if flight is not None and flight.push_id == push_id:
+                        schedule.granted(number, standing, round_)
+                case Notice(fragment=number, round=round_):
+                    schedule.carried(number, round_)
+                case Released(averaged=averaged, round=round_):
+                    if averaged:  # the first version of a broker was made in no round
+                        schedule.made(round_)

@@ -1,0 +1,226 @@
+"""Carrying out what a session asks for: the one place where each effect is named.
+
+Sockets and memory are handed in: the link has real ones, a simulation its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from diloco_protocol import Code
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.dtypes import whole_dtype
+from diloco_protocol.messages import Chunk, Heartbeat, Lane, Message, Notice, Push
+from diloco_worker.session import effects, events
+from diloco_worker.session.session import Session
+
+# Rejections that are a matter of course: who moves on from one tells of it.
+EXPECTED = (Code.LATE, Code.STALE)
+# Effects that the training thread need not hear of.
+QUIET = (
+    effects.Send,
+    effects.SendChunk,
+    effects.Beat,
+    effects.BeginVersion,
+    effects.StoreChunk,
+    effects.NameFrozen,
+)
+# Effects that only the training thread, or people, hear of.
+TOLD = (
+    effects.Joined,
+    effects.JoinRefused,
+    effects.Told,
+    effects.Answered,
+    effects.Say,
+)
+
+
+class Network(Protocol):
+    """The two connections to the broker, and what is known beside the session."""
+
+    address: str
+    shortcut: str  # a Unix socket on this machine that chunks go through; empty where none do
+
+    @property
+    def progress(self) -> Heartbeat:
+        """How training stands; the session is filled in when it is sent."""
+
+    def now(self) -> float: ...
+
+    # To this one of the addresses.
+    def connect(self, place: int, /) -> None: ...
+
+    def disconnect(self) -> None: ...
+
+    def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None: ...
+
+    def welcomed(self, epoch: str, /) -> object:
+        """The broker has taken this worker in."""
+
+    def say(self, text: str, *, trouble: bool = False) -> None: ...
+
+
+class Inboxes(Protocol):
+    """Where what the session has to tell is left for who trains."""
+
+    def take_in(self, effect: effects.Effect, values: Any = None) -> None:
+        """`values` are those of a version that is delivered."""
+
+
+class Others(Protocol):
+    """The other processes of this worker, each of which has a lane."""
+
+    def open(
+        self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
+    ) -> None: ...
+
+    def send(self, lane: int, chunk: Chunk) -> None: ...
+
+    # Lay out what they hold of the version that is given, or their model's own values.
+    def donate(self, push: Push) -> None: ...
+
+    def over(self, push_id: int) -> None: ...
+
+
+class Memory(Protocol):
+    """The values of fragments: arriving, held, being sent."""
+
+    # Chunks of a version begin to arrive. What was assembled of another one is overwritten.
+    def begin(self, layout: FragmentLayout) -> None: ...
+
+    # Keep a chunk that has arrived.
+    def store(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> None: ...
+
+    # Keep one that is a difference from what is held, in codes of these lengths; returns the checksum of
+    # what comes of it, None where nothing is held.
+    def follow(
+        self, fragment: int, index: int, payload: Any, wire_dtype: str, parts: Sequence[int]
+    ) -> int | None: ...
+
+    # The version that was assembled is whole, and held from now on. Returns its values.
+    def finish(self, fragment: int) -> Any: ...
+
+    # The values that are held; None where no copy is kept.
+    def held(self, fragment: int) -> Any: ...
+
+    # Nothing is held any more.
+    def forget(self) -> None: ...
+
+    # Lay out what is held as a donation. False where that takes a while: `Prepared` comes later.
+    def prepare(self, push_id: int, layout: FragmentLayout) -> bool: ...
+
+    # Work out the tag of the model's own values of a fragment. `FrozenNamed` comes later.
+    def name(self, layout: FragmentLayout) -> None: ...
+
+    # The payload of a chunk to be sent.
+    def chunk(self, push_id: int, fragment: int, index: int) -> Any: ...
+
+    # This push is over.
+    def drop(self, push_id: int) -> None: ...
+
+
+@dataclass(eq=False, repr=False)
+class Executor:
+    """See the head of this module."""
+
+    session: Session
+    inbox: Inboxes
+    network: Network
+    memory: Memory
+    noticed: Callable[[effects.Effect], None] = lambda _: None  # told of each effect first
+    payload: Any = None  # of the chunk that the session is told of
+    others: Others | None = None  # None for a worker of one process
+
+    def feed(self, event: events.Event) -> None:
+        """Let the session take in an event, and carry out what it asks for."""
+        for effect in self.session.handle(event, self.network.now()):
+            self.noticed(effect)
+            values = self._carry_out(effect)
+            if not isinstance(effect, QUIET):
+                self.inbox.take_in(effect, values)
+                self._say(effect)
+
+    def _carry_out(self, effect: effects.Effect) -> Any:  # noqa: C901, PLR0912  a case for each effect
+        """Returns the values of a version that is delivered."""
+        network, memory = self.network, self.memory
+        if self.others is not None and self._carry_out_elsewhere(self.others, effect):
+            return None
+        match effect:
+            case effects.Open(place):
+                network.connect(place)
+            case effects.Close():
+                network.disconnect()
+            case effects.Send(message, bulk):
+                network.send(message, bulk=bulk)
+            case effects.SendChunk(session, push_id, fragment, index):
+                chunk = Chunk(fragment, index, session=session, push_id=push_id)
+                network.send(chunk, memory.chunk(push_id, fragment, index), bulk=True)
+            case effects.Beat(session, uploading):
+                beat = replace(network.progress, session=session)
+                network.send(replace(beat, state="pushing") if uploading else beat)
+            case effects.BeginVersion(fragment):
+                memory.begin(self._part(fragment))
+            case effects.StoreChunk(fragment, index, parts, wanted):
+                assert self.session.config is not None
+                wire = self.session.config.reply_dtype
+                if not parts:
+                    memory.store(fragment, index, self.payload, whole_dtype(wire))
+                elif memory.follow(fragment, index, self.payload, wire, parts) != wanted:
+                    self.feed(events.Spoilt(fragment))
+            case effects.Deliver(released, _, unchanged):
+                fragment = released.fragment
+                return memory.held(fragment) if unchanged else memory.finish(fragment)
+            case effects.PrepareDonation(push_id, fragment):
+                if memory.prepare(push_id, self._part(fragment)):
+                    self.feed(events.Prepared(push_id))
+            case effects.NameFrozen(fragment):
+                memory.name(self._part(fragment))
+            case effects.PushOver(push_id):
+                memory.drop(push_id)
+            case effects.DropParts() | effects.ForgetCheckpoint():
+                memory.forget()
+            case _ if not isinstance(effect, TOLD):
+                raise TypeError(f"not an effect of a session: {effect!r}")
+        return None
+
+    def _carry_out_elsewhere(self, others: Others, effect: effects.Effect) -> bool:
+        """What the other processes have to do. Returns whether that is all."""
+        match effect:
+            case effects.OpenLanes(bindings):
+                assert self.session.config is not None
+                reply, shortcut = self.session.config.reply_dtype, self.network.shortcut
+                others.open(self.network.address, bindings, reply, shortcut)
+                return True
+            case effects.SendChunk(session, push_id, fragment, index, lane) if lane:
+                others.send(lane, Chunk(fragment, index, session=session, push_id=push_id))
+                return True
+            case effects.PrepareDonation(push_id):
+                others.donate(self.session.uploads.by_id[push_id].push)
+            case effects.PushOver(push_id):
+                others.over(push_id)
+        return False
+
+    def _say(self, effect: effects.Effect) -> None:
+        """What people are to know."""
+        network = self.network
+        match effect:
+            case effects.Joined(welcome, again):
+                network.welcomed(welcome.epoch)
+                how = "Back at" if again else "Joined the run at"
+                network.say(f"{how} {network.address}, expected from round {welcome.first_round}.")
+            case effects.PushOver(_, code, text) if code is not None and code not in EXPECTED:
+                network.say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)
+            case effects.JoinRefused(_, text) | effects.ForgetCheckpoint(text):
+                network.say(text, trouble=True)
+            case effects.Told(Notice("shutdown" | "kicked", text)):
+                network.say(text)
+            case effects.Told(Notice("restarting", text)):
+                network.say(f"{text} Training goes on, and takes part again when it is back.")
+            case effects.Say(text, trouble):
+                network.say(text, trouble=trouble)
+
+    def _part(self, fragment: int) -> FragmentLayout:
+        assert self.session.layout is not None
+        return self.session.layout.all[fragment]

@@ -1,0 +1,227 @@
+"""What a link tells the training thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diloco_protocol import ModelLayout, Refused, RunConfig
+from diloco_protocol.data.spans import Spans
+from diloco_protocol.messages import Notice, Progress, Released, Welcome
+from diloco_worker.session import effects
+from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.news import Arrival, LinkState, News, Rejection, Turning
+from diloco_worker.session.previous_life import SENT_BEFORE
+from diloco_worker.session.session import Session
+
+# Seconds after which a signal is looked at that came just before a wait began.
+SIGNALS_WITHIN_S = 1.0
+
+
+class Inbox:
+    """See the head of this module.
+
+    Attributes are to be read under `condition`, or where a moment's lag does no harm. Counters and
+    `last_heard` wake nobody who waits. `turns` are kept only where somebody `follows_rounds`.
+    """
+
+    def __init__(self, session: Session, *, follows_rounds: bool = True) -> None:
+        self.condition = threading.Condition()
+        # Of the session.
+        self.phase = session.phase
+        self.terms: Terms | None = None
+        self.last_heard: float | None = None
+        self.reconnections = 0
+        self.retries = 0
+        self.uploaded: frozenset[int] = frozenset()  # pushes whose chunks are all in at the broker
+        self.put_off: frozenset[int] = frozenset()  # pushes that the broker takes nothing of yet
+        # What the broker has said.
+        self.feed: str | None = None  # the address that it publishes on
+        # Index and count of this worker's share of the data, as the first welcome had them.
+        self.shard: tuple[int, int] | None = None
+        self.refusal: Refused | None = None  # it refuses this worker
+        self.refused_for_good = False  # and did so at joining
+        self.stopping: str | None = None  # why this worker should end
+        self.save_order = 0  # the number of the newest order to save
+        self.restarting: str | None = None  # it goes away to come back; None once it is back
+        self.sync_every: int | None = None  # H that it has worked out (Dynamic Local Updates)
+        self.run_progress = Progress()  # of the run, by the version that came last
+        self.run_loss: float | None = None  # mean of all workers, as told last
+        # What has come and waits to be taken.
+        self.arrivals: dict[int, Arrival] = {}  # whole versions, by fragment
+        self.rejections: dict[int, Rejection] = {}  # pushes that were dropped, by push id
+        # What concerns rounds, in the order in which it came.
+        self.turns: deque[Turning] = deque(maxlen=None if follows_rounds else 0)
+        self.results: dict[int, effects.Answered] = {}  # answers to control actions, by request
+        # By data set, units that are to be trained on no more, though samples of them may come.
+        self.dropped_units: Mapping[str, Spans] = {}
+        # How the link does.
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.last_error: str | None = None  # the last thing that went wrong, a sentence
+        self.has_forgotten = False  # the checkpoint does not fit the run: nothing of it is held
+        self.has_ended = False  # the I/O thread is gone, for whatever reason
+        self.is_news = False  # something has happened since the last `publish`
+
+    # For the training thread.
+
+    @property
+    def config(self) -> RunConfig | None:
+        return self.terms.config if self.terms else None
+
+    @property
+    def layout(self) -> ModelLayout | None:
+        return self.terms.layout if self.terms else None
+
+    @property
+    def has_news(self) -> bool:
+        """Something is in `arrivals` or `rejections`; cheap to look at."""
+        return bool(self.arrivals or self.rejections)
+
+    def take(self, fragment: int) -> Arrival | None:
+        """The whole version of a fragment that has arrived, once."""
+        with self.condition:
+            return self.arrivals.pop(fragment, None)
+
+    def take_news(self) -> News:
+        """All that has come since the last look, at one moment."""
+        with self.condition:
+            news = News(tuple(self.turns), dict(self.arrivals), dict(self.rejections))
+            self.turns.clear()
+            self.arrivals.clear()
+            self.rejections.clear()
+            return news
+
+    def state(self, silence: float | None) -> LinkState:
+        """How things stand now, as far as it is known here."""
+        assert self.config is not None
+        return LinkState(
+            config=self.config,
+            sync_every=self.sync_every,
+            phase=self.phase,
+            reconnections=self.reconnections,
+            uploaded=self.uploaded,
+            put_off=self.put_off,
+            has_ended=self.has_ended,
+            over=self.stopping,
+            is_restarting=self.restarting is not None,
+            refusal=None if self.refusal is None else str(self.refusal),
+            last_error=self.last_error,
+            silence=silence,
+        )
+
+    def take_rejection(self, push_id: int) -> Rejection | None:
+        with self.condition:
+            return self.rejections.pop(push_id, None)
+
+    def wait_for(self, what: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `what` is true, or the thread has ended, at most `timeout` seconds.
+
+        A signal that comes just before the waiting begins does not end it: Python looks at it when the
+        waiting is over. So it waits a second at a time.
+        """
+        until = time.monotonic() + timeout
+        with self.condition:
+            while not (what() or self.has_ended):
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                self.condition.wait(min(left, SIGNALS_WITHIN_S))
+            return what()
+
+    # For the I/O thread.
+
+    def take_in(  # noqa: C901  a case for each effect
+        self, effect: effects.Effect, values: Any = None
+    ) -> None:
+        """What the session asks for concerns the training thread, or may.
+
+        `values` are those of a version that is delivered, as the shell keeps them, if it keeps a copy.
+        """
+        with self.condition:
+            self.is_news = True
+            match effect:
+                case effects.Joined(welcome):  # what was told before has no meaning any more
+                    self.refusal = self.stopping = self.restarting = None
+                    self.feed = welcome.feed
+                    self.shard = self.shard or _shard(welcome)
+                    self.turns.clear()
+                    self.turns.append(welcome)
+                case effects.JoinRefused(code, text, final):
+                    self.refusal, self.refused_for_good = Refused(code, text), final
+                case effects.Deliver():
+                    self._deliver(effect, values)
+                case effects.PushOver(push_id, code, text, counted) if code is not None:
+                    self.rejections[push_id] = Rejection(code, text, counted)
+                case effects.DropParts():
+                    self.arrivals.clear()
+                case effects.ForgetCheckpoint():
+                    self.has_forgotten = True
+                case effects.Answered(request):
+                    self.results[request] = effect
+                case effects.Told(Notice("alive", sync_every=sync_every)):
+                    self.sync_every = sync_every
+                case effects.Told(Notice("shutdown" | "kicked", text)):
+                    self.stopping = text
+                case effects.Told(Notice("restarting", text)):
+                    self.restarting = text
+                case effects.Told(Notice("save_all", round=number)):
+                    self.save_order = number
+                case effects.Told(message):  # a grant, or that a push is carried
+                    self.turns.append(message)
+
+    def _deliver(self, effect: effects.Deliver, values: Any) -> None:
+        released = effect.released
+        self._learn(released)
+        arrival = Arrival(
+            released,
+            frozenset(() if effect.counted is None else (effect.counted,)),
+            values,
+            released.staleness,
+            SENT_BEFORE if effect.superseding else None,
+        )
+        self.arrivals[released.fragment] = arrival.after(self.arrivals.get(released.fragment))
+        self.turns.append(released)
+
+    def _learn(self, released: Released) -> None:
+        if released.progress is not None:
+            self.run_progress = released.progress
+        if released.loss is not None:
+            self.run_loss = released.loss
+
+    def publish(self, session: Session) -> None:
+        """Let the training thread see how things stand now, and wake it up where that is news.
+
+        Not for each chunk that comes or goes: while training waits for a version, it would wake up a
+        thousand times to find nothing, and the I/O thread would wait for Python's lock as often.
+        """
+        connection = session.connection
+        self.last_heard, self.retries = connection.last_heard, session.uploads.retries
+        self.dropped_units = session.units.dropped
+        flights = [upload for upload in session.uploads if upload.is_gradient]
+        uploaded = frozenset(each.push.push_id for each in flights if each.is_in)
+        put_off = frozenset(each.push.push_id for each in flights if each.is_put_off)
+        is_same = (self.phase, self.uploaded, self.put_off) == (session.phase, uploaded, put_off)
+        if is_same and not self.is_news:
+            return
+        with self.condition:
+            self.is_news = False
+            self.phase = session.phase
+            self.terms = session.terms
+            self.reconnections = connection.reconnections
+            self.uploaded, self.put_off = uploaded, put_off
+            self.condition.notify_all()
+
+    def end(self) -> None:
+        """The I/O thread is gone."""
+        with self.condition:
+            self.has_ended = True
+            self.condition.notify_all()
+
+
+def _shard(welcome: Welcome) -> tuple[int, int] | None:
+    index, count = welcome.shard, welcome.num_shards
+    return None if index is None or count is None else (index, count)

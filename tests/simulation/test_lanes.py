@@ -11,7 +11,7 @@ from simulation.simulator import Simulation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_promise_holds_where_workers_are_one_two_or_three_processes(

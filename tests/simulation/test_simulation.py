@@ -35,7 +35,7 @@ from simulation.scenarios import MODES, WEATHERS, a_scenario
 from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
 from simulation.tensors import Violation
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
 # Asynchronous modes have more versions, and take longer.
 EACH_MODE = [
     pytest.param(mode, marks=pytest.mark.slow) if mode.startswith("async") else mode

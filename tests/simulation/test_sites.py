@@ -72,7 +72,7 @@ def test_tree_keeps_its_promises_in_every_mode_for_long(mode: str, seed: int) ->
     Tree(seed, Faults(hubs=10, lost_disks=0.2, cuts=5.0), **MODES[mode]).run(1200.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_too_old_is_refused_alone() -> None:
     tree = Tree(0, Faults(), mode="async", max_staleness=2).run(15.0)
     assert tree.told

@@ -330,9 +330,22 @@ def test_break_at_any_byte_of_a_chunk_changes_no_bit(up: bool, name: str) -> Non
     check(name, got, wanted, cuts, WIDE_STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize(("up", "kind"), EVERY_KIND)
+# A push and its chunks in each mode; all other messages in two of them, the rest at night.
+EVERY_BREAK = [
+    pytest.param(
+        up,
+        kind,
+        name,
+        marks=pytest.mark.slow
+        if kind in ("push", "chunk") or name in ("streaming mean", "fragments in order")
+        else pytest.mark.nightly,
+    )
+    for up, kind in EVERY_KIND
+    for name in MODES
+]
+
+
+@pytest.mark.parametrize(("up", "kind", "name"), EVERY_BREAK)
 def test_break_at_every_message_changes_no_bit(up: bool, kind: str, name: str) -> None:
     place = random.Random(f"{name} {up} {kind}")
     deep, in_a_push = (CHUNKS, 5) if kind == "chunk" else (4, 1)

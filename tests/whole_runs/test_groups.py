@@ -68,16 +68,25 @@ DDP, EVEN, RULE = ("ddp", 2), {"even": True}, {"rule": True}
         pytest.param(STREAMING, [DDP, PLAIN], {}, 0.0, id="streaming-ddp"),
         pytest.param(FEW_BITS, [DDP, PLAIN], {}, 0.0, id="few-bits-ddp"),
         pytest.param(ASYNC, [DDP], {}, 1e-6, id="async-ddp"),
-        pytest.param(SYNC, [("fsdp", 1)], {}, 1e-6, id="sync-fsdp1"),
+        pytest.param(SYNC, [("fsdp", 1)], {}, 1e-6, id="sync-fsdp1", marks=pytest.mark.nightly),
         pytest.param(SYNC, [("fsdp", 2)], {}, 1e-6, id="sync-fsdp2"),
         pytest.param(STREAMING, [("fsdp", 3)], {}, 1e-6, id="streaming-fsdp3-uneven"),
-        pytest.param(ASYNC, [("fsdp", 3)], {}, 1e-6, id="async-fsdp3-uneven"),
+        pytest.param(
+            ASYNC, [("fsdp", 3)], {}, 1e-6, id="async-fsdp3-uneven", marks=pytest.mark.nightly
+        ),
         pytest.param(SYNC, [("tp", 2)], EVEN, 1e-6, id="sync-tp2"),
         pytest.param(STREAMING, [("fsdp-tp", 4)], EVEN, 1e-6, id="streaming-fsdp2-tp2"),
         # Stages of a pipeline, with a tied weight.
         pytest.param(SYNC, [("pipeline", 2)], RULE, 0.0, id="sync-pipeline"),
         pytest.param(STREAMING, [("pipeline", 2)], RULE, 0.0, id="streaming-pipeline"),
-        pytest.param(STREAMING, [PLAIN, DDP, ("fsdp", 4)], {}, 1e-6, id="streaming-1-2-4"),
+        pytest.param(
+            STREAMING,
+            [PLAIN, DDP, ("fsdp", 4)],
+            {},
+            1e-6,
+            id="streaming-1-2-4",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_workers_of_several_processes_come_to_what_those_of_one_come_to(

@@ -86,7 +86,7 @@ def test_memory_is_flat_over_500_rounds(processes: Processes, name: str) -> None
 
 
 @needs_proc
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("wire", ["bf16", "int4z"])
 def test_memory_of_a_relay_is_flat_over_500_rounds(processes: Processes, wire: str) -> None:

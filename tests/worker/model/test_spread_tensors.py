@@ -31,7 +31,7 @@ def outcomes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_processes_do_together_what_one_does(
     processes: Processes, count: int, tmp_path: Path
 ) -> None:

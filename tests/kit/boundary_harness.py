@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field, replace
+from types import coroutine
 from typing import Any, TypeVar
 
 from diloco_protocol import Bitmap, Counted, Ledger, RunConfig, VersionId
 from diloco_protocol.messages import Grant, Notice, Push, Released, Standing, Welcome
-from diloco_worker.session.events import Event
-from diloco_worker.session.news import Arrival, LinkState, News, Rejection, Sight, Work
-from diloco_worker.sync import boundary, effects
-from diloco_worker.sync.effects import Answer, Effect, Steps
-from diloco_worker.sync.fragment import TrainingBase
-from diloco_worker.sync.landings import look
+from diloco_worker.session.events import BeatNow, Event
+from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Work
+from diloco_worker.sync import boundary
+from diloco_worker.sync.fragment import Flight, Landing, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
+from diloco_worker.sync.ports import MergeFailed, NonFinite
 from diloco_worker.sync.state import SyncState
 
 RUN = "0123456789abcdef"
-E = TypeVar("E", bound="Effect | Event")
+E = TypeVar("E", bound=Event)
+Asked = Callable[[SyncState], Coroutine[Any, Any, Any]]
+
+
+@coroutine
+def _suspended() -> Generator[None, None, None]:
+    yield
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A delta that was handed to the link."""
+
+    push: Push
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A push that was written down as ended."""
+
+    push_id: int
+    version: VersionId | None
+    why: str
 
 
 def version(counter: int) -> VersionId:
@@ -33,10 +56,10 @@ class Trainer:
     Attributes:
         link: how it stands; `changes` changes it.
         metrics: what was counted.
-        done: effects, the oldest first; `forget` empties it.
-        interrupts: raised instead of carrying out an effect of this type, once.
-        fails: what the next `Land` answers.
-        bad: what the next `Freeze` answers.
+        calls: names of the ports that were called, polls aside, and of events for the session.
+        interrupts: the port in whose next call Ctrl-C comes.
+        fails: what the next merge fails with, before it has touched the model.
+        bad: what the next freeze finds.
     """
 
     config: RunConfig
@@ -44,10 +67,16 @@ class Trainer:
     now: float = 100.0
     totals: Work = field(default_factory=Work)
     step: int = 0
-    done: list[Effect | Event] = field(default_factory=list)
-    interrupts: type[Effect | Event] | None = None
-    fails: effects.Failed | None = None
-    bad: effects.NonFinite | None = None
+    calls: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # for the session
+    offered: list[Offered] = field(default_factory=list)
+    merged: list[Landing] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)  # seconds of each wait, at most
+    lines: list[str] = field(default_factory=list)  # of the log
+    interrupts: str | None = None
+    fails: Exception | None = None
+    bad: NonFinite | None = None
     norm: float | None = 1.0  # of what is frozen
     metrics: SyncMetrics = field(default_factory=SyncMetrics)
 
@@ -56,8 +85,8 @@ class Trainer:
         self._turns: list[Any] = []
         self._arrivals: dict[int, Arrival] = {}
         self._rejections: dict[int, Rejection] = {}
-        self._steps: Steps[Any] | None = None
-        self._to_do: list[Callable[[SyncState], Steps[Any]]] = []
+        self._boundary: Coroutine[Any, Any, Any] | None = None
+        self._to_do: list[Asked] = []
         self._ids = 0
         self._is_waiting = False
         self.result: Any = None
@@ -67,6 +96,7 @@ class Trainer:
         number = self.config.num_fragments
         self.state = SyncState(
             worker_id="me",
+            ports=self,
             link=self.link,
             options=self.options,
             chunks=[2] * number,
@@ -80,7 +110,7 @@ class Trainer:
         )
         if not bases:
             self.is_welcome()
-            self.does(look)
+            self.does(boundary.poll)
         return self
 
     def _draw(self) -> int:
@@ -89,11 +119,11 @@ class Trainer:
 
     # What happens.
 
-    def does(self, *what: Callable[[SyncState], Steps[Any]]) -> Trainer:
+    def does(self, *what: Asked) -> Trainer:
         """Do one after the other, until all is done or it waits."""
         assert not self._is_waiting, "it stands still"
         self._to_do += what
-        self._go_on(None)
+        self._go_on()
         return self
 
     def steps(self, number: int) -> Trainer:
@@ -108,7 +138,7 @@ class Trainer:
         """Something has come, or time has passed."""
         if self._is_waiting:
             self._is_waiting = False
-            self._go_on(self._sight())
+            self._go_on()
         return self
 
     def passes(self, seconds: float) -> Trainer:
@@ -165,67 +195,111 @@ class Trainer:
         return self._is_waiting
 
     def all(self, kind: type[E]) -> list[E]:
-        return [effect for effect in self.done if isinstance(effect, kind)]
+        """The events of this kind that the session was handed."""
+        return [event for event in self.events if isinstance(event, kind)]
 
     def forget(self) -> None:
-        self.done.clear()
-
-    @property
-    def kinds(self) -> list[str]:
-        """What was done, without looks."""
-        return [type(e).__name__ for e in self.done if not isinstance(e, effects.Look)]
+        for what in (self.calls, self.events, self.offered, self.merged, self.ended, self.lines):
+            what.clear()
 
     @property
     def pushes(self) -> list[Push]:
-        return [offer.flight.push for offer in self.all(effects.Offer)]
+        return [each.push for each in self.offered]
 
     @property
     def outcomes(self) -> list[str]:
         """How the model was changed."""
-        return [land.landing.outcome.value for land in self.all(effects.Land)]
+        return [landing.outcome.value for landing in self.merged]
 
     @property
     def said(self) -> str:
-        told = [e for e in self.done if isinstance(e, effects.Say | effects.Trouble)]
-        return "\n".join(each.text for each in told)
+        return "\n".join(self.lines)
 
-    # Carrying out.
-
-    def _go_on(self, answer: Answer) -> None:
-        while self._steps is not None or self._to_do:
-            if self._steps is None:
-                self._steps, answer = self._to_do.pop(0)(self.state), None
+    def _go_on(self) -> None:
+        while self._boundary is not None or self._to_do:
+            if self._boundary is None:
+                self._boundary = self._to_do.pop(0)(self.state)
             try:
-                effect = self._steps.send(answer)
+                self._boundary.send(None)
             except StopIteration as end:
-                self._steps, self.result = None, end.value
-                continue
-            self.state.schedule.check_invariants()
-            if self.interrupts is not None and isinstance(effect, self.interrupts):
-                self.interrupts = self._steps = None
+                self._boundary, self.result = None, end.value
+            except KeyboardInterrupt:
+                self._boundary = None
                 self._to_do.clear()
+            if self._is_waiting:
                 return
-            self.done.append(effect)
-            if isinstance(effect, effects.Wait):
-                self._is_waiting = True
-                return
-            answer = self._answer(effect)
 
-    def _answer(self, effect: Effect | Event) -> Answer:
-        match effect:
-            case effects.Look():
-                return self._sight()
-            case effects.ReadReports():
-                return self.totals
-            case effects.Freeze(push):
-                bad, self.bad = self.bad, None
-                return bad or effects.Frozen(replace(push, norm=self.norm), self.link.reconnections)
-            case effects.Land():
-                failed, self.fails = self.fails, None
-                return failed
-        return None
+    # The ports.
 
-    def _sight(self) -> Sight:
+    def _called(self, name: str) -> None:
+        self.state.schedule.check_invariants()
+        if self.interrupts == name:
+            self.interrupts = None
+            raise KeyboardInterrupt
+        self.calls.append(name)
+
+    def poll(self) -> Poll:
         news = News(tuple(self._turns), self._arrivals, self._rejections)
         self._turns, self._arrivals, self._rejections = [], {}, {}
-        return Sight(news, self.link, self.totals)
+        return Poll(news, self.link, self.totals)
+
+    async def wait(self, seconds: float) -> Poll:
+        self._called("wait")
+        self.waited.append(seconds)
+        self._is_waiting = True
+        await _suspended()
+        return self.poll()
+
+    def notify(self, event: Event) -> None:
+        self._called(type(event).__name__)
+        self.events.append(event)
+
+    def offer(self, flight: Flight, *, is_new: bool) -> None:
+        self._called("offer")
+        self.offered.append(Offered(flight.push, is_new))
+
+    def check_model(self) -> None:
+        self._called("check_model")
+
+    async def freeze(self, push: Push) -> Push | NonFinite:
+        self._called("freeze")
+        bad, self.bad = self.bad, None
+        return bad or replace(push, norm=self.norm)
+
+    def keep_anchor(self, fragment: int) -> None:
+        self._called("keep_anchor")
+
+    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+        self._called("merge")
+        self.merged.append(landing)
+        failed, self.fails = self.fails, None
+        if failed is not None:
+            raise MergeFailed from failed
+
+    def has_begun(self, fragment: int, landing: Landing) -> bool:
+        return False
+
+    def read_reports(self) -> Work:
+        self._called("read_reports")
+        return self.totals
+
+    def show_waiting(self) -> None:
+        self._called("show_waiting")
+
+    def beat(self) -> None:
+        self._called("beat")
+        self.events.append(BeatNow())
+
+    def log(self, text: str, *, is_warning: bool = False) -> None:
+        self._called("log")
+        self.lines.append(text)
+
+    def trouble(self, text: str, cause: BaseException | None = None) -> None:
+        self._called("trouble")
+        self.lines.append(text)
+
+    def push_ended(
+        self, push_id: int, fragment: int, version: VersionId | None = None, why: str = ""
+    ) -> None:
+        self._called("push_ended")
+        self.ended.append(Ended(push_id, version, why))

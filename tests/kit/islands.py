@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diloco_worker import DiLoCoWorker
-from diloco_worker.group import leading, waiting
+from diloco_worker.group import ports, waiting
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
@@ -154,7 +154,7 @@ def train_island(
         given, called, group, tied = spread(kind, model)  # type: ignore[assignment]
     optimizer = torch.optim.SGD(given.parameters(), lr=0.05, momentum=0.5)
     if options.get("dies_in"):
-        leading.WORD_EVERY_S = 3600.0  # a leader notices at once that it is left
+        ports.POLL_EVERY_S = 3600.0  # a leader notices at once that it is left
     if options.get("dies_as") == rank and not Path(f"{out}.died").exists():
         die_in(options["dies_in"], Path(f"{out}.died"))
     made = DiLoCoWorker(
@@ -203,20 +203,20 @@ def call_alone(diloco: DiLoCoWorker, name: str) -> None:
 
 def forbid_words_while_leaving() -> None:
     """The others do not listen to the group any more; what is said there may wait for ever."""
-    from diloco_worker.group.leading import LeadingDriver
+    from diloco_worker.group.ports import LeaderPorts
     from diloco_worker.model.spread.ranks import Ranks
 
-    leave = LeadingDriver.leave
+    leave = LeaderPorts.leave
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a word over the group while the leader leaves")
 
-    def leave_in_silence(self: LeadingDriver, *, hasty: bool) -> None:
+    def leave_in_silence(self: LeaderPorts, steps: Callable[[], object], *, hasty: bool) -> None:
         for name in ("broadcast", "gather", "total"):
             setattr(Ranks, name, refuse)
-        leave(self, hasty=hasty)
+        leave(self, steps, hasty=hasty)
 
-    LeadingDriver.leave = leave_in_silence  # type: ignore[method-assign]
+    LeaderPorts.leave = leave_in_silence  # type: ignore[method-assign]
 
 
 def a_batch(worker_id: str, step: int) -> Tensor:
@@ -226,8 +226,7 @@ def a_batch(worker_id: str, step: int) -> Tensor:
 
 def die_in(phase: str, mark: Path) -> None:
     """This process is killed where it does that for the third time."""
-    from diloco_worker.group.following import Follower
-    from diloco_worker.group.leading import LeadingDriver
+    from diloco_worker.group.ports import FollowerPorts, LeaderPorts
     from diloco_worker.model.spread.spread_tensors import SpreadTensors
     from diloco_worker.transport.lanes.lane import LaneThread
     from diloco_worker.transport.link import Link
@@ -237,7 +236,7 @@ def die_in(phase: str, mark: Path) -> None:
         "freezing": (SpreadTensors, "delta"),
         "merging": (SpreadTensors, "bring_in"),
         "pushing": (Link, "send") if leads else (LaneThread, "_send"),
-        "waiting": (LeadingDriver, "_wait") if leads else (Follower, "_wait"),
+        "waiting": (LeaderPorts if leads else FollowerPorts, "wait"),
     }[phase]
     owner, name = target
     inner = getattr(owner, name)

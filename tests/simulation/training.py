@@ -1,6 +1,6 @@
 """The training thread of a simulated worker: the boundary of the product, without a tensor.
 
-`sync.boundary` decides; what it wants done is done here. Where it waits, this is a generator that
+`sync.boundary` decides; these are its ports. Where it waits, this is a generator that
 yields: seconds of training, or None until there may be something new.
 """
 
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
+from types import coroutine
 from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.messages import Heartbeat, Push
-from diloco_worker.session.events import Depart, Event, Offer
-from diloco_worker.session.news import LinkState, Sight, Work
-from diloco_worker.sync import boundary, effects
-from diloco_worker.sync.effects import Answer, Effect, Steps
-from diloco_worker.sync.fragment import Fragment, TrainingBase
-from diloco_worker.sync.landings import look
+from diloco_protocol.version import VersionId
+from diloco_worker.session.events import BeatNow, Depart, Event, Offer
+from diloco_worker.session.news import LinkState, Poll, Work
+from diloco_worker.sync import boundary
+from diloco_worker.sync.fragment import Flight, Fragment, Landing, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
 from diloco_worker.sync.state import SyncState
@@ -45,6 +45,11 @@ class Habits:
     look_s: float = 5.0  # after which it looks around by itself while it waits
     heartbeat_interval: float | None = None  # seconds; None: as the broker has it
     processes: int = 1  # that are this worker together
+
+
+@coroutine
+def _waiting() -> Generator[None, None, None]:
+    yield None
 
 
 class Training:
@@ -108,15 +113,15 @@ class Training:
         worker, dice = self.worker, self.worker.world.dice
         yield from self._await_model()
         state = self.state = self._begins()
-        yield from self._carry_out(look(state))
+        yield from boundary.poll(state).__await__()
         while not self.leaving:
             yield dice.uniform(0.8, 1.2) / worker.habits.speed
             if worker.units is not None:
                 worker.units.step()
-            yield from self._carry_out(boundary.after_step(state, self.step + 1))
+            yield from boundary.after_step(state, self.step + 1).__await__()
             if dice.random() < worker.habits.forces:
-                yield from self._carry_out(boundary.force(state))
-        yield from self._carry_out(boundary.leave(state))
+                yield from boundary.force(state).__await__()
+        yield from boundary.leave(state).__await__()
         worker.command(Depart())
         while True:
             yield None
@@ -138,6 +143,7 @@ class Training:
         taken = {number: worker.inbox.take(number) for number in list(worker.inbox.arrivals)}
         return SyncState(
             worker_id=worker.worker_id,
+            ports=self,
             link=self._link_state(),
             options=Options(
                 sync_every=habits.wants.get("sync_every"),
@@ -160,42 +166,67 @@ class Training:
             draw=lambda: world.dice.getrandbits(64),
         )
 
-    def _carry_out(self, steps: Steps[Any]) -> Generator[float | None, None, None]:
-        answer: Answer = None
-        while True:
-            try:
-                effect = steps.send(answer)
-            except StopIteration:
-                return
-            if isinstance(effect, effects.Wait):
-                yield None
-            answer = self._do(effect)
+    # The ports.
 
-    def _do(self, effect: Effect | Event) -> Answer:
+    def poll(self) -> Poll:
+        self._check()
+        state = self.state
+        for each in state.fragments if state else ():
+            if not each.is_torn:
+                self.residuals.landed(each)
+        return Poll(self.worker.inbox.take_news(), self._link_state(), self._totals())
+
+    async def wait(self, seconds: float) -> Poll:
+        await _waiting()
+        return self.poll()
+
+    def notify(self, event: Event) -> None:
+        self._check()
+        self.worker.command(event)
+
+    def offer(self, flight: Flight, *, is_new: bool) -> None:
+        self.notify(Offer(flight.push))
+
+    def check_model(self) -> None:
+        self._check()
+
+    async def freeze(self, push: Push) -> Push:
+        self._check()
+        return self._freeze(push)
+
+    def keep_anchor(self, fragment: int) -> None:
+        self._check()
+
+    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+        self._check()
+        self.residuals.lands(self.fragments[fragment], landing)
+
+    def has_begun(self, fragment: int, landing: Landing) -> bool:
+        return False
+
+    def read_reports(self) -> Work:
+        return self._totals()
+
+    def show_waiting(self) -> None:
+        self._check()
+
+    def beat(self) -> None:
+        self.notify(BeatNow())
+
+    def log(self, text: str, *, is_warning: bool = False) -> None:
+        self.worker.world.tell(self.worker.name, text)
+
+    def trouble(self, text: str, cause: BaseException | None = None) -> None:
+        self.worker.world.tell(self.worker.name, text)
+
+    def push_ended(
+        self, push_id: int, fragment: int, version: VersionId | None = None, why: str = ""
+    ) -> None:
+        self.endings[fragment] = self.endings.get(fragment, 0) + 1
+
+    def _check(self) -> None:
         assert self.state is not None
-        worker = self.worker
         self.state.schedule.check_invariants()
-        match effect:
-            case effects.Land(number, landing):
-                self.residuals.lands(self.state.fragments[number], landing)
-            case effects.Look() | effects.Wait():
-                for each in self.state.fragments:
-                    if not each.is_torn:
-                        self.residuals.landed(each)
-                return Sight(worker.inbox.take_news(), self._link_state(), self._totals())
-            case effects.ReadReports():
-                return self._totals()
-            case effects.Freeze(push):
-                return effects.Frozen(self._freeze(push), worker.session.connection.reconnections)
-            case effects.Offer(flight):
-                worker.command(Offer(flight.push))
-            case Event():
-                worker.command(effect)
-            case effects.PushEnded(_, fragment):
-                self.endings[fragment] = self.endings.get(fragment, 0) + 1
-            case effects.Say(text) | effects.Trouble(text):
-                worker.world.tell(worker.name, text)
-        return None
 
     def _freeze(self, push: Push) -> Push:
         """The push as this worker makes it; the referee knows of it from now on."""

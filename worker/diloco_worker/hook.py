@@ -34,18 +34,13 @@ from diloco_worker.group.beginning import (
     same_resumption,
     same_settings,
 )
-from diloco_worker.group.following import Follower
-from diloco_worker.group.leading import LeadingDriver
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.session.events import BeatNow
-from diloco_worker.sync import boundary
-from diloco_worker.sync.effects import Steps
 from diloco_worker.sync.metrics import SyncMetrics
-from diloco_worker.sync.state import SyncState
 from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
@@ -178,7 +173,6 @@ class DiLoCoWorker(RunView):
             self._tensors.may_pin = self._settings.pin_memory is not False
             self._unstarted = start.Unstarted(model, counted, self.worker_id)
         self._driver: Driver | None = None
-        self._group: LeadingDriver | Follower | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
         self._audit: PushLog | None = None
@@ -271,11 +265,7 @@ class DiLoCoWorker(RunView):
             cycle_start=self._cycle_start,
             opened=self._opened,
         )
-        if ranks is None:
-            self._driver = stay.begin()
-        else:
-            self._group = begin_together(stay, ranks)
-            self._driver = cast(Driver, self._group)
+        self._driver = stay.begin() if ranks is None else begin_together(stay, ranks)
         opened = self.units.started
         opened() if ranks is None else ranks.agreed(opened)
         self._resumption = self._carried = None
@@ -376,13 +366,10 @@ class DiLoCoWorker(RunView):
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
         others reach theirs when they do, so this may wait up to a whole round (with fragments P).
         """
-        if (
-            self._driver is None
-            or self._link is None
-            or (self._ranks is None and self._link.has_ended)
-        ):
+        driver, link = self._driver, self._link
+        if driver is None or link is None or (self._ranks is None and link.has_ended):
             return False
-        return self._between_steps(boundary.force)
+        return self._between_steps(driver.force)
 
     def load_global(self) -> bool:
         """Put the newest global parameters into the model: these are the ones to evaluate.
@@ -396,7 +383,7 @@ class DiLoCoWorker(RunView):
         if self._ranks is None and self._link.has_ended:
             logger.warning("load_global() came after the worker has left; the model is as it was.")
             return False
-        return self._between_steps(boundary.load)
+        return self._between_steps(self._driver.load)
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """`with diloco.global_parameters():` the model has those that this worker received last.
@@ -428,32 +415,22 @@ class DiLoCoWorker(RunView):
         """
         self._termination.is_watched = True
         self._termination.tell()
-        if self._group is not None:
-            return self._group.agreed.stop_reason  # the same at all processes
-        return self._termination.reason or (self._link.stopping if self._link else None)
+        return self._facts.stop_reason or self._termination.reason
 
     @property
     def run_is_over(self) -> bool:
         """True once the broker has said so. Unlike `should_stop` it leaves SIGTERM to this worker."""
-        if self._group is not None:
-            return self._group.agreed.is_over
-        return self._link is not None and self._link.stopping is not None
+        return self._facts.is_over
 
     @property
     def should_save(self) -> bool:
         """An operator asks for a save (`diloco-broker save-all`); True until `saved` is called."""
-        return self._link is not None and self._save_order not in (0, self._saved)
-
-    @property
-    def _save_order(self) -> int:
-        if self._group is not None:
-            return self._group.agreed.save_order
-        return self._link.save_order if self._link is not None else 0
+        return self._facts.save_order not in (0, self._saved)
 
     def saved(self) -> None:
         """Tell the broker that the script has saved; the next heartbeat says so, at once."""
         if self._link is not None and self.should_save:
-            self._saved = self._save_order
+            self._saved = self._facts.save_order
             self._publish()
             self._link.tell(BeatNow())
 
@@ -573,12 +550,10 @@ class DiLoCoWorker(RunView):
         self._publish()
         self._pace.resume(self._clock())
 
-    def _between_steps(self, action: Callable[[SyncState], Steps[bool]]) -> bool:
+    def _between_steps(self, action: Callable[[], bool]) -> bool:
         """Something that the script asks for between two steps; its time is no training."""
-        driver = self._driver
-        assert driver is not None
         began = self._clock()
-        done = self._guarded(lambda: driver.between_steps(action))
+        done = self._guarded(action)
         self._steps.changed()
         self._publish()
         self._pace.leave_out(self._clock() - began)
@@ -592,6 +567,8 @@ class DiLoCoWorker(RunView):
         except GroupBroken:
             raise
         except Exception as error:
+            if self._ranks is not None:
+                raise GroupBroken(f"Synchronising failed in this process: {error!r}") from error
             logger.exception("Synchronising failed; training goes on, next attempt in a round.")
             if self._driver is not None:
                 self._driver.state.schedule.restart(self._step)
@@ -602,7 +579,8 @@ class DiLoCoWorker(RunView):
     def _trouble(self, text: str) -> None:
         """Training goes on, and something is wrong with it: the broker hears of it at once."""
         if self._driver is not None and self._link is not None:
-            self._driver.trouble(text)
+            logger.warning("%s", text)
+            self._link.last_error = text
             self._publish()
             self._link.tell(BeatNow())
 

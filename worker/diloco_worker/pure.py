@@ -1,22 +1,21 @@
 """A worker without its world: for whoever has a network, a model and a clock of their own.
 
 Its conversation with the broker (`Session`, which takes `events` and asks for `effects`), what it keeps
-for training (`Inbox`), what happens after each optimizer step (`after_step`, over a `SyncState`; what it
-asks for is in `sync_effects`), and the one place where effects are carried out, whose ports are handed
+for training (`Inbox`), what happens after each optimizer step (`after_step`, over a `SyncState` and its
+`Ports`), and the one place where effects are carried out, whose ports are handed
 in. A simulation in which these decide waits, overlaps and merges when a real worker does. Nothing here
 reaches torch, a socket or the clock.
 """
 
 from diloco_worker.session import effects, events
 from diloco_worker.session.downloads import DOWNLOAD_WINDOW
-from diloco_worker.session.news import LinkState, Sight, Work
+from diloco_worker.session.news import LinkState, Poll, Work
 from diloco_worker.session.session import Session
-from diloco_worker.sync import effects as sync_effects
-from diloco_worker.sync.boundary import after_step
-from diloco_worker.sync.fragment import TrainingBase
-from diloco_worker.sync.landings import look
+from diloco_worker.sync.boundary import after_step, poll
+from diloco_worker.sync.fragment import Flight, Landing, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
+from diloco_worker.sync.ports import NonFinite, Ports
 from diloco_worker.sync.state import SyncState
 from diloco_worker.transport.executor import Executor
 from diloco_worker.transport.inbox import Inbox
@@ -24,18 +23,21 @@ from diloco_worker.transport.inbox import Inbox
 __all__ = [
     "DOWNLOAD_WINDOW",
     "Executor",
+    "Flight",
     "Inbox",
+    "Landing",
     "LinkState",
+    "NonFinite",
     "Options",
+    "Poll",
+    "Ports",
     "Session",
     "SyncMetrics",
     "SyncState",
     "TrainingBase",
-    "Sight",
     "Work",
     "after_step",
     "effects",
     "events",
-    "look",
-    "sync_effects",
+    "poll",
 ]

@@ -23,8 +23,7 @@ from torch import Tensor
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.errors import UsageError
 from diloco_worker.client import DiLoCoClient
-from diloco_worker.training.driver import DRIVERS
-from diloco_worker.training.in_turn import RunStandsStill, Turns
+from diloco_worker.training.in_turn import RUNS, RunStandsStill, Turns
 
 __all__ = ["LocalRun", "RunStandsStill"]
 
@@ -71,7 +70,7 @@ class LocalRun:
         self._turns = Turns(patience, self._why_it_stands)
 
     def __enter__(self) -> LocalRun:
-        DRIVERS[self.server] = self._turns.driver
+        RUNS[self.server] = self._turns
         self.broker.start()
         return self
 
@@ -79,7 +78,7 @@ class LocalRun:
         try:
             self.broker.stop()
         finally:
-            DRIVERS.pop(self.server, None)
+            RUNS.pop(self.server, None)
             self._folder.cleanup()
 
     def global_parameters(self) -> dict[str, Tensor]:
@@ -117,7 +116,7 @@ class LocalRun:
         return [each.result() for each in futures]
 
     def _why_it_stands(self) -> str:
-        wanted, here = self.broker.config.workers, [w.worker_id for w in self._turns.drivers]
+        wanted, here = self.broker.config.workers, self._turns.worker_ids
         if len(here) < wanted:
             return f"the run has {wanted} workers and {len(here)} of them are here"
         return f"one of {', '.join(sorted(here))} makes no steps"

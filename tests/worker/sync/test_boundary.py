@@ -10,15 +10,16 @@ from diloco_protocol import Bitmap, Counted, Ledger, RunConfig
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import BeatNow, RequestVersion, VerifyPushes
 from diloco_worker.session.news import Work
-from diloco_worker.sync import boundary, effects
+from diloco_worker.sync import boundary
 from diloco_worker.sync.fragment import Flight, TrainingBase
 from diloco_worker.sync.patience import HASTY_S, Options
+from diloco_worker.sync.ports import NonFinite
 from diloco_worker.sync.resumption import resume
 from diloco_worker.sync.schedule import SchedulePlace
 from kit.boundary_harness import Trainer, version
 
 H = 4
-AT_A_SLOT = ["ReadReports", "CheckModel", "BeatNow", "Freeze", "Offer"]
+AT_A_SLOT = ["read_reports", "check_model", "beat", "freeze", "offer"]
 
 
 def config(**changes: Any) -> RunConfig:
@@ -41,9 +42,9 @@ def at_the_boundary(**changes: Any) -> Trainer:
 
 def test_at_a_slot_the_delta_is_frozen_offered_and_waited_for() -> None:
     training = trainer().steps(H - 1)
-    assert training.kinds == [], "between boundaries nothing is done"
+    assert training.calls == [], "between boundaries nothing is done"
     training.steps(1)
-    assert training.kinds == [*AT_A_SLOT, "StandStill", "Wait"]
+    assert training.calls == [*AT_A_SLOT, "show_waiting", "wait"]
     (push,) = training.pushes
     assert (push.fragment, push.base, push.steps, push.norm) == (0, version(0), H, 1.0)
     assert push.wire_dtype == training.config.wire_dtype
@@ -58,9 +59,9 @@ def test_reply_is_merged_and_training_goes_on() -> None:
     training.forget()
     training.receives(1, counted=push)
     assert not training.waits()
-    assert training.kinds == ["Land", "PushEnded", "BeatNow", "Say"]
+    assert training.calls == ["merge", "push_ended", "beat", "log"]
     assert training.outcomes == ["counted"]
-    assert training.all(effects.PushEnded)[0].version == version(1)
+    assert training.ended[0].version == version(1)
     assert training.said.endswith("has 4 steps of this worker, norm 1, staleness 0; waited 2.5 s.")
     assert (training.metrics.rounds, training.metrics.seconds_waited) == (1, 2.5)
     assert training.steps(H).pushes[-1].base == version(1)
@@ -110,7 +111,7 @@ def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reas
     training.forget()
     training.changes(**changes)
     assert not training.waits()
-    assert training.kinds == ["KeepAnchor", "Trouble"]
+    assert training.calls == ["keep_anchor", "trouble"]
     assert f"Training goes on with 4 steps in flight: {reason}." in training.said
     training.steps(1)
     assert training.state.unsynced_steps == H + 1
@@ -119,8 +120,8 @@ def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reas
 def test_it_looks_again_when_silence_would_end_the_waiting() -> None:
     training = trainer(Options(timeout=20.0))
     training.changes(silence=5.0)
-    (wait,) = training.steps(H).all(effects.Wait)
-    assert wait.seconds == 15.0
+    (seconds,) = training.steps(H).waited
+    assert seconds == 15.0
 
 
 # Training goes on behind a freeze.
@@ -172,7 +173,7 @@ def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(
     assert training.outcomes == ["rejected"]
     assert training.state.schedule.cursor == next_round, "any round but a closed one wants the push"
     assert len(training.all(RequestVersion)) == requests
-    (ended,) = training.all(effects.PushEnded)
+    (ended,) = training.ended
     assert (ended.version, ended.why) == (None, code)
     assert training.metrics.rejected == 1
 
@@ -196,7 +197,7 @@ def test_pushes_in_few_bits_that_are_refused_one_after_another_are_kept_up_to_tw
         assert dropped(training) == last
         training.steps(H).receives(counter, counted=training.pushes[-1])
     assert dropped(training) == []
-    settled = [land.landing.settled for land in training.all(effects.Land)]
+    settled = [landing.settled for landing in training.merged]
     assert settled[-1].keys() == {*last, training.pushes[-1].push_id}
     given_up = [push for each in settled[:6] for push in each]
     assert given_up == [p.push_id for p in training.pushes[: 6 - kept]] * bool(kept)
@@ -210,7 +211,7 @@ def dropped(training: Trainer) -> list[int]:
 
 def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() -> None:
     training = trainer(num_fragments=2)
-    training.bad = effects.NonFinite("layer.weight")
+    training.bad = NonFinite("layer.weight")
     training.steps(2)
     assert not training.waits()
     assert training.pushes == []
@@ -224,7 +225,7 @@ def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
     training.receives(7, superseding="an earlier life has sent them").steps(1)
     assert training.outcomes == ["superseded"]
     assert "5 steps of fragment 0" in training.said
-    assert training.all(effects.PushEnded)[0].why == "superseded"
+    assert training.ended[0].why == "superseded"
 
 
 # What is broken off.
@@ -233,8 +234,8 @@ def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
 def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that_failed() -> None:
     """Nothing that has come asks for it, so it must not be forgotten."""
     training = trainer()
-    training.bad = effects.NonFinite("layer.weight")
-    training.fails = effects.Failed(MemoryError("full"), is_torn=False)
+    training.bad = NonFinite("layer.weight")
+    training.fails = MemoryError("full")
     training.steps(H)
     assert training.state.is_torn
     training.steps(1)
@@ -242,9 +243,9 @@ def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that
     assert not training.state.is_torn
 
 
-@pytest.mark.parametrize("where", [effects.Offer, effects.StandStill, effects.Wait])
+@pytest.mark.parametrize("where", ["offer", "show_waiting", "wait"])
 def test_what_ctrl_c_broke_off_is_done_once_behind_the_next_step(
-    where: type[effects.Effect],
+    where: str,
 ) -> None:
     training = trainer()
     training.interrupts = where
@@ -252,7 +253,7 @@ def test_what_ctrl_c_broke_off_is_done_once_behind_the_next_step(
     (push,) = training.pushes
     assert push.steps == H
     assert training.waits()
-    training.interrupts = effects.Land
+    training.interrupts = "merge"
     training.receives(1, counted=push)
     assert training.outcomes == []
     training.steps(1)
@@ -327,7 +328,7 @@ def test_process_about_to_end_waits_only_for_its_chunks(where: str) -> None:
     training = leaving(hasty=True)
     flight = training.state.fragments[0].flight
     assert flight is not None
-    assert training.all(effects.Wait)[-1].seconds <= HASTY_S
+    assert training.waited[-1] <= HASTY_S
     training.changes(**{where: frozenset({flight.push_id})})
     assert not training.waits()
 
@@ -357,9 +358,9 @@ def test_resumed_worker_keeps_its_place_and_offers_what_was_in_flight() -> None:
     flight = in_flight()
     ledger = Ledger({"me": (Counted(77),)})
     training = resumed(ledger, flight, arrives={"counter": 5})
-    assert training.kinds == ["VerifyPushes", "Offer", "Say"]
+    assert training.calls == ["VerifyPushes", "offer", "log"]
     assert training.all(VerifyPushes)[0].known == {77, flight.push_id}
-    assert not training.all(effects.Offer)[0].is_new
+    assert not training.offered[0].is_new
     assert "step 6, 2 steps into the cycle" in training.said
     training.steps(2)
     assert training.waits(), "its boundary is where it was"

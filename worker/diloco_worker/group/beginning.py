@@ -15,9 +15,7 @@ from typing import Any
 from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.version import digest_of, tag_of
-from diloco_worker.group import orders
-from diloco_worker.group.following import Follower, LaneLink
-from diloco_worker.group.leading import LeadingDriver
+from diloco_worker.group.ports import FollowerPorts, LaneLink, LeaderPorts
 from diloco_worker.group.waiting import said_when_long
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.placement import CPU
@@ -25,6 +23,7 @@ from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.session.compatibility import Terms, cut
 from diloco_worker.training import start
+from diloco_worker.training.driver import Driver
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.settings import Settings
 from diloco_worker.training.stay import Stay
@@ -33,6 +32,10 @@ from diloco_worker.transport.lanes.hub import Hub
 from diloco_worker.transport.lanes.lane import LaneThread
 from diloco_worker.transport.lanes.lane_buffers import LaneBuffers, numbers_of
 from diloco_worker.transport.lanes.words import Meeting
+
+# What the leader broadcasts until training begins: nothing yet, the terms of the run, that it begins, or
+# that it has failed.
+WAIT, TERMS, BEGIN, FAIL = "wait", "terms", "begin", "fail"
 
 NO_WAY = (
     "The processes of this worker are on several machines, and MASTER_ADDR is {reach!r}, by which the "
@@ -89,7 +92,7 @@ def same_resumption(ranks: Ranks, resumption: Resumption | None, step: int) -> N
             )
 
 
-def begin_together(stay: Stay, ranks: Ranks) -> LeadingDriver | Follower:
+def begin_together(stay: Stay, ranks: Ranks) -> Driver:
     """Join as one worker; raises as `DiLoCoWorker.start` does, at all processes."""
     tensors = stay.tensors
     assert isinstance(tensors, SpreadTensors)
@@ -129,7 +132,7 @@ class Initial:
             self._states.pop(fragment, None)
 
 
-def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
+def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
     reach = os.environ.get("MASTER_ADDR")
     hub = Hub(ranks.count, reach)
     try:
@@ -145,7 +148,7 @@ def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
         raise
 
     def tick() -> None:
-        ranks.broadcast([orders.WAIT])
+        ranks.broadcast([WAIT])
         if link.lost_process is not None:
             raise GroupBroken(f"{link.lost_process}; this worker has not begun.")
 
@@ -155,11 +158,11 @@ def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
         terms = link.terms
         assert terms is not None
         told = [asdict(terms.config), list(terms.plan), link.shard, link.has_forgotten]
-        ranks.broadcast([orders.TERMS, *told])
+        ranks.broadcast([TERMS, *told])
     except GroupBroken:
         raise
     except Exception as error:
-        ranks.broadcast([orders.FAIL, str(error)])
+        ranks.broadcast([FAIL, str(error)])
         raise
     if link.has_forgotten:
         stay.resumption = None
@@ -170,17 +173,26 @@ def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> LeadingDriver:
     initial.put(*_own_values(stay, ranks, tensors, terms))
     try:
         start.await_model(link, stay.patience(), tick=tick)
-        driver = LeadingDriver(**stay.of_driver(link), ranks=ranks)
     except GroupBroken:
         raise
     except Exception as error:
-        ranks.broadcast([orders.FAIL, str(error)])
+        ranks.broadcast([FAIL, str(error)])
         raise
+    ranks.broadcast([BEGIN, link.has_forgotten])  # it may have rejoined meanwhile
+    if link.has_forgotten:
+        stay.resumption = None
+    driver = stay.driver(LeaderPorts(**_of_group(stay, ranks, link)))
     initial.let_go([part.fragment for part in terms.layout.fragments])
     return driver
 
 
-def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Follower:
+def _of_group(stay: Stay, ranks: Ranks, link: Any) -> dict[str, Any]:
+    """The arguments of the ports of a rank."""
+    timeout = stay.settings.timeout
+    return {**stay.of_ports(link), "ranks": ranks, "metrics": stay.metrics, "timeout": timeout}
+
+
+def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
     ranks.gather(words.machine())
     told = ranks.broadcast()
     if told is None:
@@ -201,33 +213,34 @@ def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Follower:
     ranks.gather(None)
     lane.buffers.initial, _ = _own_values(stay, ranks, tensors, terms)
     lane.has_own_values()
-    return Follower(
-        ranks=ranks,
-        tensors=tensors,
-        link=link,
-        settings=stay.settings,
-        reports=stay.reports,
-        metrics=stay.metrics,
-        termination=stay.termination,
-        clock=stay.clock,
-        step=stay.step,
-        resumption=stay.resumption,
-    )
+    (has_forgotten,) = _heard(ranks, BEGIN)
+    if has_forgotten:
+        stay.resumption = None
+    return stay.driver(FollowerPorts(**_of_group(stay, ranks, link)))
 
 
 def _heard_terms(stay: Stay, ranks: Ranks, tensors: SpreadTensors, link: LaneLink) -> Terms:
+    config, plan, shard, has_forgotten = _heard(ranks, TERMS)
+    if has_forgotten:
+        stay.resumption = None
+    made = RunConfig(**config)
+    link.terms, link.shard = Terms(made, plan, cut(tensors.manifest, made, plan)), shard
+    return link.terms
+
+
+def _heard(ranks: Ranks, wanted: str) -> Sequence[Any]:
+    """What the leader says with this word, as soon as it does.
+
+    Raises:
+        UsageError: it has failed.
+    """
     while True:
-        name, *told = ranks.broadcast()
-        if name == orders.FAIL:
+        word, *told = ranks.broadcast()
+        heard: Sequence[Any] = told
+        if word == FAIL:
             raise UsageError(told[0])
-        if name == orders.TERMS:
-            config, plan, shard, has_forgotten = told
-            if has_forgotten:
-                stay.resumption = None
-            made = RunConfig(**config)
-            layout = cut(tensors.manifest, made, plan)
-            link.terms, link.shard = Terms(made, plan, layout), shard
-            return link.terms
+        if word == wanted:
+            return heard
 
 
 def _own_values(

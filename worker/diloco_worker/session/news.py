@@ -112,8 +112,8 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What a look has shown."""
+class Poll:
+    """What has arrived since the last poll, and how things stand."""
 
     news: News
     link: LinkState

@@ -1,100 +1,111 @@
-"""What happens after each optimizer step: freezing, waiting and merging, over all fragments. Pure.
+"""What happens after each optimizer step: freezing, waiting and merging, over all fragments.
 
-Between its slot and its apply point a fragment costs the training thread nothing: the link sends and
-receives meanwhile. `schedule` says whose turn it is and who may be waited for, `fragment` what becomes
-of one fragment, `freezing` how a delta begins, `waiting` how long it is waited for, and `landings` what
-is written down when it ends. Training begins with `look` of `landings`, or with `resumption`.
+With P fragments there are P *slots* in each cycle of H steps (Streaming DiLoCo, Douillard et al. 2025,
+arXiv 2501.18512). At a slot a fragment's delta is frozen and offered to the broker; when its reply is
+merged says `fragment.next_action`. In between it costs the training thread nothing: the link sends and
+receives meanwhile. `schedule` says whose turn it is and who may be waited for.
 
-All that can be asked for are generators that yield effects (`effects`). `training.driver` carries them
-out for the hook, and the simulator of the tests for a training thread without tensors.
+A boundary reads and changes a `SyncState`, and does the rest through its ports. It may be interrupted
+anywhere (Ctrl-C, an exception): what was decided and not done is done after the next step.
 """
 
 from __future__ import annotations
 
+from diloco_protocol import Code, RunConfig
+from diloco_protocol.messages import BUFFERS, Push
+from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import RequestVersion, StepsLost
-from diloco_worker.session.news import Arrival
-from diloco_worker.sync.effects import Look, Say, Steps, Trouble, Wait
-from diloco_worker.sync.fragment import Flight, Fragment, longest_wait
-from diloco_worker.sync.freezing import beat, freeze, offer, offer_frozen, read_reports
-from diloco_worker.sync.landings import look, settle
+from diloco_worker.session.news import Arrival, Work
+from diloco_worker.sync.fragment import (
+    Action,
+    Flight,
+    Fragment,
+    Landing,
+    Outcome,
+    merge_steps,
+    next_action,
+)
 from diloco_worker.sync.patience import HASTY_S, Leaving, Patience
+from diloco_worker.sync.ports import MergeFailed, NonFinite
 from diloco_worker.sync.schedule import TurnState
 from diloco_worker.sync.state import SyncState
-from diloco_worker.sync.waiting import look_again_in, say_line, wait_for, why_not
+
+# What a script or its hook calls.
 
 
-def after_step(state: SyncState, step: int) -> Steps[None]:
-    """An optimizer step has been taken. At the end training may go on."""
+async def after_step(state: SyncState, step: int) -> None:
+    """An optimizer step has been taken. Returns when training may go on."""
     state.step = step
-    merged = state.metrics.rounds
-    yield from look(state)
-    yield from offer_frozen(state)
+    counted = state.metrics.rounds
+    await poll(state)
+    _offer_frozen(state)
     for fragment in state.by_age():
-        flight = fragment.flight
-        if flight is not None and step >= flight.wait_at and not flight.let_go:
-            yield from wait_for(state, fragment)
+        if _must_wait(state, fragment):
+            await _wait_for(state, fragment)
     state.set_pace()
     if state.schedule.is_due(step) and not state.link.has_ended:
-        yield from _slot(state)
-    if state.metrics.rounds != merged:
+        await _use_slot(state)
+    if state.metrics.rounds != counted:
         # Displays count inner steps from here; the next heartbeat may be half a minute away.
-        yield from beat(state)
-    yield from say_line(state)
+        _beat(state)
+    _log_counted(state)
 
 
-def force(state: SyncState) -> Steps[bool]:
+async def force(state: SyncState) -> bool:
     """Take the next P turns now. Returns whether all of their deltas are in a version."""
-    counted, taken = 0, False
+    counted, has_taken = 0, False
     for _ in state.fragments:
-        yield from look(state)
-        yield from offer_frozen(state)
-        turn = yield from _take_turn(state)
+        await poll(state)
+        _offer_frozen(state)
+        turn = await _take_turn(state)
         if turn is None:
             break
-        taken = True
+        has_taken = True
         for fragment in turn:
-            counted += yield from wait_for(state, fragment)
-    if taken:
+            counted += await _wait_for(state, fragment)
+    if has_taken:
         state.schedule.restart(state.step)
     return counted == len(state.fragments)
 
 
-def load(state: SyncState) -> Steps[bool]:
-    """Put the newest version of every fragment into the model; False when they do not come."""
-    yield from look(state, now=True)
+async def load(state: SyncState) -> bool:
+    """Put the newest version of every fragment into the model; False when they do not arrive."""
+    ports = state.ports
+    await poll(state, now=True)
     for fragment in state.fragments:
-        yield RequestVersion(fragment.number)
+        ports.notify(RequestVersion(fragment.number))
     newest: dict[int, Arrival] = {}
     patience = Patience(state.clock)
-    sight = yield Look()
+    found = ports.poll()
     while True:
-        for number, arrival in state.take_in(sight).arrivals.items():
+        for number, arrival in state.take_in(found).arrivals.items():
             newest[number] = arrival.after(newest.get(number))
         if all(fragment.number in newest for fragment in state.fragments):
             break
-        reason = why_not(state)
+        reason = _why_not(state)
         if reason is not None:
-            yield Trouble(f"The newest parameters could not be loaded: {reason}.")
+            ports.trouble(f"The newest parameters could not be loaded: {reason}.")
             return False
         if patience.is_due():
-            yield Say(f"Waiting for the newest parameters; {state.link.description}.", True)
-        sight = yield Wait(patience.pause(look_again_in(state)))
+            what = f"Waiting for the newest parameters; {state.link.description}."
+            ports.log(what, is_warning=True)
+        found = await ports.wait(patience.pause(_silent_in(state)))
     for fragment in state.fragments:
         if fragment.rejection is not None or fragment.is_torn:
-            yield from settle(state, fragment)
+            await settle(state, fragment)
         if not fragment.is_torn:
             fragment.load(newest[fragment.number])
-            yield from settle(state, fragment)
+            await settle(state, fragment)
     # The steps since the last freeze are gone, and so is what was reported with them.
-    yield StepsLost()
-    yield from read_reports(state)
+    ports.notify(StepsLost())
+    state.totals = ports.read_reports()
     for fragment in state.fragments:
         state.restart_work(fragment)
     state.schedule.restart(state.step)
     return not state.is_torn
 
 
-def leave(state: SyncState, *, hasty: bool = False) -> Steps[None]:
+async def leave(state: SyncState, *, hasty: bool = False) -> None:
     """Wait for what is in flight, at most `timeout` seconds in all. The model stays as it is.
 
     A flight of a later round is not waited for, but its chunks are, so that it counts there. `hasty`:
@@ -105,25 +116,35 @@ def leave(state: SyncState, *, hasty: bool = False) -> Steps[None]:
     state.leaving = Leaving(state.clock() + limit, limit, hasty)
     for fragment in state.fragments:
         if fragment.is_torn:
-            yield from settle(state, fragment)
+            await settle(state, fragment)
     for fragment in state.by_age():
-        yield from wait_for(state, fragment)
-    yield from say_line(state, at_once=True)
+        await _wait_for(state, fragment)
+    _log_counted(state, at_once=True)
 
 
-def _slot(state: SyncState) -> Steps[None]:
+async def poll(state: SyncState, *, now: bool = False) -> None:
+    """Take in what has arrived, and merge what is due (`now`: all of it). Never waits."""
+    state.take_in(state.ports.poll())
+    for fragment in state.fragments:
+        await settle(state, fragment, now=now)
+
+
+# Slots and turns.
+
+
+async def _use_slot(state: SyncState) -> None:
     """A slot is due: take a turn, and wait for its reply where that is to be merged at once."""
-    turn = yield from _take_turn(state)
+    turn = await _take_turn(state)
     if turn is None:
         return  # it stays due
     state.schedule.use_slot(state.step)
     for fragment in turn:
-        if fragment.flight is not None and state.step >= fragment.flight.wait_at:
-            yield from wait_for(state, fragment)
+        if _must_wait(state, fragment):
+            await _wait_for(state, fragment)
     state.set_pace()
 
 
-def _take_turn(state: SyncState) -> Steps[list[Fragment] | None]:
+async def _take_turn(state: SyncState) -> list[Fragment] | None:
     """Push the fragment whose turn it is. Returns the fragment, if it is in flight for this turn now.
 
     None when the turn cannot be taken yet, because the fragment's last flight is still under way.
@@ -131,7 +152,7 @@ def _take_turn(state: SyncState) -> Steps[list[Fragment] | None]:
     schedule = state.schedule
     while schedule.turn() is TurnState.BUSY:
         fragment = state.fragments[schedule.fragment]
-        if why_not(state, fragment) is not None or not (yield from wait_for(state, fragment)):
+        if _why_not(state, fragment) is not None or not await _wait_for(state, fragment):
             return None
     fragment = state.fragments[schedule.fragment]
     match schedule.turn():
@@ -144,17 +165,357 @@ def _take_turn(state: SyncState) -> Steps[list[Fragment] | None]:
             schedule.skip()
             return [fragment]
         case _:
-            yield from settle(state, fragment, now=True)
+            await settle(state, fragment, now=True)
             if fragment.is_torn:
                 return None
-            if not (yield from freeze(state, fragment)):
+            if not await _freeze(state, fragment):
                 return []
-            yield from offer(state, fragment)
+            offer(state, fragment)
             return [fragment]
 
 
 def _wait_again(state: SyncState, flight: Flight) -> None:
-    """The flight counts as if it were frozen behind this step, as to when it is waited for."""
+    """The flight counts as if it were frozen after this step, as to when it is waited for."""
     flight.let_go = False
-    flight.wait_at = state.step + longest_wait(state.link.config, state.schedule.sync_every)
+    _, flight.wait_at = merge_steps(state.link.config, state.schedule.sync_every, state.step)
     flight.reconnections = state.link.reconnections
+
+
+# Freezing and offering.
+
+
+async def _freeze(state: SyncState, fragment: Fragment) -> bool:
+    """Freeze what was learnt since the fragment's last freeze. Returns whether it can be sent."""
+    began, config, ports = state.clock(), state.link.config, state.ports
+    state.totals = ports.read_reports()
+    work = state.work(fragment)
+    _warn_of_weights(state, work, config)
+    ports.check_model()
+    _beat(state)
+    dtype = state.options.wire_dtype or config.wire_dtype
+    frozen = await ports.freeze(
+        Push(
+            session=b"",
+            push_id=state.draw(),
+            fragment=fragment.number,
+            chunks=fragment.chunks,
+            wire_dtype=dtype,
+            base=fragment.version,
+            steps=work.steps,
+            tokens=work.tokens,
+            samples=work.samples,
+            loss=work.loss,
+            buffers=BUFFERS,
+        )
+    )
+    state.restart_work(fragment)
+    state.metrics.seconds_waited += state.clock() - began
+    if isinstance(frozen, Push):
+        merge_at, wait_at = merge_steps(config, state.schedule.sync_every, state.step)
+        reconnections = state.link.reconnections
+        fragment.take_off(Flight(frozen, state.step, merge_at, wait_at, reconnections))
+        _warn_of_zeros(state, fragment, frozen)
+        return True
+    state.metrics.rejected += 1
+    ports.trouble(
+        f"The pseudo-gradient of {work.steps} steps is not finite in {_where(frozen, dtype)}; it "
+        "was not sent, and the model is back at the last global parameters. The other workers wait "
+        "until the next boundary. If it happens again, lower the learning rate or clip gradients."
+    )
+    # What is not finite in one fragment has spread through the others.
+    ports.notify(StepsLost())
+    for each in state.fragments:
+        each.restore()
+        await settle(state, each)
+        state.restart_work(each)
+    return False
+
+
+def offer(state: SyncState, fragment: Fragment, *, is_new: bool = True) -> None:
+    """Hand what is frozen to the link. Interrupted, it is done again."""
+    flight, schedule = fragment.flight, state.schedule
+    assert flight is not None
+    if is_new and schedule.fragment == fragment.number and schedule.turn() is TurnState.FREE:
+        schedule.push()
+    state.ports.offer(flight, is_new=is_new)
+    flight.is_offered = True
+
+
+def _offer_frozen(state: SyncState) -> None:
+    """Offer what was frozen and not offered, because an interrupt came in between."""
+    for fragment in state.fragments:
+        flight = fragment.flight
+        if flight is not None and not flight.is_offered and not fragment.is_over:
+            offer(state, fragment)
+            if state.schedule.is_due(flight.began):
+                state.schedule.use_slot(flight.began)
+
+
+def _beat(state: SyncState) -> None:
+    if state.options.heartbeat_interval != 0:
+        state.ports.beat()
+
+
+def _warn_of_weights(state: SyncState, work: Work, config: RunConfig) -> None:
+    counts = {"tokens": work.tokens, "samples": work.samples}
+    name = config.weight_by
+    if counts.get(name, 1) <= 0 and not state.has_warned_of_weights:
+        state.has_warned_of_weights = True
+        state.ports.trouble(
+            f"This run weighs each contribution by its {name}, and none were reported; call "
+            f"report({name}=...) after each step, or the broker will refuse what this worker "
+            "sends."
+        )
+
+
+def _warn_of_zeros(state: SyncState, fragment: Fragment, push: Push) -> None:
+    """Warn once when a fragment was pushed twice in a row without having moved."""
+    if push.norm != 0:  # or not known
+        fragment.zeros = 0
+        state.has_warned_of_zeros &= any(each.zeros for each in state.fragments)
+        return
+    fragment.zeros += push.steps > 0  # without any step, zeros are no news
+    if push.steps and fragment.zeros >= 2 and not state.has_warned_of_zeros:
+        state.has_warned_of_zeros = True
+        whose = f"of fragment {fragment.number} " if len(state.fragments) > 1 else ""
+        state.ports.trouble(
+            f"The pseudo-gradient {whose}was all zeros twice in a row, the last time after "
+            f"{push.steps} optimizer steps: nothing is learnt there. Look for a learning rate of 0 (a "
+            "scheduler), frozen parameters, an optimizer over other parameters than the model's, or "
+            "updates too small for the model's dtype."
+        )
+
+
+def _where(bad: NonFinite, dtype: str) -> str:
+    if bad.is_buffer:
+        return (
+            f"{bad.name}, a buffer (one that is to hold infinities must hold them from the start)"
+        )
+    hint = " after rounding to fp16, whose largest value is 65504"
+    return bad.name + (hint if dtype == "fp16" else "")
+
+
+# Waiting.
+
+
+def _must_wait(state: SyncState, fragment: Fragment) -> bool:
+    """Whether training waits for this fragment's reply after the step that has been taken."""
+    flight = fragment.flight
+    return flight is not None and next_action(flight, state.step) is Action.WAIT
+
+
+async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
+    """Wait until the flight of a fragment has counted, and merge it. Returns whether it has.
+
+    Waits while the broker shows signs of life. Giving up, training goes on with the delta in flight.
+    When leaving, at most until that has taken too long, and the model stays as it is.
+    """
+    if fragment.flight is None:
+        return False
+    began, leaving, ports = state.clock(), state.leaving, state.ports
+    patience = Patience(state.clock)
+    ports.show_waiting()
+    found = ports.poll()
+    while True:
+        state.take_in(found)
+        outcome = await settle(state, fragment, now=True, touch_model=leaving is None)
+        flight = fragment.flight
+        if flight is None or fragment.is_torn:
+            break
+        reason = _why_not(state, fragment)
+        left = None if leaving is None else leaving.until - state.clock()
+        if leaving is not None and left is not None and left <= 0:
+            reason = reason or f"it took longer than {leaving.limit:g} s"
+        if reason is not None or not _is_worth_it(state, fragment.number, flight):
+            break
+        _log_counted(state)
+        if patience.is_due():
+            what = "the round to close" if state.schedule.common else "the version with this push"
+            ports.log(f"Waiting for {what}; {state.link.description}.", is_warning=True)
+        pause = patience.pause(min(_silent_in(state), state.lines.due_in))
+        found = await ports.wait(pause if left is None else min(pause, left))
+    state.metrics.seconds_waited += state.clock() - began
+    if flight is not None and not fragment.is_torn:
+        _stop_waiting(state, fragment, flight, reason)
+    return outcome is Outcome.COUNTED
+
+
+def _is_worth_it(state: SyncState, number: int, flight: Flight) -> bool:
+    """Whether waiting for a flight leads anywhere, if the broker is there.
+
+    A worker that leaves waits at least until the flight is in, or what is missing of it is lost: of one
+    that is put off nothing is taken before its round, which may be waiting for this worker. A broker
+    that goes away may give up the round in which the chunks are.
+    """
+    link, leaving = state.link, state.leaving
+    if state.schedule.may_wait(number) and not (leaving is not None and leaving.hasty):
+        return True
+    may_lack_chunks = link.is_restarting or flight.push_id not in link.uploaded | link.put_off
+    return leaving is not None and may_lack_chunks
+
+
+def _stop_waiting(state: SyncState, fragment: Fragment, flight: Flight, reason: str | None) -> None:
+    link, ports, is_leaving = state.link, state.ports, state.leaving is not None
+    round_ = state.schedule.rounds.get(fragment.number)
+    if not is_leaving and not flight.let_go:
+        ports.keep_anchor(fragment.number)
+        flight.let_go = True
+    if reason is None and flight.push_id in link.uploaded and is_leaving:
+        ports.log(
+            f"The pseudo-gradient of {flight.steps} steps is in at the broker, where it counts."
+        )
+    elif reason is None:
+        if fragment.told_carried != (flight.push_id, round_):
+            fragment.told_carried = (flight.push_id, round_)
+            what_follows = ", which may go on without it" if is_leaving else "; training goes on"
+            ports.log(
+                f"The pseudo-gradient of {flight.steps} steps is carried into round {round_}"
+                f"{what_follows}."
+            )
+    elif not is_leaving:
+        ports.trouble(
+            f"Training goes on with {flight.steps} steps in flight: {reason}. They are merged "
+            "when the broker has counted them."
+        )
+    else:
+        away = "; the broker restarts and was not back" if link.is_restarting else ""
+        ports.trouble(f"Leaving with {flight.steps} steps in flight: {reason}{away}.")
+
+
+def _why_not(state: SyncState, fragment: Fragment | None = None) -> str | None:
+    """Why a boundary waits no longer (for a flight of this fragment), as a part of a sentence.
+
+    None while it waits.
+    """
+    link, options, is_leaving = state.link, state.options, state.leaving is not None
+    flight = fragment.flight if fragment is not None else None
+    if link.asked_to_stop is not None and not is_leaving:
+        return link.asked_to_stop
+    if link.has_ended:
+        return f"the link has ended ({link.last_error})"
+    if link.over is not None:
+        return f"the broker asked this worker to leave ({link.over})"
+    if link.is_restarting and not is_leaving:
+        return "the broker restarts"
+    if link.phase is Phase.REFUSED:
+        return f"the broker refuses this worker ({link.refusal})"
+    if link.silence is not None and link.silence >= options.timeout:
+        return f"no sign of life from {link.address} for {link.silence:.0f} s"
+    if flight is not None and not flight.let_go:
+        broken = link.reconnections - flight.reconnections
+        if broken > options.max_sync_retries:
+            return f"the connection broke {broken} times at this boundary"
+    return None
+
+
+def _silent_in(state: SyncState) -> float:
+    """Seconds until silence alone ends the waiting, if nothing is heard."""
+    return max(0.0, state.options.timeout - (state.link.silence or 0.0))
+
+
+def _log_counted(state: SyncState, *, at_once: bool = False) -> None:
+    """Log the line of the pushes that have counted, if it is time to."""
+    line = state.lines.line(state.metrics.seconds_waited, at_once=at_once)
+    if line is not None:
+        state.ports.log(line)
+
+
+# Settling: the model is brought in line with how a flight has ended.
+
+
+async def settle(
+    state: SyncState, fragment: Fragment, *, now: bool = False, touch_model: bool = True
+) -> Outcome:
+    """Bring the model in line with what has arrived for a fragment. Never waits for the broker.
+
+    Memory that runs out in it must not end the training: the outcome is FAILED, and the next call goes
+    on where this one was broken off. `now` and `touch_model` are those of `Fragment.next_landing`.
+    """
+    landing = fragment.next_landing(state.step, now=now, touch_model=touch_model)
+    if landing is not None and landing.touches_model:
+        try:
+            await state.ports.merge(fragment.number, landing, state.step)
+        except BaseException as error:
+            if not state.ports.has_begun(fragment.number, landing):
+                fragment.has_not_begun()
+            if not isinstance(error, MergeFailed):
+                raise
+            _has_failed(state, fragment, error.__cause__)
+            return Outcome.FAILED
+    fragment.told_failure = None
+    if landing is None:
+        return Outcome.NOTHING
+    fragment.landed(landing)
+    _note_ending(state, fragment, landing)
+    return landing.outcome
+
+
+def _has_failed(state: SyncState, fragment: Fragment, cause: BaseException | None) -> None:
+    text = (
+        f"The model could not take in what came for fragment {fragment.number}: {cause!r}. "
+        "It is tried again after each step, and what is in flight counts once."
+    )
+    if fragment.told_failure != text:
+        fragment.told_failure = text
+        state.ports.trouble(text, cause)
+
+
+def _note_ending(state: SyncState, fragment: Fragment, landing: Landing) -> None:
+    flight, arrival, rejection = landing.flight, landing.arrival, landing.rejection
+    ports = state.ports
+    match landing.outcome:
+        case Outcome.COUNTED:
+            assert flight is not None and arrival is not None
+            if landing.touches_model and not landing.is_load:
+                is_auto = state.link.config.fragment_delay_auto
+                late_after = flight.wait_at if is_auto else flight.apply_at
+                state.metrics.late_merges += state.step > late_after
+            _has_counted(state, fragment, flight, arrival)
+        case Outcome.SUPERSEDED:
+            assert arrival is not None
+            _is_superseded(state, fragment, flight, arrival)
+        case Outcome.REJECTED:
+            assert flight is not None and rejection is not None
+            state.metrics.rejected += 1
+            ports.push_ended(flight.push_id, fragment.number, why=rejection.code)
+            if rejection.code in (Code.LATE, Code.STALE):
+                # Newer parameters are there: local moves onto them as soon as they arrive.
+                ports.notify(RequestVersion(fragment.number))
+                ports.trouble(
+                    f"The pseudo-gradient of {flight.steps} steps was dropped: "
+                    f"{rejection.text} The model moves on to the newest global parameters."
+                )
+            else:
+                ports.trouble(
+                    "The broker dropped the last pseudo-gradient; the model is back at the "
+                    "global parameters it started from, and takes part again at the next "
+                    "boundary."
+                )
+
+
+def _has_counted(state: SyncState, fragment: Fragment, flight: Flight, arrival: Arrival) -> None:
+    metrics = state.metrics
+    metrics.rounds += 1
+    metrics.staleness = fragment.staleness
+    metrics.merge_delay = state.step - flight.began
+    state.ports.push_ended(flight.push_id, fragment.number, arrival.version)
+    state.lines.counted(flight.push, arrival, fragment.staleness, metrics.merge_delay)
+
+
+def _is_superseded(
+    state: SyncState, fragment: Fragment, flight: Flight | None, arrival: Arrival
+) -> None:
+    """The model has given up what was made since the fragment's base."""
+    ports, steps = state.ports, state.work(fragment).steps
+    state.restart_work(fragment)
+    ports.notify(StepsLost())
+    if flight is not None:
+        if arrival.released.ledger.names_whole(state.worker_id, flight.push_id):
+            _has_counted(state, fragment, flight, arrival)
+        else:
+            steps += flight.steps
+            ports.push_ended(flight.push_id, fragment.number, why="superseded")
+    ports.trouble(
+        f"Discarded {steps} steps of fragment {fragment.number} to avoid double counting: "
+        f"{arrival.superseding}. The model goes on from version {arrival.version}."
+    )

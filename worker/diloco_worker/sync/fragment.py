@@ -44,18 +44,49 @@ class Outcome(str, Enum):
     FAILED = "failed"  # the model could not be changed; the next look goes on with it
 
 
-def longest_wait(config: RunConfig, sync_every: int) -> int:
-    """Steps from the freeze after which training waits for the reply, at least tau, with this H."""
+class Action(Enum):
+    """What training does about an in-flight push after an optimizer step."""
+
+    GO_ON = "go on"
+    MERGE = "merge"  # the reply is here, and it is time
+    WAIT = "wait"  # the reply is not here, and training stands still until it is
+
+
+def merge_steps(config: RunConfig, sync_every: int, frozen_at: int) -> tuple[int, int]:
+    """When a delta that was frozen after step s is merged.
+
+    After the first step t with s + tau <= t <= s + M after which its reply is complete; after step s + M
+    training waits for the reply. tau is `fragment_sync_delay` and M `fragment_max_delay`, but never less
+    than tau; without it M = tau, as in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512,
+    section 2.3). With the delay "auto" tau = 0 and M = H / P (`longest_delay`), with this worker's
+    H = `sync_every`. So with tau = M = 0 the boundary waits at the freeze, as in DiLoCo.
+
+    A flight that training has ceased to wait for (`Flight.let_go`) is merged by the same rule, and
+    waited for no more. Several ranks that are one worker merge at the same step, since they see the
+    same replies. How a reply is merged, with alpha or by rebasing, is in `sync.merge`.
+
+    Returns:
+        s + tau and s + M.
+    """
     tau, latest = config.fragment_sync_delay, config.fragment_max_delay
     if latest is None and config.fragment_delay_auto:
-        return longest_delay(sync_every, config.num_fragments)
-    return tau if latest is None else max(tau, latest)
+        longest = longest_delay(sync_every, config.num_fragments)
+    else:
+        longest = max(tau, latest or 0)
+    return frozen_at + tau, frozen_at + longest
+
+
+def next_action(flight: Flight, step: int, *, has_reply: bool = False) -> Action:
+    """What training does about a flight after this step, by the rule of `merge_steps`."""
+    if has_reply:
+        return Action.MERGE if step >= flight.apply_at else Action.GO_ON
+    return Action.WAIT if step >= flight.wait_at and not flight.let_go else Action.GO_ON
 
 
 def overlaps(config: RunConfig) -> bool:
-    """Whether training may go on behind a freeze."""
-    is_auto = config.fragment_delay_auto and config.fragment_max_delay is None
-    return is_auto or longest_wait(config, config.sync_every) != 0
+    """Whether training may go on after a freeze."""
+    _, longest = merge_steps(config, config.sync_every, 0)
+    return longest > 0
 
 
 @dataclass
@@ -192,7 +223,7 @@ class Fragment:
                 return None
             return Landing(Outcome.MOVED, arrival=reply, settled=self._settled(reply))
         if reply is not None:
-            if step < flight.apply_at and not now:
+            if not now and next_action(flight, step, has_reply=True) is not Action.MERGE:
                 return None
             settled = self._settled(reply, flight)
             return Landing(

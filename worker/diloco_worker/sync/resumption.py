@@ -9,17 +9,15 @@ from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.session.events import VerifyPushes
 from diloco_worker.session.news import Arrival
 from diloco_worker.session.previous_life import SENT_BEFORE, names_unknown_push
-from diloco_worker.sync.effects import Say, Steps
+from diloco_worker.sync.boundary import offer, poll
 from diloco_worker.sync.fragment import Fragment, TrainingBase
-from diloco_worker.sync.freezing import offer
-from diloco_worker.sync.landings import look
 from diloco_worker.sync.schedule import SchedulePlace
 from diloco_worker.sync.state import SyncState
 
 
-def resume(
+async def resume(
     state: SyncState, place: SchedulePlace, cycle_start: int, arrivals: Sequence[Arrival]
-) -> Steps[None]:
+) -> None:
     """Go on with the cycle and flights of a previous life; `arrivals` are the broker's versions."""
     schedule, fragments = state.schedule, state.fragments
     known = [known_pushes(state.worker_id, fragment) for fragment in fragments]
@@ -30,13 +28,13 @@ def resume(
     schedule.resume(place, state.step, cycle_start, [each.number for each in state.by_age()])
     state.set_pace()
     kept = [f for f in fragments if f.reply is None or not f.reply.superseding]
-    yield from look(state)
+    await poll(state)
     for fragment in kept:
-        yield VerifyPushes(fragment.number, known[fragment.number])
+        state.ports.notify(VerifyPushes(fragment.number, known[fragment.number]))
     flights = [each for each in state.by_age() if not each.is_over]
     for fragment in flights:
-        yield from offer(state, fragment, is_new=False)
-    yield Say(
+        offer(state, fragment, is_new=False)
+    state.ports.log(
         f"Going on from a checkpoint at step {state.step}, {schedule.position(state.step)} steps into "
         f"the cycle, with {len(flights)} deltas in flight."
     )

@@ -8,10 +8,11 @@ from dataclasses import InitVar, dataclass, field, replace
 from diloco_protocol import Code
 from diloco_protocol.messages import Grant, Notice, Released, Welcome
 from diloco_worker.session.compatibility import sync_every
-from diloco_worker.session.news import LinkState, News, Sight, Work
+from diloco_worker.session.news import LinkState, News, Poll, Work
 from diloco_worker.sync.fragment import Fragment, TrainingBase
 from diloco_worker.sync.metrics import SyncLines, SyncMetrics
 from diloco_worker.sync.patience import Leaving, Options
+from diloco_worker.sync.ports import Ports
 from diloco_worker.sync.schedule import RoundSchedule
 
 
@@ -20,11 +21,12 @@ class SyncState:
     """See the head of this module. Belongs to the training thread."""
 
     worker_id: str
-    link: LinkState  # how it stood at the latest look
+    ports: Ports
+    link: LinkState  # how it stood at the latest poll
     options: Options
     chunks: InitVar[Sequence[int]]  # of each fragment
     bases: InitVar[Sequence[TrainingBase]]  # of each fragment, what training stands on
-    totals: Work  # what the script has reported, as of the latest look; without its steps
+    totals: Work  # what the script has reported, as of the latest poll; without its steps
     step: int  # the optimizer step that has been taken last
     cycle_start: InitVar[int]  # the optimizer step after which the cycle of slots began
     metrics: SyncMetrics  # what happens is counted in them
@@ -107,10 +109,9 @@ class SyncState:
         worked_out = None if self.options.dylu is False else self.link.sync_every
         return sync_every(self.link.config, self.options.sync_every, worked_out)
 
-    def take_in(self, sight: object) -> News:
-        """Take in what has come; the model stays as it is."""
-        assert isinstance(sight, Sight)
-        self.link, self.totals, news = sight.link, sight.totals, sight.news
+    def take_in(self, found: Poll) -> News:
+        """Take in what has arrived; the model stays as it is."""
+        self.link, self.totals, news = found.link, found.totals, found.news
         if not news:
             return news
         for number, arrival in news.arrivals.items():

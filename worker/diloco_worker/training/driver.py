@@ -1,135 +1,106 @@
-"""Carries out for the hook what `sync.boundary` decides, on the model, the link and the log.
+"""A worker that has joined: what its hook does after each step and what its script asks for.
 
-Belongs to the training thread. An exception or Ctrl-C in the middle of an effect drops the rest; what
-was decided and not done is done behind the next step.
+The boundary (`sync.boundary`) decides, and acts through the ports of this process (`training.ports`):
+those of a process by itself, of one of several ranks (`group.ports`), or of one of several workers that
+the same thread steps (`training.in_turn`). Belongs to the training thread.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any, TypeVar
 
 from diloco_protocol import UsageError
 from diloco_protocol.chunks import FragmentLayout
-from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.model.placement import Placement
-from diloco_worker.model.values import Constants
-from diloco_worker.session import events
+from diloco_worker.model.spread.ranks import FORCE, LOAD, SAVE, STEP
 from diloco_worker.session.downloads import Held
-from diloco_worker.session.news import Arrival, LinkState, News, Sight
-from diloco_worker.sync import boundary, effects
-from diloco_worker.sync.effects import Answer, Effect, Steps
+from diloco_worker.sync import boundary
 from diloco_worker.sync.fragment import TrainingBase
-from diloco_worker.sync.landings import look
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
+from diloco_worker.sync.ports import finish
 from diloco_worker.sync.resumption import resume
 from diloco_worker.sync.state import SyncState
-from diloco_worker.training.fragment_sync import FragmentSync
-from diloco_worker.training.push_log import PushLog
-from diloco_worker.training.reports import Reports
+from diloco_worker.training.in_turn import Turns
+from diloco_worker.training.ports import LocalPorts
 from diloco_worker.training.resumption import Resumption, SavedFragment
 from diloco_worker.training.saved_state import Plain, to_plain
 from diloco_worker.training.settings import Settings
-from diloco_worker.transport.link import Link
-from diloco_worker.transport.sigterm import Termination
 
 logger = logging.getLogger("diloco.worker")
 
-NO_NEWS = News()
 T = TypeVar("T")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Driver:
-    """See the head of this module. The layout's fragments have all arrived at the link."""
+    """See the module docstring. Every fragment of the layout has arrived at the link."""
 
     worker_id: str
-    tensors: ModelTensors
-    link: Link
+    ports: LocalPorts
     settings: Settings
-    reports: Reports
     metrics: SyncMetrics  # what happens is counted in them
-    publish: Callable[[bool], None]  # makes the next heartbeat; True: training stands still
-    audit: PushLog
-    termination: Termination
-    clock: Callable[[], float]  # seconds, monotonic
-    placement: Placement  # of the vectors
     step: InitVar[int]  # optimizer steps so far
     cycle_start: InitVar[int]  # those when the cycle of slots began
     resumption: InitVar[Resumption | None]  # what to go on from; the model is as it was then
+    turns: Turns | None = None  # the workers of this process that are stepped in turn
     state: SyncState = field(init=False)  # what the boundary decides by
 
     def __post_init__(self, step: int, cycle_start: int, resumption: Resumption | None) -> None:
-        link, tensors, layout = self.link, self.tensors, self.link.layout
-        assert link.config is not None and layout is not None
+        ports, terms = self.ports, self.ports.link.terms
+        assert terms is not None
+        layout = terms.layout
         self._frozen = self._take_frozen(layout.frozen)
-        arrivals = [_take(link, part.fragment) for part in layout.fragments]
+        arrivals = ports.take([part.fragment for part in layout.fragments])
         if resumption is not None:
             saved = resumption.fragments
         else:
-            self._put(arrivals)
+            values = [ports.values_of(each) for each in arrivals]
+            bases = [TrainingBase(each.version, each.released.ledger) for each in arrivals]
             saved = tuple(
-                SavedFragment(TrainingBase(each.version, each.released.ledger), each.values)
-                for each in arrivals
+                SavedFragment(base, each)
+                for base, each in zip(bases, values, strict=True)
+                if each is not None
             )
-        self._fragments = [
-            FragmentSync(
-                tensors.share_of(part),
-                tensors,
-                link.config,
-                base=each.values,
-                delta=each.delta,
-                set_base=link.set_base,
-                kept_on=self.placement.base,
-                saved=each.feedback,
-            )
-            for part, each in zip(layout.fragments, saved, strict=True)
-        ]
-        self._shown = self._link_state()  # what the boundary knows of
+            for each in saved:
+                ports.tensors.put(each.values)
+        ports.stand_on(saved, layout, terms.config)
         self.state = SyncState(
             worker_id=self.worker_id,
-            link=self._shown,
+            ports=ports,
+            link=ports.link_state(),
             options=Options(
                 **{each.name: getattr(self.settings, each.name) for each in fields(Options)}
             ),
             chunks=[part.chunks for part in layout.fragments],
             bases=[each.base for each in saved],
-            totals=self.reports.totals,
+            totals=ports.read_reports(),
             step=step,
             cycle_start=cycle_start,
             metrics=self.metrics,
-            clock=self.clock,
-            draw=lambda: secrets.randbits(64),
+            clock=ports.clock,
+            draw=ports.draw,
         )
-        self._constants = Constants(tensors)
         if resumption is None:
-            self.carry_out(look(self.state))
+            finish(boundary.poll(self.state))
         else:
-            self.carry_out(resume(self.state, resumption.place, cycle_start, arrivals))
+            finish(resume(self.state, resumption.place, cycle_start, arrivals))
+        if self.turns is not None:
+            self.turns.join(self.worker_id, self.state)
 
     def _take_frozen(self, part: FragmentLayout) -> Held | None:
         """Put the frozen parameters into the model, which keeps the only copy; returns their version."""
         if not part.chunks:
             return None
-        arrival = _take(self.link, part.fragment)
-        self._put_frozen(arrival)
-        self.link.set_base(part.fragment, None)
+        (arrival,) = self.ports.take([part.fragment])
+        values = self.ports.values_of(arrival)
+        if values is not None:  # else the script has loaded them
+            self.ports.tensors.put(values)
+        self.ports.set_base(part.fragment, None)
         return Held(arrival.version, arrival.released.ledger)
-
-    def _put_frozen(self, arrival: Arrival) -> None:
-        if arrival.values is not None:  # the script has loaded them otherwise
-            self.tensors.put(arrival.values)
-
-    def _put(self, arrivals: list[Arrival]) -> None:
-        """Begin with these versions."""
-        for arrival in arrivals:
-            self.tensors.put(arrival.values)
 
     def saved(self) -> Plain | None:
         """Parameters and deltas for the checkpoint of a script.
@@ -137,11 +108,12 @@ class Driver:
         None, with a warning, while a merge is broken off, or once the model has changed so much that the
         run's tensors are not in it.
         """
-        state, terms = self.state, self.link.terms
+        state, ports, terms = self.state, self.ports, self.ports.link.terms
         assert terms is not None
+        ports.begin(SAVE)
         try:
             problem = "A merge was interrupted; save again after the next step."
-            sums = None if state.is_torn else checksums(self.tensors)
+            sums = None if state.is_torn else ports.checksums()
         except UsageError as error:  # a script that saves must not end by it
             problem, sums = str(error), None
         if sums is None:
@@ -159,138 +131,42 @@ class Driver:
                 each.saved_feedback,
             )
             for base, each in zip(
-                state.training_bases(self.reports.totals), self._fragments, strict=True
+                state.training_bases(ports.reports.totals), ports.fragments, strict=True
             )
         )
         place = state.schedule.place
         resumption = Resumption(state.worker_id, terms, place, self._frozen, fragments, sums)
-        return to_plain(resumption, self.tensors.manifest)
+        return ports.to_save(to_plain(resumption, ports.tensors.manifest))
 
     @property
     def bases(self) -> list[FlatState]:
         """Of each fragment, the values of the version that training stands on."""
-        return [each.base for each in self._fragments]
+        return [each.base for each in self.ports.fragments]
+
+    # What the hook calls.
 
     def after_step(self, step: int) -> None:
         """An optimizer step has been taken. Returns when training may go on."""
-        self.reports.read(self.clock())
-        self.carry_out(boundary.after_step(self.state, step))
+        self.ports.begin(STEP)
+        self.ports.reports.read(self.ports.clock())
+        self._run(lambda: boundary.after_step(self.state, step))
 
-    def trouble(self, text: str) -> None:
-        """Something went wrong: for the log, and for `last_error`."""
-        logger.warning("%s", text)
-        self.link.last_error = text
+    def force(self) -> bool:
+        """Make the boundary now. Returns whether the delta is in a version."""
+        self.ports.begin(FORCE)
+        return bool(self._run(lambda: boundary.force(self.state)))
 
-    def between_steps(self, action: Callable[[SyncState], Steps[T]]) -> T | None:
-        """Something that the script asks for; None where it is put off."""
-        return self.carry_out(action(self.state))
+    def load(self) -> bool:
+        """Put the newest version into the model; False where it does not arrive."""
+        self.ports.begin(LOAD)
+        return finish(boundary.load(self.state))
 
     def leave(self, *, hasty: bool) -> None:
-        if not self.link.has_ended:
-            self.carry_out(boundary.leave(self.state, hasty=hasty))
+        """Wait for what is in flight."""
+        if self.turns is not None:
+            hasty = self.turns.leave(self.state) or hasty
+        self.ports.leave(lambda: finish(boundary.leave(self.state, hasty=hasty)), hasty=hasty)
 
-    # Effects.
-
-    def carry_out(self, steps: Steps[T]) -> T:
-        """Do what one of the functions of `boundary` decides; returns what it returns."""
-        answer: Answer = None
-        while True:
-            try:
-                effect = steps.send(answer)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            answer = self._do(effect)
-
-    def _do(self, effect: Effect | events.Event) -> Answer:  # noqa: C901, PLR0912  a case for each effect
-        link = self.link
-        match effect:
-            case effects.Look():
-                return self._look()
-            case effects.Wait(seconds):
-                self._wait(seconds)
-                return self._look()
-            case effects.StandStill():
-                self.publish(True)
-            case effects.ReadReports():
-                self.reports.read(self.clock(), at_once=True)
-                return self.reports.totals
-            case events.BeatNow():
-                self.publish(False)
-                link.tell(effect)
-            case effects.Offer(flight, is_new):
-                if is_new:
-                    self.audit.frozen(flight)
-                delta = self._fragments[flight.push.fragment].delta
-                assert delta is not None
-                link.offer(flight.push, delta.wire)
-            case events.Event():
-                link.tell(effect)
-            case effects.PushEnded(push_id, fragment, version, why):
-                self.audit.ended(push_id, fragment, version, why)
-            case effects.Say(text, is_warning):
-                logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-            case effects.Trouble(text, cause):
-                if cause is not None:
-                    logger.debug("The merge that failed:", exc_info=cause)
-                self.trouble(text)
-            case _:
-                return self._change_model(effect)
-        return None
-
-    def _change_model(self, effect: Effect | events.Event) -> Answer:
-        match effect:
-            case effects.CheckModel():
-                watch = self.tensors.watch
-                changed = watch.look() if watch is not None else None
-                if changed is not None:
-                    self.trouble(changed)
-            case effects.Freeze(push):
-                norm = self._fragments[push.fragment].freeze(push.wire_dtype)
-                for change in self._constants.warnings():
-                    self.trouble(change)
-                if isinstance(norm, effects.NonFinite):
-                    return norm
-                return effects.Frozen(replace(push, norm=norm), self.link.reconnections)
-            case effects.KeepAnchor(fragment):
-                self._fragments[fragment].keep_anchor()
-            case effects.Land(fragment, landing, step):
-                values = self._fragments[fragment]
-                try:
-                    values.land(landing, step)
-                except Exception as error:  # noqa: BLE001 - the boundary tells of it
-                    return effects.Failed(error, values.is_torn)
-                except BaseException:
-                    # Ctrl-C while it was still being worked out: the model is what it was.
-                    if not values.has_begun(landing):
-                        self.state.fragments[fragment].has_not_begun()
-                    raise
-            case _:
-                raise TypeError(f"not an effect of a boundary: {effect!r}")
-        return None
-
-    def _look(self) -> Sight:
-        news = self.link.take_news() if self._has_news else NO_NEWS
-        self._shown = self._link_state()
-        return Sight(news, self._shown, self.reports.totals)
-
-    def _wait(self, seconds: float) -> None:
-        with self.termination.waiting():
-            self.link.wait_for(lambda: self._has_news or self._link_state() != self._shown, seconds)
-
-    @property
-    def _has_news(self) -> bool:
-        return self.link.has_news or bool(self.link.turns)
-
-    def _link_state(self) -> LinkState:
-        return self.link.described(self.termination.reason)
-
-
-def _take(link: Link, fragment: int) -> Arrival:
-    arrival = link.take(fragment)
-    assert arrival is not None
-    return arrival
-
-
-# What drives workers of a run inside this process, by the broker's address; see `testing`.
-DRIVERS: dict[str, Callable[..., Driver]] = {}
+    def _run(self, steps: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        """Run a boundary; None where its end is put off until other workers of this thread pushed."""
+        return finish(steps()) if self.turns is None else self.turns.run(self.state, steps)

@@ -22,8 +22,8 @@ from diloco_worker.model.spread.shares import tensor_name
 from diloco_worker.session.compatibility import Terms
 from diloco_worker.session.downloads import Held
 from diloco_worker.sync.fragment import TrainingBase
+from diloco_worker.sync.merge import DeltaValues, SavedFeedback
 from diloco_worker.sync.schedule import SchedulePlace
-from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import Any
 
 from diloco_protocol import RunConfig
 from diloco_protocol.messages import Progress
-from diloco_worker.group.following import Follower
-from diloco_worker.group.leading import LeadingDriver
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.training.driver import Driver
+from diloco_worker.training.ports import RunFacts
 from diloco_worker.training.reports import Reports
 from diloco_worker.transport.link import Link
 
@@ -23,10 +22,14 @@ class RunView:
 
     _link: Link | None
     _driver: Driver | None
-    _group: LeadingDriver | Follower | None  # the same, of a worker of several processes
     _reports: Reports
     _counters: SyncMetrics
     _step: int
+
+    @property
+    def _facts(self) -> RunFacts:
+        """What is known of the run; at all ranks of a worker the same."""
+        return self._driver.ports.facts if self._driver else RunFacts()
 
     @property
     def config(self) -> RunConfig | None:
@@ -45,9 +48,7 @@ class RunView:
         A worker that comes late places its learning-rate schedule by `progress.steps`: optimizer steps
         that one which was there from the beginning has behind it.
         """
-        if self._group is not None:
-            return self._group.agreed.progress
-        return self._link.run_progress if self._link else Progress()
+        return self._facts.progress
 
     @property
     def round(self) -> int:
@@ -60,9 +61,7 @@ class RunView:
 
         In asynchronous mode of the latest loss of each worker.
         """
-        if self._group is not None:
-            return self._group.agreed.loss
-        return self._link.run_loss if self._link else None
+        return self._facts.loss
 
     @property
     def local_step(self) -> int:

@@ -43,9 +43,9 @@ from diloco_worker.session.compatibility import Terms, cut, why_unsound
 from diloco_worker.session.downloads import Held
 from diloco_worker.session.news import Work
 from diloco_worker.sync.fragment import Dropped, Flight, TrainingBase
+from diloco_worker.sync.merge import DeltaValues, SavedFeedback
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.schedule import SchedulePlace
-from diloco_worker.training.fragment_sync import DeltaValues, SavedFeedback
 from diloco_worker.training.resumption import Resumption, SavedFragment
 
 # Of this layout; another number is refused with a sentence.

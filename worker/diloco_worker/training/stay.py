@@ -16,7 +16,9 @@ from diloco_worker.session.session import Session
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Patience
 from diloco_worker.training import start
-from diloco_worker.training.driver import DRIVERS, Driver
+from diloco_worker.training.driver import Driver
+from diloco_worker.training.in_turn import RUNS, InTurnPorts, Turns
+from diloco_worker.training.ports import LocalPorts
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Reports
 from diloco_worker.training.resumption import Resumption
@@ -59,8 +61,14 @@ class Stay:
         )
         start.await_model(link, self.patience())
         assert link.layout is not None
+        if link.has_forgotten:
+            self.resumption = None
         self.tensors.set_layout(link.layout)
-        return DRIVERS.get(str(self.server), Driver)(**self.of_driver(link))
+        turns = RUNS.get(str(self.server))
+        if turns is None:
+            return self.driver(LocalPorts(**self.of_ports(link)))
+        self.settings = turns.bounded(self.settings)
+        return self.driver(InTurnPorts(**self.of_ports(link)), turns)
 
     def patience(self) -> Patience:
         return Patience(self.clock, first=FIRST_WORD_S)
@@ -107,21 +115,28 @@ class Stay:
         if self.settings.handle_signals is not False:
             self.termination.install()
 
-    def of_driver(self, link: Link) -> dict[str, Any]:
-        """The arguments of a driver."""
+    def of_ports(self, link: Link) -> dict[str, Any]:
+        """The arguments of the ports of any process."""
         return {
-            "worker_id": self.worker_id,
             "tensors": self.tensors,
             "link": link,
-            "settings": self.settings,
             "reports": self.reports,
-            "metrics": self.metrics,
             "publish": self.publish,
             "audit": self.audit,
             "termination": self.termination,
             "clock": self.clock,
             "placement": self.placement,
-            "step": self.step,
-            "cycle_start": self.cycle_start,
-            "resumption": None if link.has_forgotten else self.resumption,
         }
+
+    def driver(self, ports: LocalPorts, turns: Turns | None = None) -> Driver:
+        """A driver that goes on from the checkpoint, if the run still knows it."""
+        return Driver(
+            worker_id=self.worker_id,
+            ports=ports,
+            settings=self.settings,
+            metrics=self.metrics,
+            step=self.step,
+            cycle_start=self.cycle_start,
+            resumption=self.resumption,
+            turns=turns,
+        )

@@ -10,11 +10,13 @@ import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from types import coroutine
 from typing import Any
 
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import in_few_bits, whole_dtype
-from diloco_protocol.messages import Heartbeat, Join, Message
+from diloco_protocol.messages import Heartbeat, Join, Message, Push
+from diloco_protocol.version import VersionId
 from diloco_tools.plan.simulated.broker import Broker, Connection, Listener
 from diloco_tools.plan.simulated.costs import DECODE, ENCODE, GIGA
 from diloco_tools.plan.simulated.fair_share import Flow
@@ -22,11 +24,13 @@ from diloco_tools.plan.simulated.pieces import Code, Payload
 from diloco_tools.plan.simulated.scene import Scene
 from diloco_worker.pure import (
     Executor,
+    Flight,
     Inbox,
+    Landing,
     LinkState,
     Options,
+    Poll,
     Session,
-    Sight,
     SyncMetrics,
     SyncState,
     TrainingBase,
@@ -34,8 +38,7 @@ from diloco_worker.pure import (
     after_step,
     effects,
     events,
-    look,
-    sync_effects,
+    poll,
 )
 
 # Sums of floats are inexact: a deadline has passed for sure an instant later.
@@ -106,7 +109,8 @@ class Worker:
         marked: Callable[[Record], None],
         before_offer: float = 0.0,
     ) -> None:
-        self._scene, self._world, self._question = scene, scene.world, scene.question
+        self._scene, self._world = scene, scene.world
+        self.question, self.costs = scene.question, scene.costs
         self._broker, self._connect, self._before_offer = broker, connect, before_offer
         self._marked = marked
         dice = random.Random(number + 1)
@@ -130,7 +134,7 @@ class Worker:
         self._since, self._plan = 0.0, 0
         self._is_nudged = False
         self._training = self._train()
-        self._feed(events.Start())
+        self.feed(events.Start())
         self._go_on(None)
 
     @property
@@ -142,7 +146,7 @@ class Worker:
     def now(self) -> float:
         return self._scene.clock()
 
-    def _feed(self, event: events.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         self._executor.feed(event)
         self._plan_tick()
         if self.inbox.turns or self.inbox.has_news:
@@ -161,16 +165,16 @@ class Worker:
         def tick() -> None:
             if self._tick_at == at:
                 self._tick_at = None
-                self._feed(events.Tick())
+                self.feed(events.Tick())
 
         self._world.at(at * self._scene.pieces.chunks, tick)
 
     def _hears(self, message: Message, payload: Payload | None) -> None:
         if payload is None:
-            self._feed(events.Received(message))
+            self.feed(events.Received(message))
             return
         self.record.bytes_down += payload.size
-        reply = self._question.reply_dtype
+        reply = self.question.reply_dtype
         dtype = reply if isinstance(payload, Code) else whole_dtype(reply)
         self._io.send(
             self._io_seconds(payload, DECODE[dtype]), lambda: self._takes(message, payload)
@@ -178,7 +182,7 @@ class Worker:
 
     def _takes(self, message: Message, payload: Payload) -> None:
         self._executor.payload = payload
-        self._feed(events.Received(message))
+        self.feed(events.Received(message))
 
     def _io_seconds(self, payload: Payload, codec: float) -> float:
         """CPU for a chunk on its way in or out; `codec` is seconds a billion elements."""
@@ -189,7 +193,7 @@ class Worker:
 
     def connect(self, _: int) -> None:
         self._connections = self._connect(self._hears)
-        self._world.after(self._connections[0].delay, lambda: self._feed(events.Connected()))
+        self._world.after(self._connections[0].delay, lambda: self.feed(events.Connected()))
 
     def disconnect(self) -> None:
         raise TooSlow
@@ -202,7 +206,7 @@ class Worker:
             return
         self.record.bytes_up += payload.size
         self._io.send(
-            self._io_seconds(payload, ENCODE[self._question.wire_dtype]),
+            self._io_seconds(payload, ENCODE[self.question.wire_dtype]),
             lambda: connection.send_up(
                 payload.size, lambda: self._broker.hears(connection.route, message, payload)
             ),
@@ -260,7 +264,7 @@ class Worker:
             return
         self._is_nudged = True
         if isinstance(self._pause, Steps):
-            step_s = self._question.step_s
+            step_s = self.question.step_s
             made = max(1, math.ceil((self._world.now - self._since) / step_s - 1e-9))
             if made < self._pause.count:
                 self._wake(self._since + made * step_s, made)
@@ -278,7 +282,7 @@ class Worker:
         self._pause = pause = self._training.send(answer)
         self._since = self._world.now
         if isinstance(pause, Steps):
-            self._wake(self._since + pause.count * self._question.step_s, pause.count)
+            self._wake(self._since + pause.count * self.question.step_s, pause.count)
         elif isinstance(pause, Busy):
             self._plan += 1
             self._thread.send(pause.seconds, lambda: self._go_on(None))
@@ -287,12 +291,12 @@ class Worker:
         while not self._has_model():
             yield None
         state = self._state = self._begins()
-        yield from self._carry_out(look(state))
+        yield from poll(state).__await__()
         self.record.began_at = self._world.now
         while True:
             made = yield Steps(self._steps_to_go(state))
             assert made is not None
-            yield from self._carry_out(after_step(state, state.step + made))
+            yield from after_step(state, state.step + made).__await__()
 
     def _has_model(self) -> bool:
         layout, arrivals = self.session.layout, self.inbox.arrivals
@@ -304,7 +308,8 @@ class Worker:
         taken = [self.inbox.arrivals.pop(part.fragment) for part in layout.fragments]
         return SyncState(
             worker_id=self.worker_id,
-            link=self._link_state(),
+            ports=_Training(self),
+            link=self.link_state(),
             options=Options(),
             chunks=[part.chunks for part in layout.fragments],
             bases=[TrainingBase(each.version, each.released.ledger) for each in taken],
@@ -333,47 +338,12 @@ class Worker:
                         least = min(least, at - step)
         return least
 
-    def _carry_out(self, steps: sync_effects.Steps[Any]) -> Generator[Pause, int | None, None]:
-        answer: sync_effects.Answer = None
-        while True:
-            try:
-                effect = steps.send(answer)
-            except StopIteration:
-                return
-            answer = yield from self._do(effect)
+    def offers(self, push: Push) -> None:
+        self._offered[push.push_id] = self._world.now
+        offer = events.Offer(push)
+        self._world.after(self._before_offer, lambda: self.feed(offer))
 
-    def _do(
-        self, effect: sync_effects.Effect | events.Event
-    ) -> Generator[Pause, int | None, sync_effects.Answer]:
-        costs, question = self._scene.costs, self._question
-        of_fragment = question.parameters / question.fragments / GIGA
-        match effect:
-            case sync_effects.Wait():
-                yield None
-                return self._sight()
-            case sync_effects.Look():
-                return self._sight()
-            case sync_effects.ReadReports():
-                return Work()
-            case sync_effects.Freeze(push):
-                yield Busy(costs.freeze * of_fragment)
-                return sync_effects.Frozen(push, self.session.connection.reconnections)
-            case sync_effects.Offer(flight):
-                push = flight.push
-                self._offered[push.push_id] = self._world.now
-                offer = events.Offer(push)
-                self._world.after(self._before_offer, lambda: self._feed(offer))
-            case sync_effects.Land(number, landing):
-                if landing.touches_model:
-                    few = landing.flight is not None and in_few_bits(question.wire_dtype)
-                    yield Busy((costs.land + few * costs.left_out) * of_fragment)
-                if number == 0 and landing.flight is not None:
-                    self._mark()
-            case events.Event():
-                self._feed(effect)
-        return None
-
-    def _mark(self) -> None:
+    def mark(self) -> None:
         state, record = self._state, self.record
         assert state is not None
         record.marks.append(
@@ -388,10 +358,65 @@ class Worker:
         )
         self._marked(record)
 
-    def _sight(self) -> Sight:
-        return Sight(self.inbox.take_news(), self._link_state(), Work())
-
-    def _link_state(self) -> LinkState:
+    def link_state(self) -> LinkState:
         self.inbox.is_news = True
         self.inbox.publish(self.session)
         return self.inbox.state(silence=0.0)  # the broker answers heartbeats all the while
+
+
+@coroutine
+def _paused(pause: Pause) -> Generator[Pause, int | None, None]:
+    yield pause
+
+
+class _Training:
+    """`diloco_worker.sync.ports.Ports` of a simulated training thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        question = worker.question
+        self._of_fragment = question.parameters / question.fragments / GIGA
+
+    def poll(self) -> Poll:
+        return Poll(self._worker.inbox.take_news(), self._worker.link_state(), Work())
+
+    async def wait(self, seconds: float) -> Poll:
+        await _paused(None)
+        return self.poll()
+
+    def notify(self, event: events.Event) -> None:
+        self._worker.feed(event)
+
+    def offer(self, flight: Flight, *, is_new: bool) -> None:
+        self._worker.offers(flight.push)
+
+    async def freeze(self, push: Push) -> Push:
+        await _paused(Busy(self._worker.costs.freeze * self._of_fragment))
+        return push
+
+    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+        costs = self._worker.costs
+        if landing.touches_model:
+            wire = self._worker.question.wire_dtype
+            few = landing.flight is not None and in_few_bits(wire)
+            await _paused(Busy((costs.land + few * costs.left_out) * self._of_fragment))
+        if fragment == 0 and landing.flight is not None:
+            self._worker.mark()
+
+    def has_begun(self, fragment: int, landing: Landing) -> bool:
+        return False
+
+    def read_reports(self) -> Work:
+        return Work()
+
+    def check_model(self) -> None: ...
+    def keep_anchor(self, fragment: int) -> None: ...
+    def show_waiting(self) -> None: ...
+    def beat(self) -> None:
+        self.notify(events.BeatNow())
+
+    def log(self, text: str, *, is_warning: bool = False) -> None: ...
+    def trouble(self, text: str, cause: BaseException | None = None) -> None: ...
+    def push_ended(
+        self, push_id: int, fragment: int, version: VersionId | None = None, why: str = ""
+    ) -> None: ...

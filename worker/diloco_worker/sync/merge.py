@@ -29,8 +29,8 @@ from diloco_worker.model.feedback import Feedback, InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.sync.effects import NonFinite
 from diloco_worker.sync.fragment import Flight, Landing, Outcome, overlaps
+from diloco_worker.sync.ports import NonFinite
 
 
 @dataclass(eq=False, repr=False)
@@ -51,7 +51,7 @@ class SavedFeedback:
 
 
 @dataclass(eq=False, repr=False)
-class FragmentSync:
+class FragmentValues:
     """See the head of this module. Belongs to the training thread."""
 
     part: FragmentLayout

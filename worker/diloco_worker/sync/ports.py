@@ -1,0 +1,107 @@
+"""What a boundary needs of its process: the model, the link to the broker, the script and the log.
+
+The hook's ports work on real tensors and a real link (`training.ports`), those of several ranks on all
+of their models (`group.ports`), and those of tests and simulations on neither.
+
+What takes time is awaited. The ports of a training thread block it there, so a boundary runs to its end
+without ever being suspended (`finish`); a thread that has several workers, or a simulation, suspends a
+boundary that waits and goes on with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from diloco_protocol import VersionId
+from diloco_protocol.messages import Push
+from diloco_worker.session.events import Event
+from diloco_worker.session.news import Poll, Work
+from diloco_worker.sync.fragment import Flight, Landing
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A delta that cannot be sent: this tensor, a parameter or a buffer, has NaN or infinity in it."""
+
+    name: str
+    is_buffer: bool = False
+
+
+class MergeFailed(Exception):
+    """The model could not be changed, for the reason in `__cause__`; the merge is tried again later."""
+
+
+class Ports(Protocol):
+    """See the module docstring. A port may be interrupted (Ctrl-C): the next boundary goes on."""
+
+    # The link.
+
+    def poll(self) -> Poll:
+        """What has arrived since the last poll, and how the link stands."""
+
+    async def wait(self, seconds: float) -> Poll:
+        """Poll once something has arrived or the link stands otherwise, after `seconds` at most."""
+
+    def notify(self, event: Event) -> None:
+        """Hand an event to the session."""
+
+    def offer(self, flight: Flight, *, is_new: bool) -> None:
+        """Have the link push a frozen delta. `is_new`: no earlier process has offered it."""
+
+    # The model.
+
+    def check_model(self) -> None:
+        """Warn if the model's tensors are not what they were."""
+
+    async def freeze(self, push: Push) -> Push | NonFinite:
+        """Freeze global minus local as the delta of this push. Returns the push with its norm."""
+
+    def keep_anchor(self, fragment: int) -> None:
+        """Remember the model: training goes on from here with this fragment's delta in flight."""
+
+    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+        """Bring the model in line after this optimizer step.
+
+        Raises:
+            MergeFailed: see there.
+        """
+
+    def has_begun(self, fragment: int, landing: Landing) -> bool:
+        """Whether a part of this landing, or all of it, is in the model."""
+
+    # The script, its displays and its log.
+
+    def read_reports(self) -> Work:
+        """What the script has reported, including values that are still on a device."""
+
+    def show_waiting(self) -> None:
+        """The next heartbeat says that training waits."""
+
+    def beat(self) -> None:
+        """Send a heartbeat now."""
+
+    def log(self, text: str, *, is_warning: bool = False) -> None:
+        """Write a line to the log."""
+
+    def trouble(self, text: str, cause: BaseException | None = None) -> None:
+        """Something went wrong: for the log, and for `last_error`."""
+
+    def push_ended(
+        self, push_id: int, fragment: int, version: VersionId | None = None, why: str = ""
+    ) -> None:
+        """A push is in this version, or was dropped for a reason; for the audit log."""
+
+
+def finish(steps: Coroutine[Any, Any, T]) -> T:
+    """Run a boundary whose ports block; returns what it returns."""
+    try:
+        steps.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    steps.close()
+    raise RuntimeError("a boundary was suspended by ports that must block")

@@ -43,11 +43,11 @@ CHANGED_BY = {
     "old": "versions.store",
     "tags": "versions.fragment",
     "expected": "rounds.round",  # workers that an open round waits for
-    "donation": "members.model_source",  # the first parameters, on their way in
+    "start": "members.seeding",
+    "seeding": "members.seeding",  # the first parameters, in transfer
     "manifest": "members.model_source",
     "came_as": "members.model_source",
     "checkpoint": "members.model_source",
-    "is_done": "members.model_source",
     "lots": "data.data_sets",  # units of the work queue that count with pushes under way
     "free": "data.data_sets",
     "owners": "members.shards",

@@ -10,8 +10,8 @@ the clock.
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.members.model_source import InitialModel
 from diloco_broker.core.rounds.uploads import upload_window
+from diloco_broker.core.versions.record import InitialModel
 from diloco_broker.core.versions.reply import Coded
 from diloco_broker.shell.effects import Executor
 

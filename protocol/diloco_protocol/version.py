@@ -30,6 +30,8 @@ PUSHES_REMEMBERED = 8
 ABSENT_REMEMBERED = 128
 
 RUN_PATTERN = re.compile(r"[0-9a-f]{16}")
+# More outer steps than any run takes; keeps counters within 64 bits.
+MAX_COUNTER = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,15 @@ class VersionId:
 
     def __str__(self) -> str:
         return f"{self.counter}#{self.tag:016x}"
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether each field is in its range."""
+        return (
+            RUN_PATTERN.fullmatch(self.run) is not None
+            and 0 <= self.counter <= MAX_COUNTER
+            and 0 <= self.tag < 1 << 64
+        )
 
     def plain(self) -> list[Any]:
         """Run, counter, and the tag in hexadecimal digits: what logs and saved states hold."""

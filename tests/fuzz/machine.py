@@ -144,8 +144,6 @@ class WatchedStage(Stage):
         assert len(state.barriers) <= max(1, fragments)
         assert len(state.data.sets) <= MOST_DATA_SETS
         assert all(len(lots) <= MOST_LOTS for lots in state.data.lots.values())
-        ids = {member.worker_id for member in state.members}
-        assert state.model.rejected_donors | state.model.passed_over <= ids
         for member in state.members:
             assert len(member.deferred) <= fragments and len(member.early_pulls) <= fragments
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.members.model_source import InitialModel, Resumption
 from diloco_broker.core.operations.status import EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.rounds.round import Barrier
 from diloco_broker.core.sites.gate import Gate
+from diloco_broker.core.versions.record import InitialModel, Resumption
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.storage.checkpoint_format import Checkpoint
@@ -338,18 +338,19 @@ class Stage:
         return puppets
 
     def provide(self) -> None:
-        """Let the parameters come from a donor, if one was asked."""
-        donor = self.state.members.named(self.state.model.donation.donor or "")
-        for fragment in self.state.model.donation.wanted if donor else ():
+        """Let the seed worker upload its parameters, if one was asked."""
+        seeding = self.state.model.seeding
+        worker = self.state.members.named(seeding.worker_id)
+        for fragment in seeding.wanted if worker else ():
             layout = self.state.versions[fragment].layout
             push = Push(
-                donor.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION
+                worker.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION
             )
-            self.happens(events.Received(donor.control, push))
+            self.happens(events.Received(worker.control, push))
             for span in layout.spans:
                 size = span.elements * (8 if span.segment.value == "integers" else 4)
-                chunk = Chunk(fragment, span.index, session=donor.session, push_id=77)
-                self.happens(events.Received(donor.control, chunk, Payload(size)))
+                chunk = Chunk(fragment, span.index, session=worker.session, push_id=77)
+                self.happens(events.Received(worker.control, chunk, Payload(size)))
                 self.work()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.versions.record import Resumption
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import ModelLayout
 

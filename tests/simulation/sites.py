@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.members.model_source import InitialModel, Resumption
 from diloco_broker.core.versions.fragment import WholeVersion
+from diloco_broker.core.versions.record import InitialModel, Resumption
 from diloco_broker.relay import commands as told
 from diloco_broker.relay import core as relay
 from diloco_broker.shell.effects import Executor

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.versions.record import Resumption
 from diloco_broker.standby import core as standby
 from diloco_protocol import messages
 from diloco_protocol.messages import Message

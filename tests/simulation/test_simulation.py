@@ -6,7 +6,7 @@ checked after everything that happens (`referee`). A failure names its seed and 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from diloco_broker.core.effects import Effect, Step
 from diloco_broker.core.machine import Core
 from diloco_broker.core.members import seeding
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.members.model_source import Resumption, RunModel
+from diloco_broker.core.members.model_source import RunModel
 from diloco_broker.core.rounds import asynchronous, collect, sequence, streaming
 from diloco_broker.core.rounds.round import Update
 from diloco_broker.core.rounds.streaming import StreamingRound
@@ -24,11 +24,11 @@ from diloco_broker.core.rounds.submissions import Submission
 from diloco_broker.core.state import RunState
 from diloco_broker.core.versions import checkpoints
 from diloco_broker.core.versions.checkpoints import run_record
-from diloco_broker.core.versions.record import RunRecord
+from diloco_broker.core.versions.record import Resumption, RunRecord
 from diloco_broker.storage import resume
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
-from diloco_protocol.version import Ledger
+from diloco_protocol.version import Ledger, VersionId
 from kit.core_harness import a_config
 from simulation.fragments import Fragments
 from simulation.scenarios import MODES, WEATHERS, a_scenario
@@ -317,16 +317,18 @@ def without_the_version_that_waits(state: RunState, number: int) -> RunRecord:
     return run_record(replace(state, unreleased=None), number)
 
 
-def the_oldest(model: RunModel, members: Iterable[Member]) -> dict[int, Member]:
+def the_oldest(
+    model: RunModel, members: Iterable[Member]
+) -> dict[int, tuple[Member, VersionId | None]]:
     holders = [member for member in members if all(member.versions[:1])]
     oldest = min(holders, key=lambda m: sum(v.counter for v in m.versions if v), default=None)
     pieces = [f for f in model.all_fragments if f not in model.restored]
-    return dict.fromkeys(pieces, oldest) if oldest and oldest.versions else {}
+    held = dict(enumerate(oldest.versions)) if oldest else {}
+    return {f: (oldest, held[f]) for f in pieces if f in held} if oldest else {}
 
 
-def wait_for_nobody(_: RunState) -> Generator[Effect, None, bool]:
-    yield from ()
-    return False
+def wait_for_nobody(_: RunState) -> tuple[str, float]:
+    return "", 0.0
 
 
 def loses(name: str, value: Any) -> Sabotage:
@@ -371,7 +373,7 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
         (
             "carry",
             ADOPT,
-            (seeding, "_wait_for_others", wait_for_nobody),
+            (seeding, "_newer_holders", wait_for_nobody),
             "it did not wait for",
         ),
         ("streaming", REWIND, loses("ledger", Ledger()), "has another ledger"),

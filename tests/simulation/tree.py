@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.versions.record import Resumption
 from kit.core_harness import a_config, a_manifest, layered
 from simulation.contents import Key
 from simulation.network import Weather, World

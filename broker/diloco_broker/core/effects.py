@@ -110,7 +110,7 @@ class AggregateAndStep:
 
 @dataclass(frozen=True)
 class StoreInitial:
-    """Store one chunk of initial parameters: from a donation, or the model file (payload None)."""
+    """Store one chunk of initial parameters: of a seed worker, or the model file (payload None)."""
 
     fragment: int
     index: int
@@ -122,7 +122,7 @@ class StoreInitial:
 @dataclass(frozen=True)
 class DropInitial:
     """Forget what was placed of these fragments, and every `StoreInitial` that has not been carried out:
-    its donation was abandoned."""
+    the upload was abandoned."""
 
     fragments: tuple[int, ...]
 

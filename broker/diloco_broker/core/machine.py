@@ -26,7 +26,7 @@ from diloco_broker.core.members import (
     seeding,
 )
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.members.model_source import InitialModel, Resumption, RunModel
+from diloco_broker.core.members.model_source import RunModel
 from diloco_broker.core.operations import (
     commands,
     ending,
@@ -46,6 +46,7 @@ from diloco_broker.core.standby.watch import Watch
 from diloco_broker.core.state import RunState
 from diloco_broker.core.story import Story
 from diloco_broker.core.versions import checkpoints, pulls
+from diloco_broker.core.versions.record import InitialModel, Resumption
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
@@ -135,7 +136,7 @@ class Core:
         if before is not None:
             state.orders, state.ending = before.state.orders, before.state.ending
         if resumption is not None:
-            seeding.resume(state, resumption)
+            checkpoints.resume(state, resumption)
         state.term = max(state.term, term)
 
     @classmethod

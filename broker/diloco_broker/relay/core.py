@@ -22,10 +22,11 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.members import permissions
-from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.members.model_source import Start
 from diloco_broker.core.rounds.submissions import Submission
 from diloco_broker.core.sites.gate import Gate
 from diloco_broker.core.sites.told import PASSED_ON
+from diloco_broker.core.versions.record import Resumption
 from diloco_broker.relay.commands import (
     Abandon,
     Answer,
@@ -293,10 +294,10 @@ class Relay:
         assert session is not None and session.terms is not None
         terms = session.terms
         pushes: dict[int, int] = {}
-        if model.is_done:
+        if model.is_running:
             held = held_by(self.site)
             yield from self._comes_back_with(held, terms)
-        elif model.donation.donor is not None and model.donation.is_complete:
+        elif model.start is Start.SEEDING and model.seeding.is_complete:
             pushes, held = self._wanted, {}
         else:
             return

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.versions.record import Resumption
 from diloco_broker.relay.commands import Commands, Forget, GoOnFrom, Say, StepHere
 from diloco_broker.relay.core import Relay
 from diloco_broker.relay.local_rounds import Account

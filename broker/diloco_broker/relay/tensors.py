@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.versions.record import Resumption
 from diloco_broker.relay.local_rounds import LocalOuter, Way
 from diloco_broker.relay.means import Mean, Residuals, room_for
 from diloco_broker.shell.tensor_work.executor import looked_at

@@ -9,9 +9,8 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.config.declaration import AUTO
-from diloco_broker.core.members.model_source import Resumption
 from diloco_broker.core.rounds.submissions import Submission
-from diloco_broker.core.versions.record import FragmentRecord, RunRecord
+from diloco_broker.core.versions.record import FragmentRecord, Resumption, RunRecord
 from diloco_protocol import messages
 from diloco_protocol.dtypes import in_few_bits, whole_dtype
 from diloco_protocol.manifest import Manifest

@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from diloco_broker.core.members.donation import is_sound
 from diloco_broker.core.versions.record import DataSetRecord, FragmentRecord, RunRecord
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import (
@@ -192,7 +191,7 @@ def _check(found: Checkpoint) -> None:
         raise ValueError(f"{pieces} fragments")
     numbers = {record.number, found.life, record.term}
     for each in record.fragments.values():
-        if not is_sound(each.version) or each.version.run != record.run:
+        if not each.version.is_valid or each.version.run != record.run:
             raise ValueError(f"{each.version!r:.100} is no version of run {record.run!r:.40}")
         numbers |= {each.gradients, each.round + 1, each.averaged, *each.tags, *each.tags.values()}
     if not all(0 <= number < 1 << 64 for number in numbers):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from diloco_broker.core.members.model_source import InitialModel
+from diloco_broker.core.versions.record import InitialModel
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.model_header import safetensors_files
 from diloco_protocol.errors import UsageError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.config.declaration import usual_buffer
-from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.versions.record import Resumption
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, NotPermitted
 from diloco_broker.storage.checkpoint_format import Checkpoint, TensorStore

@@ -96,7 +96,7 @@ class Parameters:
         self._wholes: dict[int, WholeTensors] = {}
 
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
-        """Store a chunk of the first version: from a donation, or the model file (payload None).
+        """Store a chunk of the first version: of a seed worker, or the model file (payload None).
 
         Returns the chunk in wire form, or None when it is not finite there (NaN, if it is frozen).
         Raises UsageError where a factory of outer optimizers fails, once its fragment is complete.

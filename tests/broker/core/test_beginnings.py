@@ -1,6 +1,6 @@
 """Whose parameters a run begins with.
 
-A run that exists comes before a new one, and a donor that is slow is better than none.
+A run that exists comes before a new one, and a seed worker that is slow is better than none.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.members.model_source import DONOR_PATIENCE_S, InitialModel
+from diloco_broker.core.members.model_source import SEED_PATIENCE_S
 from diloco_broker.core.members.seeding import RETURN_WITHIN_S
+from diloco_broker.core.versions.record import InitialModel
 from diloco_protocol.messages import Error, Push
 from diloco_protocol.version import VersionId
 from diloco_worker.session.connection import LONGEST_BACKOFF_S
@@ -130,23 +131,34 @@ def test_holder_that_is_gone_for_good_stops_nobody() -> None:
     assert run_of(stage) not in (None, RUN)
 
 
-# Donors that take long.
+def test_feed_names_whom_the_first_parameters_come_from() -> None:
+    stage = with_a_file(by_hand=True)
+    assert "join" in stage.shown()["waiting_for"]
+    stage.worker("new").joins()
+    assert "earlier run" in stage.shown()["waiting_for"]
+    stage.passes(RETURN_WITHIN_S + 0.1)
+    assert "file" in stage.shown()["waiting_for"]
+    stage.worker("gpu-0").comes_with(holding(10))
+    assert "gpu-0" in stage.shown()["waiting_for"]
 
 
-def test_donor_without_another_that_pauses_half_way_loses_nothing_of_it() -> None:
+# Seed workers that take long.
+
+
+def test_seed_worker_without_another_that_pauses_half_way_loses_nothing_of_it() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
     a.donates(indexes=[0])
-    stage.passes_with(round(5 * DONOR_PATIENCE_S), "a")
+    stage.passes_with(round(5 * SEED_PATIENCE_S), "a")
     a.donates(indexes=[1])
     assert stage.version().counter == 0
 
 
-def test_slow_donor_is_told_that_another_one_is_asked() -> None:
+def test_slow_seed_worker_is_told_that_another_one_is_asked() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     a.donates(indexes=[0])
-    stage.passes_with(round(DONOR_PATIENCE_S + 1), "a", "b")
+    stage.passes_with(round(SEED_PATIENCE_S + 1), "a", "b")
     error = a.got(Error)
     assert (error.push_id, error.retry) == (a.push_id, False)
     assert b.asked_for == [0]
@@ -154,22 +166,24 @@ def test_slow_donor_is_told_that_another_one_is_asked() -> None:
     assert stage.version().counter == 0
 
 
-def test_donors_that_are_all_slow_are_asked_again_with_more_patience() -> None:
+def test_seed_workers_that_are_all_slow_are_asked_again_with_more_patience() -> None:
     """Copying takes each of them longer than the first patience, and shorter than the second."""
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    stage.passes_with(round(2 * DONOR_PATIENCE_S + 2), "a", "b")
+    stage.passes_with(round(2 * SEED_PATIENCE_S + 2), "a", "b")
     assert (a.asked_for, b.asked_for) == ([0], [0])
-    stage.passes_with(round(DONOR_PATIENCE_S * 1.5), "a", "b")
+    stage.passes_with(round(SEED_PATIENCE_S * 1.5), "a", "b")
     b.donates()
     assert stage.version().counter == 0
 
 
-def test_donor_of_values_that_are_not_finite_is_asked_again_once_it_has_joined_again() -> None:
+def test_seed_worker_of_values_that_are_not_finite_is_asked_again_once_it_has_joined_again() -> (
+    None
+):
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
     a.donates(is_finite=False)
-    stage.passes_with(round(2 * DONOR_PATIENCE_S), "a")
+    stage.passes_with(round(2 * SEED_PATIENCE_S), "a")
     assert a.asked_for == [0], "not while it is the same"
     a.loses_connection()
     a.joins()
@@ -178,10 +192,10 @@ def test_donor_of_values_that_are_not_finite_is_asked_again_once_it_has_joined_a
     assert stage.version().counter == 0
 
 
-def test_offer_of_a_donor_that_was_passed_over_costs_it_nothing() -> None:
+def test_offer_of_a_seed_worker_that_was_passed_over_costs_it_nothing() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    stage.passes_with(round(DONOR_PATIENCE_S + 1), "a", "b")
+    stage.passes_with(round(SEED_PATIENCE_S + 1), "a", "b")
     a.donates(indexes=[])
     assert (a.error().code, a.error().about) == ("not_allowed", Push.kind)
     b.leaves()

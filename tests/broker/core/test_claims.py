@@ -97,7 +97,7 @@ def test_claim_of_somebody_who_is_gone_is_forgotten() -> None:
     stage = a_stage(1)
     claims_and_dies(stage)
     model = stage.state.model
-    assert (model.manifest, model.layout, model.run, model.donation.intakes) == (
+    assert (model.manifest, model.layout, model.run, model.seeding.versions) == (
         None,
         None,
         None,
@@ -185,12 +185,3 @@ def test_versions_of_fragments_that_there_are_not_are_not_asked_for() -> None:
     stage.passes(11.0)
     assert len(stage.state.members.named("a").versions) == 2
     assert set(worker.asked_for) <= {0, 1}
-
-
-def test_names_of_those_whose_parameters_were_bad_go_with_them() -> None:
-    stage = a_stage(2)
-    for number in range(20):
-        worker = stage.worker(f"w{number}").joins()
-        worker.donates(indexes=[0], is_finite=False)
-        worker.leaves()
-    assert not stage.state.model.rejected_donors

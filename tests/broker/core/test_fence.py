@@ -11,11 +11,11 @@ import pytest
 from diloco_broker.core.effects import Send
 from diloco_broker.core.events import Now, Received, Tick
 from diloco_broker.core.machine import Core
-from diloco_broker.core.members.model_source import InitialModel
 from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_broker.core.standby import fence
 from diloco_broker.core.standby.lease import Lease
 from diloco_broker.core.standby.voters import Voters
+from diloco_broker.core.versions.record import InitialModel
 from diloco_protocol import messages
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import Error, Notice, Promise, Rejoin, Released, Vote, Welcome

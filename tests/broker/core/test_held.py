@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Received
-from diloco_broker.core.members.model_source import DONOR_PATIENCE_S
+from diloco_broker.core.members.model_source import SEED_PATIENCE_S
 from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_protocol.messages import Lease, Promise
 from kit.core_harness import Stage, a_round, a_stage
@@ -150,7 +150,7 @@ def parameters_of_a_seed_worker(hold: Hold) -> Deadline:
     for name in ("a", "b"):
         stage.worker(name).joins()
     b = stage.puppets["b"]
-    return stage, lambda: b.asked_for == [0], DONOR_PATIENCE_S
+    return stage, lambda: b.asked_for == [0], SEED_PATIENCE_S
 
 
 DEADLINES = (

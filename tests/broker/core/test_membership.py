@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Received
-from diloco_broker.core.members.model_source import InitialModel
 from diloco_broker.core.rounds.uploads import first_window, upload_window
 from diloco_broker.core.versions.readers import MAX_OBSERVERS
+from diloco_broker.core.versions.record import InitialModel
 from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.version import Counted, Ledger, VersionId
@@ -18,7 +18,7 @@ from kit.core_harness import RUN, Stage, a_config, a_manifest, a_stage, alone
 from kit.noted_tensors import CHUNK_ELEMENTS
 
 
-def test_next_worker_is_asked_when_the_donor_dies_half_way() -> None:
+def test_next_worker_is_asked_when_the_seed_worker_dies_half_way() -> None:
     stage = a_stage()
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     b.pulls()
@@ -69,7 +69,7 @@ def test_donation_that_is_unsound_is_refused_and_another_worker_asked(
 FROZEN = TensorEntry("table", (3 * CHUNK_ELEMENTS,), "float32", Kind.FROZEN)
 
 
-def test_nobody_sees_parameters_of_a_donor_that_dies_between_two_fragments() -> None:
+def test_nobody_sees_parameters_of_a_seed_worker_that_dies_between_two_fragments() -> None:
     stage = Stage(a_config(1), a_manifest(3, table=FROZEN))
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     for fragment in (0, 1):
@@ -82,7 +82,7 @@ def test_nobody_sees_parameters_of_a_donor_that_dies_between_two_fragments() -> 
     assert {m.version.run for m in b.all(messages.Released)} == {stage.state.model.run}
 
 
-def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
+def test_chunks_of_a_seed_worker_that_left_are_never_placed() -> None:
     stage = a_stage(workers=1, chunks=6, by_hand=True)
     a = stage.worker("a").joins()
     a.donates(indexes=[0, 1, 2])
@@ -97,7 +97,7 @@ def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
     assert b.holds() == stage.version()
 
 
-def test_donor_that_returns_with_the_same_push_begins_anew() -> None:
+def test_seed_worker_that_returns_with_the_same_push_begins_anew() -> None:
     stage = a_stage(workers=1, by_hand=True)
     a = stage.worker("a").joins()
     for _ in range(2):

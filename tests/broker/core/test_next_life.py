@@ -146,8 +146,8 @@ def test_what_was_recovered_and_what_was_lost_is_said() -> None:
     a.donates(0)
     b.donates(1)
     assert stage.said("a is ahead", "fragment 0") and stage.said("b is ahead", "fragment 1")
-    assert stage.said("lost", "1 round", "fragment 0")
-    assert stage.said("lost", "2 rounds", "fragment 1")
+    assert stage.said("lost", "1 of fragment 0")
+    assert stage.said("lost", "2 of fragment 1")
 
 
 # What goes on.

@@ -131,7 +131,7 @@ def test_each_fragment_is_adopted_from_whoever_has_it_newest() -> None:
     assert stage.saves == [7], "what no checkpoint has is saved"
 
 
-def test_donor_that_dies_half_way_is_reverted_and_the_next_one_asked() -> None:
+def test_seed_worker_that_dies_half_way_is_reverted_and_the_next_one_asked() -> None:
     crashed = a_saved_run("a", "b", rounds=4, pieces=2)
     held = crashed.holdings()
     stage = crashed.restarted()
@@ -152,7 +152,7 @@ def test_donor_that_dies_half_way_is_reverted_and_the_next_one_asked() -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "sends nothing more", "sends NaN", "is kicked"])
-def test_without_a_donor_left_the_checkpoint_s_own_is_gone_on_with(how: str) -> None:
+def test_without_a_seed_worker_left_the_checkpoint_s_own_is_gone_on_with(how: str) -> None:
     crashed = a_saved_run("a", "b", rounds=2)
     stage, _ = next_life(crashed, "b")
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=1))
@@ -176,7 +176,9 @@ def test_without_a_donor_left_the_checkpoint_s_own_is_gone_on_with(how: str) -> 
     assert not stage.saves, "the checkpoint has all of it"
 
 
-def test_donor_that_breaks_off_after_another_one_was_adopted_takes_nothing_of_it_away() -> None:
+def test_seed_worker_that_breaks_off_after_another_one_was_adopted_takes_nothing_of_it_away() -> (
+    None
+):
     """Fragment 0 comes from a; c joins late, has it newer, and dies in the middle of giving it."""
     crashed = a_saved_run("a", "b", rounds=2, pieces=2)
     held = crashed.holdings()
@@ -206,7 +208,7 @@ def test_donor_that_breaks_off_after_another_one_was_adopted_takes_nothing_of_it
         pytest.param("f" * 16, 5, id="of another run"),
     ],
 )
-def test_version_other_than_the_one_a_donor_said_it_holds_is_refused(
+def test_version_other_than_the_one_a_seed_worker_said_it_holds_is_refused(
     run: str | None, counter: int
 ) -> None:
     crashed = a_saved_run("a", "b", rounds=3)
@@ -221,7 +223,7 @@ def test_version_other_than_the_one_a_donor_said_it_holds_is_refused(
     assert not b.asked_for
 
 
-def test_donor_on_a_new_connection_goes_on_where_it_stopped() -> None:
+def test_seed_worker_on_a_new_connection_goes_on_where_it_stopped() -> None:
     crashed = a_saved_run("a", "b", rounds=1)
     stage, _ = next_life(crashed, "b")
     held = ahead(crashed.holdings(), f0=1)
@@ -330,7 +332,7 @@ def test_newest_version_of_each_fragment_is_adopted_without_a_checkpoint() -> No
 
 
 @pytest.mark.parametrize("is_half_way", [True, False])
-def test_donor_that_breaks_off_without_a_checkpoint_leaves_no_mixture_of_two_versions(
+def test_seed_worker_that_breaks_off_without_a_checkpoint_leaves_no_mixture_of_two_versions(
     is_half_way: bool,
 ) -> None:
     """It breaks off half-way, or leaves before it has begun, as the other one does."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.data import units
-from diloco_broker.core.members import compatibility, donation, room, seeding
+from diloco_broker.core.members import compatibility, room, seeding
 from diloco_broker.core.members.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.operations import ending, orders
 from diloco_broker.core.rounds import sequence
@@ -70,14 +70,11 @@ def _let_in(
     plan: tuple[int, ...],
 ) -> effects.Effects:
     member = state.members.named(join.worker_id)
-    state.model.forgive(join.worker_id)
     session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     if member is None:
         member = state.members.admit(join, session, route, state.now, state.run_time)
         yield from _is_new(state, member, join)
     else:
-        if state.model.donation.donor == member.worker_id and member.versions != join.versions:
-            yield from donation.abandon(state)  # it was asked for what it said that it held
         state.versions.forget(member.bulk)
         state.members.renew(member, join, session, route, state.now)
         yield effects.info(f"{join.worker_id} is back on a new connection.")
@@ -85,19 +82,11 @@ def _let_in(
         layout = state.model.settle_manifest(manifest, plan, state.run_config, join.digest)
         state.versions.set_layout(layout.all)
     first_round = _first_round(state, member)
-    yield from seeding.tell_of_branches(state, join.worker_id, join.versions)
+    yield from state.versions.warn_of_branches(join.worker_id, join.versions)
     yield effects.Send(route, _welcome(state, member, first_round, plan))
     yield from ending.tell(state, member)
     yield from orders.tell(state, member)
-    if any(join.versions) and not state.model.is_done:
-        state.model.holder_lost_at = None
-        donor = state.members.named(state.model.donation.donor or "")
-        is_new_run = donor is not None and not any(donor.versions)
-        if is_new_run or state.model.donation.is_loading:  # one that exists comes first
-            why = f"{join.worker_id} holds a version of a run, which goes on instead of a new one."
-            yield from seeding.abandon_donation(state, why)
-            return
-    yield from seeding.seek(state)
+    yield from seeding.joined(state, member)
 
 
 def _is_new(state: RunState, member: Member, join: messages.Join) -> effects.Effects:
@@ -129,7 +118,7 @@ def _welcome(
         epoch=state.epoch,
         config=state.run_config,
         first_round=first_round,
-        run=state.model.run if state.model.is_done else None,
+        run=state.model.run if state.model.is_running else None,
         versions=tuple(each.version for each in state.versions.trained),
         feed=around.feed_address,
         plan=plan if state.config.num_fragments > 1 else (),
@@ -140,13 +129,6 @@ def _welcome(
         term=state.term,
         lease=None if state.standby is None else state.standby.lease.seconds,
     )
-
-
-def _run_is_settled(state: RunState) -> bool:
-    """False while a worker that started afresh gives parameters: an older run may still turn up."""
-    model = state.model
-    donor = state.members.named(model.donation.donor or "")
-    return model.is_done or bool(model.restored) or (donor is not None and any(donor.versions))
 
 
 def _first_round(state: RunState, member: Member) -> int:
@@ -190,7 +172,7 @@ def _check_sound(state: RunState, join: messages.Join, manifest: Manifest) -> No
     if not 1 <= join.processes <= messages.MOST_PROCESSES:
         text = f"A worker has 1 to {messages.MOST_PROCESSES} processes, this one {join.processes}."
         raise ProtocolError(Code.BAD_HEADER, text)
-    unsound = [version for version in join.versions if version and not donation.is_sound(version)]
+    unsound = [version for version in join.versions if version and not version.is_valid]
     if unsound:
         text = f"The worker says that it holds {unsound[0]!r:.200}, which cannot name a version."
         raise ProtocolError(Code.BAD_HEADER, text)
@@ -210,7 +192,7 @@ def _check_fit(state: RunState, join: messages.Join, manifest: Manifest) -> None
             f"The worker belongs to run {join.run}, which --fresh moved aside; restart the worker to "
             "join the new run.",
         )
-    run = state.model.run if _run_is_settled(state) else None
+    run = state.model.run if state.model.run_is_settled else None
     if join.run is not None and run is not None and join.run != run:
         raise ProtocolError(
             Code.RUN_DIFFERS,
@@ -242,8 +224,7 @@ def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...] | None:
 
 def _check_manifest(state: RunState, manifest: Manifest) -> None:
     model = state.model
-    is_under_way = model.is_done or model.donation.is_loading or bool(model.restored)
-    is_settled = len(state.members) or is_under_way
+    is_settled = len(state.members) or model.manifest_is_settled
     if model.manifest is not None and model.manifest != manifest and is_settled:
         clauses = differences(model.manifest, manifest)
         text = f"The worker's model differs from the run's: {summarise(clauses)}."
@@ -253,7 +234,7 @@ def _check_manifest(state: RunState, manifest: Manifest) -> None:
                 "another --save-dir."
             )
         raise ProtocolError(Code.MODEL_DIFFERS, text)
-    clauses = model.mismatches(manifest)
+    clauses = [] if model.initial is None else model.initial.mismatches(manifest)
     if clauses:
         text = f"The worker's model differs from the broker's model file: {summarise(clauses)}."
         raise ProtocolError(Code.MODEL_DIFFERS, text)
@@ -294,11 +275,7 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     orders.gone(state, member.worker_id)
     state.departed = Departure(member.worker_id, why)
     state.versions.forget(member.bulk)
-    if state.model.donation.donor == member.worker_id:
-        yield from seeding.abandon_donation(state)
-    state.model.forgive(member.worker_id)  # or the names of all that ever came would be kept
-    if not len(state.members) and state.model.forget_claim():
-        state.versions.set_layout(())
+    yield from seeding.removed(state, member)
     yield from sequence.leave(state, member.worker_id)
     units.leave(state, member.worker_id)
 

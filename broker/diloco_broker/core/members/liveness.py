@@ -139,7 +139,7 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
         if now - reader.probed_at > PROBE_OBSERVERS_S:
             reader.probed_at = now
             yield effects.Send(reader.announce, messages.Notice("alive"))
-    yield from seeding.seek(state)
+    yield from seeding.advance(state)
 
 
 def _is_given_up(state: RunState, member: Member) -> bool:
@@ -160,7 +160,6 @@ def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     yield effects.warning(f"{member.worker_id} counts as dead: {why}{site}.")
     if member.workers:
         listing.is_away(state, member)
-    if any(member.versions) and not state.model.is_done:
-        state.model.holder_lost_at = state.run_time
+    seeding.lost(state, member)
     yield from admission.remove(state, member, why)
     state.absences.died(member, why, state.now)

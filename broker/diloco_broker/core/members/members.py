@@ -180,6 +180,8 @@ class Member:
     lanes: dict[int, Binding] = field(default_factory=dict)
     sync_every: int | None = None  # H of its own; None where it takes the run's
     versions: tuple[VersionId | None, ...] = ()  # by fragment, what it held when it joined
+    # How often it was too slow as a seed worker; infinite: its parameters cannot be used.
+    seed_failures: float = 0
     # By fragment, a push whose round is not open yet.
     deferred: dict[int, messages.Push] = field(default_factory=dict)
     # By fragment, those that came before the bulk connection.
@@ -374,6 +376,7 @@ class Membership:
         member.liveness.probed_at = now
         member.sync_every = own_sync_every(join.wants)
         member.versions = join.versions
+        member.seed_failures = 0
         member.forget_work()
 
     def remove(self, member: Member) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.core import effects
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.core.state import RunState
 from diloco_broker.core.versions.reply import LONGEST_CHAIN
-from diloco_protocol.dtypes import SIZES, in_few_bits
+from diloco_protocol.dtypes import SIZES, in_few_bits, span_bytes
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.messages import Join
@@ -76,3 +77,21 @@ def check_number(state: RunState, join: Join) -> None:
             f"There are {len(state.members)} workers already, and this broker takes {most} at most. "
             "Start it with a larger --max-workers, if more are meant.",
         )
+
+
+def announce(state: RunState) -> effects.Effects:
+    """Log what keeping whole submissions costs."""
+    config, layouts = state.config, [each.layout for each in state.versions.trained]
+    mode = mode_of(config)
+    if mode.room_needed is None:
+        return
+    sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
+    many, whose, size = mode.room_needed(config, sizes)
+    yield effects.info(
+        f"{mode.asked_for_by(config)} needs whole submissions: up to {many} "
+        f"{whose}{'s'[: many != 1]} x {_megabytes(size)} of memory beyond parameters and momentum."
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"

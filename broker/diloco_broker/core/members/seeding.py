@@ -1,405 +1,356 @@
-"""Where a broker gets its parameters from: a run that exists, the model file, or a newcomer.
+"""How a broker without parameters gets some: the transitions of `Start`.
 
-Workers outlive a broker that was killed. Each still holds, whole and with its ledger, the version of
+    WAITING_FOR_WORKERS, WAITING_FOR_HOLDERS
+        -> ADOPTING -> WAITING_FOR_HOLDERS    while a worker holds a newer version than the broker
+        -> RUNNING                            a run exists, and the newest versions are here
+        -> LOADING_FILE -> RUNNING            a new run, from the model file
+        -> SEEDING -> RUNNING                 a new run, from the parameters of a worker
+
+An upload that fails leads back to waiting. No version is released before all fragments are complete.
+
+Workers outlive a broker that was killed. Each still holds, complete and with its ledger, the version of
 each fragment that it received last, and it may be newer than the checkpoint. So before a round opens the
-newest version of each fragment is adopted from whoever holds it, one donor after the other, unless the
-broker was told to rewind. Lost are the steps of the outer optimizer in between: its momentum is the
-checkpoint's, and a buffer of gradients that was applied since is thrown away rather than applied again.
-Where replies are not fp32, only the broker had the master parameters x, and the run goes on from the
-values w that workers hold: the residual x - w is lost as well. That of the checkpoint does not replace
-it, since later replies have sent what they could of it: in simulations adding it to the adopted w left
-the parameters farther from x (by a factor of 1.4 where the two residuals are unrelated), except with
-heavy-tailed updates in int4z. A fragment of which no worker has a newer version than the checkpoint
+broker adopts the newest version of each fragment from the worker that holds it, one worker after the
+other, unless it was told to rewind. The steps of the outer optimizer in between are lost: its momentum
+is the checkpoint's, and a buffer of gradients that was applied since is dropped rather than applied
+again. Where replies are not fp32, only the broker had the master parameters x, and the run goes on from
+the values w that workers hold: the residual x - w is lost as well. That of the checkpoint does not
+replace it, since later replies have sent what they could of it: in simulations adding it to the adopted
+w left the parameters farther from x (by a factor of 1.4 where the two residuals are unrelated), except
+with heavy-tailed updates in int4z. A fragment of which no worker has a newer version than the checkpoint
 keeps everything.
-
-A new run begins only where nobody has one: with the model file, else with a worker's parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Mapping
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.members import donation
+from diloco_broker.core.members import room
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.members.model_source import Intake, Resumption
+from diloco_broker.core.members.model_source import SEED_PATIENCE_S, FirstVersion, Seeding, Start
 from diloco_broker.core.operations import progress
 from diloco_broker.core.rounds import sequence
 from diloco_broker.core.rounds.modes import mode_of
+from diloco_broker.core.rounds.uploads import Upload, Window, first_window, upload_window
 from diloco_broker.core.standby import fence
 from diloco_broker.core.state import RunState
 from diloco_broker.core.versions import checkpoints
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.dtypes import span_bytes, whole_dtype
-from diloco_protocol.errors import Code
+from diloco_protocol.dtypes import whole_dtype
+from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import summarise
-from diloco_protocol.version import VersionId
+from diloco_protocol.version import Ledger, VersionId
 
-# A broker that comes back without a checkpoint may be the second life of one, and its workers on their
-# way: they try again every 2 s (protocol/SPECIFICATION.md, section 7), and then join. So long after its
-# start parameters that would begin a new run are not taken.
+# A broker without a checkpoint may be the next incarnation of one, and its workers about to return: they
+# retry every 2 s (protocol/SPECIFICATION.md, section 7), and then join. No new run begins for so long.
 RETURN_WITHIN_S = 3.0
 
 
-def resume(state: RunState, resumption: Resumption) -> None:
-    """Know the run of a checkpoint. It goes on in `seek`, once those ahead of it have been heard."""
-    record = resumption.record
-    state.model.resume(resumption)
-    state.versions.set_layout(resumption.layout.all)
-    known = {n: count for n, count in record.totals.items() if n in vars(state.totals)}
-    state.totals = replace(state.totals, **known)
-    state.totals_before = replace(state.totals)
-    state.shards.restore(record.shards)
-    state.data.restore(record.data_sets)
-    state.absences.restore(record.left, (*record.workers, *record.missing))
-    state.parents = resumption.parents
-    state.term = record.term
-    if state.standby is not None:
-        state.standby.lease.standby = record.standby
-    state.resumed = resumption.title
+# Workers come and go.
 
 
-def seek(state: RunState) -> effects.Effects:
-    """Get parameters if there are none: of a run that exists, else the model file's, else a worker's."""
+def joined(state: RunState, member: Member) -> effects.Effects:
+    """A worker has joined, or is back. If it holds a version, that run goes on instead of a new one."""
+    model, seeding = state.model, state.model.seeding
+    if any(member.versions):
+        model.holder_lost_at = None
+    if any(member.versions) and model.start in (Start.SEEDING, Start.LOADING_FILE):
+        why = f"{member.worker_id} holds a version of a run, which goes on instead of a new one."
+        yield from abandon(state, why)
+    elif member.worker_id == seeding.worker_id:
+        held = dict(enumerate(member.versions))
+        if all(held.get(fragment) == version for fragment, version in seeding.wanted.items()):
+            yield from _notify(state, member)
+        else:
+            yield from abandon(state)
+    yield from advance(state)
+
+
+def lost(state: RunState, member: Member) -> None:
+    """A worker is dead. If it holds a version that may be wanted, it is given time to come back."""
+    if any(member.versions) and not state.model.is_running:
+        state.model.holder_lost_at = state.run_time
+
+
+def removed(state: RunState, member: Member) -> effects.Effects:
+    """A worker is gone."""
     model = state.model
-    if model.is_done or model.manifest is None:
+    if model.seeding.worker_id == member.worker_id:
+        yield from abandon(state)
+        yield from advance(state)
+    if not len(state.members) and not model.manifest_is_settled:
+        model.forget_manifest()
+        model.start, model.waits_for = Start.WAITING_FOR_WORKERS, ""
+        state.versions.set_layout(())
+
+
+# Transitions.
+
+
+def advance(state: RunState) -> effects.Effects:
+    """Make the transition that is due, if one is."""
+    model = state.model
+    if model.is_running or model.manifest is None:
         return
     if not fence.may_release(state):  # another broker may have the run
         return
-    if _waits_to_begin(state):  # there was no lease when the last chunk came
+    if model.start in (Start.ADOPTING, Start.SEEDING, Start.LOADING_FILE):
+        yield from _continue_transfer(state)
+    elif _run_exists(state):
+        yield from _recover(state)
+    else:
+        yield from _seek_new_run(state)
+
+
+def _seeds(state: RunState, failures: float = math.inf) -> list[Member]:
+    """Workers that may upload their parameters and have failed less often, the first to join first."""
+    return [member for member in state.members if member.seed_failures < failures]
+
+
+def _run_exists(state: RunState) -> bool:
+    holders = (member for member in _seeds(state) if any(member.versions))
+    return bool(state.model.restored) or any(holders)
+
+
+def _continue_transfer(state: RunState) -> effects.Effects:
+    seeding = state.model.seeding
+    worker = state.members.named(seeding.worker_id)
+    if seeding.is_complete and state.gate is None:  # a relay's parent begins the run
         yield from _begin_run(state)
-        return
-    if model.donation.is_loading:
-        return
-    donor = state.members.named(model.donation.donor or "")
-    if donor is not None:
-        yield from _ask(state, donor)
-    elif _is_called_for(state):
-        yield from _seek_run(state)
-    elif not (yield from _wait_for_a_run(state)):
-        if model.initial is not None:
-            yield from _load_file(state)
-        else:
-            yield from _ask_a_newcomer(state)
+    elif worker is not None and state.run_time - seeding.progress_at > seeding.patience_s:
+        yield from _replace(state, worker)
 
 
-def _is_called_for(state: RunState) -> bool:
-    """Is there a run to go on with, in a checkpoint or with a worker?"""
-    model = state.model
-    holders = (m for m in state.members if m.worker_id not in model.rejected_donors)
-    return bool(model.restored) or any(any(member.versions) for member in holders)
-
-
-def _seek_run(state: RunState) -> effects.Effects:
-    """Wait for whoever may be ahead, take from each what is newest with him, then go on."""
+def _recover(state: RunState) -> effects.Effects:
+    """A run exists: adopt the newest version of each fragment, then go on."""
     model = state.model
     if not model.checkpoint or state.config.recover == "adopt":
-        if (yield from _wait_for_others(state)):
+        if (yield from _waits(state, *_newer_holders(state))):
             return
-        if model.run is None:
-            newest = model.choose_donor(state.members)
-            if newest is None or not any(newest.versions):  # those that hold a version were slow
-                model.ask_all_again()
-                newest = model.choose_donor(state.members)
-            assert newest is not None
-            model.run = next(held.run for held in newest.versions if held is not None)
-        sources = model.sources(state.members)
-        if not sources and not model.is_restored and model.ask_all_again():
-            sources = model.sources(state.members)
+        sources = model.sources(_seeds(state, failures=1))
+        if not sources and not model.is_restored:
+            sources = model.sources(_seeds(state))
         if sources:
-            donor = next(iter(sources.values()))
-            model.ask(donor, tuple(f for f, m in sources.items() if m is donor), state.run_time)
-            whose = ", ".join(
-                f"fragment {f} at version {donor.versions[f]}"
-                for f in sorted(model.donation.wanted)
-            )
-            has = "is ahead of the checkpoint" if model.checkpoint else "has parameters of this run"
-            instead = ", not the model file's" if model.initial is not None else ""
-            yield effects.info(f"{donor.worker_id} {has}; taking {whose} from it{instead}.")
-            yield from _ask(state, donor)
+            worker, _ = next(iter(sources.values()))
+            wanted = {f: version for f, (each, version) in sources.items() if each is worker}
+            yield from _adopt_from(state, worker, wanted)
             return
     if model.is_restored:
-        yield from _go_on(state)
+        yield from _continue_run(state)
     else:
-        # Nobody has the rest: a new run begins with the next donor, and not again with a part of this.
-        holders = {m.worker_id for m in state.members if any(m.versions)}
-        if holders:
-            yield effects.warning(
-                f"{', '.join(sorted(holders)[:5])} hold a part of run {model.run}, and nobody here has "
-                "the rest: a new run begins with the next worker that joins without one, or with these "
-                "when they are started afresh."
-            )
-        model.rejected_donors |= holders
-        over = tuple(model.restored)
-        model.restored.clear()
-        model.abandon()
-        yield effects.DropInitial(over)
+        yield from _give_up_run(state)
 
 
-def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:
-    """True while somebody who may hold a newer version has time left to come back."""
+def _seek_new_run(state: RunState) -> effects.Effects:
+    """No run exists: begin one, unless a worker that holds a version may come back."""
+    model = state.model
+    if (yield from _waits(state, *_lost_holders(state))):
+        return
+    if model.initial is not None:
+        yield from _load_file(state)
+    elif seeds := _seeds(state):
+        worker = min(seeds, key=lambda each: each.seed_failures)
+        yield effects.info(f"Asking {worker.worker_id} for its parameters.")
+        yield from _ask(state, worker, Start.SEEDING, dict.fromkeys(model.all_fragments))
+
+
+def _waits(state: RunState, whom: str, until: float) -> Generator[effects.Effect, None, bool]:
+    """Wait for these workers until then. Returns whether there is something to wait for."""
+    model = state.model
+    if not whom or state.run_time >= until:
+        model.start, model.waits_for = Start.WAITING_FOR_WORKERS, ""
+        return False
+    if model.start is not Start.WAITING_FOR_HOLDERS or model.waits_until != until:
+        then = "the run goes on" if _run_exists(state) else "a new run begins"
+        left = until - state.run_time
+        yield effects.info(f"Waiting {left:.1f} s at most for {whom}; then {then}.")
+    model.start, model.waits_for, model.waits_until = Start.WAITING_FOR_HOLDERS, whom, until
+    return True
+
+
+def _newer_holders(state: RunState) -> tuple[str, float]:
+    """Workers that may hold newer versions of the run than are here, and until when they may come."""
     model, config = state.model, state.config
     if model.checkpoint:
         away = sorted(model.known.keys() - {member.worker_id for member in state.members})
-        if not away or state.run_time >= state.recovers_from + config.recover_wait:
-            model.waits_for = ""
-            return False
         whom = f"workers of the run that may hold newer rounds: {summarise(away)}"
-        if not model.waits_for:
-            left = state.recovers_from + config.recover_wait - state.run_time
-            yield effects.info(f"Before the run goes on, waiting {left:.1f} s at most for {whom}.")
-        model.waits_for = whom
-        return True
+        return whom if away else "", state.recovers_from + config.recover_wait
     if len(state.members) >= config.workers:
-        return False
-    if model.offered_at is None:
-        model.offered_at = state.run_time
-        holders = [member.worker_id for member in state.members if any(member.versions)]
-        for worker_id in holders[:1]:  # none, when those that gave some of it have gone since
-            yield effects.info(f"{worker_id} holds a version of an earlier run.")
-    return state.run_time - model.offered_at < config.recover_wait
+        return "", 0.0
+    if model.waits_since is None:
+        model.waits_since = state.run_time
+    return "workers of the run that may hold newer rounds", model.waits_since + config.recover_wait
 
 
-def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
-    """True while a worker that holds a version may be on its way: no new run takes its place."""
+def _lost_holders(state: RunState) -> tuple[str, float]:
+    """Workers that may hold a version of an earlier run, and until when they may come back."""
     model, config = state.model, state.config
-    here = len(state.members)
-    until, whom = state.run_time, ""
     if model.holder_lost_at is not None:
-        until = model.holder_lost_at + config.recover_wait
         whom = "the worker that holds the run and whose connection broke"
-    elif not config.has_new_address and not model.moved_aside:  # their workers would be refused
-        enough = here >= config.workers  # more may have been in an earlier run
-        until = state.recovers_from + min(
-            config.recover_wait, RETURN_WITHIN_S if enough else math.inf
-        )
-        whom = "workers that may come back with an earlier run"
-        whom += "" if enough else f", and for {config.workers} workers to be here"
-    if state.run_time >= until:
-        whom = ""
-    elif whom != model.waits_for:
-        text = f"Waiting {until - state.run_time:.1f} s at most for {whom}; then a new run begins."
-        yield effects.info(text)
-    model.waits_for = whom
-    return bool(whom)
+        return whom, model.holder_lost_at + config.recover_wait
+    if config.has_new_address or model.moved_aside:  # workers of earlier runs would be refused
+        return "", 0.0
+    whom, wait = "workers that may come back with an earlier run", config.recover_wait
+    if len(state.members) >= config.workers:
+        return whom, state.recovers_from + min(wait, RETURN_WITHIN_S)
+    return f"{whom}, and for {config.workers} workers to be here", state.recovers_from + wait
+
+
+# Uploads of a seed worker, and the model file.
+
+
+def _adopt_from(
+    state: RunState, worker: Member, wanted: Mapping[int, VersionId]
+) -> effects.Effects:
+    model = state.model
+    model.run = next(version.run for version in wanted.values())
+    whose = ", ".join(f"fragment {f} at version {wanted[f]}" for f in sorted(wanted))
+    has = "is ahead of the checkpoint" if model.checkpoint else "has parameters of this run"
+    instead = ", not the model file's" if model.initial is not None else ""
+    yield effects.info(f"{worker.worker_id} {has}; taking {whose} from it{instead}.")
+    yield from _ask(state, worker, Start.ADOPTING, wanted)
+
+
+def _ask(
+    state: RunState, worker: Member, start: Start, wanted: Mapping[int, VersionId | None]
+) -> effects.Effects:
+    patience_s = SEED_PATIENCE_S * 2**worker.seed_failures
+    state.model.start = start
+    state.model.seeding = Seeding(worker.worker_id, wanted, patience_s, state.run_time)
+    yield from _notify(state, worker)
+
+
+def _notify(state: RunState, worker: Member) -> effects.Effects:
+    text = "The broker needs the parameters of this worker; send them."
+    for fragment in state.model.seeding.wanted:
+        yield worker.tell(messages.Notice("donate", text, fragment))
 
 
 def _load_file(state: RunState) -> effects.Effects:
     model = state.model
-    model.donation.is_loading = True
-    model.run = f"{state.draw():016x}"
-    model.donation.wanted = model.all_fragments
-    for each in state.versions.fragments:
-        chunks = each.layout.chunks
-        if chunks:
-            version = VersionId(model.run, 0, state.draw())
-            intake = Intake(version, [None] * chunks, Bitmap.full(chunks))
-            model.donation.intakes[each.layout.fragment] = intake
-            for index in range(chunks):
-                yield effects.StoreInitial(each.layout.fragment, index)
+    model.start, model.run = Start.LOADING_FILE, f"{state.draw():016x}"
+    model.seeding = Seeding(wanted=dict.fromkeys(model.all_fragments))
+    for fragment in model.all_fragments:
+        chunks = state.versions[fragment].layout.chunks
+        version = VersionId(model.run, 0, state.draw())
+        model.seeding.versions[fragment] = FirstVersion(
+            version, [None] * chunks, Bitmap.full(chunks)
+        )
+        for index in range(chunks):
+            yield effects.StoreInitial(fragment, index)
 
 
-def _ask_a_newcomer(state: RunState) -> effects.Effects:
-    model = state.model
-    donor = model.choose_donor(state.members)
-    if donor is None and model.ask_all_again():
-        donor = model.choose_donor(state.members)
-    if donor is not None:
-        model.ask(donor, model.all_fragments, state.run_time)
-        yield effects.info(f"Asking {donor.worker_id} for its parameters.")
-        yield from _ask(state, donor)
+def offered(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
+    """The seed worker offers a fragment; an upload that was interrupted resumes."""
+    model, seeding = state.model, state.model.seeding
+    if seeding.worker_id != member.worker_id:
+        raise ProtocolError(
+            Code.NOT_ALLOWED,
+            f"Parameters of {member.worker_id} are not wanted: the run has others, or another worker "
+            "was asked.",
+        )
+    if push.fragment not in seeding.wanted:
+        text = f"Fragment {push.fragment} is not wanted: the broker has it."
+        raise ProtocolError(Code.NOT_ALLOWED, text)
+    if push.base != seeding.wanted[push.fragment]:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"{member.worker_id} said that it holds fragment {push.fragment} at version "
+            f"{seeding.wanted[push.fragment]} and offers {push.base}; it is not asked again.",
+        )
+    _check_ledger(push)
+    first = seeding.versions.get(push.fragment)
+    if first is not None and first.push_id != push.push_id:
+        text = f"Fragment {push.fragment} is being uploaded under another push id."
+        raise ProtocolError(Code.BAD_PUSH, text)
+    if first is None:
+        model.run = model.run or f"{state.draw():016x}"
+        version = push.base or VersionId(model.run, 0, state.draw())
+        wires, ledger = [None] * push.chunks, push.ledger or Ledger()
+        first = FirstVersion(version, wires, Bitmap(push.chunks), push.push_id, ledger)
+        seeding.versions[push.fragment] = first
+    seeding.progress_at = state.run_time
+    window = first_window(1)
+    windows = tuple(Window(window, window, upload_window(1)) for _ in range(member.processes))
+    member.uploads.begin(Upload(push, windows, is_void=first.is_complete))
+    held = first.arrived.to_bytes() if first.arrived else None
+    standing = messages.Standing.RESUME if held else messages.Standing.NEW
+    yield member.tell(messages.Grant(push.push_id, push.fragment, standing, held, window))
 
 
-def _ask(state: RunState, donor: Member) -> effects.Effects:
-    """Ask the donor for what is needed; again on a new connection, another one if it is silent."""
-    model = state.model
-    if state.run_time - model.donation.progress_at > model.patience_s:
-        yield from _pass_over(state, donor)
-    elif model.donation.asked != donor.session:
-        model.donation.asked = donor.session
-        for fragment in model.donation.wanted:
-            text = "The broker needs the parameters of this worker; send them."
-            yield donor.tell(messages.Notice("donate", text, fragment))
-
-
-def _pass_over(state: RunState, donor: Member) -> effects.Effects:
-    """A donor delivers nothing: another one is asked. Where there is none, it gets more time."""
-    model = state.model
-    slow = f"{donor.worker_id} has sent no parameters for {model.patience_s:g} s"
-    model.passed_over.add(donor.worker_id)
-    if _can_do_without(state, donor):
-        yield effects.warning(f"{slow}; going on without it.")
-        yield from abandon_donation(state, why="The broker asks another worker meanwhile.")
-    else:
-        model.ask_all_again()
-        model.donation.progress_at = state.run_time
-        yield effects.warning(f"{slow}, and no other worker has them; waiting for it.")
-
-
-def _can_do_without(state: RunState, donor: Member) -> bool:
-    """Is there somebody else to ask for what this donor was asked for, or something to go on from?"""
-    model = state.model
-    if any(donor.versions):
-        return model.is_restored or bool(model.sources(state.members))
-    return bool(model.candidates(state.members))
+def _check_ledger(push: messages.Push) -> None:
+    """The ledger becomes the run's own: it must be valid."""
+    for pushes in (push.ledger or Ledger()).pushes.values():
+        for counted in pushes:
+            for chunks in (counted.chunks, counted.from_earlier):
+                if chunks is not None:
+                    Bitmap.from_bytes(chunks, push.chunks)
 
 
 def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
-    """A chunk of the first version is in place; with the last of all the first round opens."""
-    yield from donation.stored(state, event)
-    model = state.model
-    if not model.donation.is_complete:
-        return
-    push = model.donation.intakes[event.work.fragment].push
-    if push is not None and push.base is not None:
-        yield from _adopt(state, event.work.worker_id)
-    elif _waits_to_begin(state) and fence.may_release(state):  # else `seek` begins it later
-        yield from _begin_run(state)
+    """A chunk is stored: its credit goes back to the seed worker. After the last one the run begins."""
+    work, seeding = event.work, state.model.seeding
+    first = seeding.versions[work.fragment]
+    assert first.wires[work.index] is None, "a chunk was stored twice"
+    first.wires[work.index] = event.wire
+    if event.digest:
+        first.digests[work.index] = event.digest
+    first.stored += 1
+    seeding.progress_at = state.run_time
+    worker = state.members.named(work.worker_id)
+    upload = worker.uploads.of(work.fragment) if worker is not None else None
+    if worker is not None and upload is not None:
+        is_calm = first.stored == len(first.arrived)
+        lane, more = upload.acknowledged(work.index, is_calm=is_calm)
+        yield worker.tell(messages.Ack(work.push_id, work.fragment, (work.index,), more, lane))
+        if first.is_complete:
+            upload.void()
+    if seeding.is_complete:
+        if state.model.start is Start.ADOPTING:
+            yield from _adopt(state)
+        yield from advance(state)
 
 
-def _waits_to_begin(state: RunState) -> bool:
-    """Are the parameters of a new run whole? A relay's are its parent's affair."""
-    donation = state.model.donation
-    is_old = any(i.push is not None and i.push.base is not None for i in donation.intakes.values())
-    return bool(donation.wanted) and donation.is_complete and not is_old and state.gate is None
-
-
-def _begin_run(state: RunState) -> effects.Effects:
-    model = state.model
-    source = model.donation.donor or "the model file"
-    for fragment, intake in model.donation.intakes.items():
-        intake.name_by_content()
-        state.versions.install(fragment, intake.whole())
-        yield effects.RecordVersion(intake.version, None, fragment, 0)
-    yield effects.info(f"Run {model.run} begins with the parameters of {source}.")
-    yield from _begin(state, 0, is_new=True)
-
-
-def _adopt(state: RunState, donor: str) -> effects.Effects:
-    model = state.model
-    before = {fragment: each.record.gradients for fragment, each in model.restored.items()}
-    size = state.config.dn_size
-    steps = model.adopt(size)
+def _adopt(state: RunState) -> effects.Effects:
+    """Keep the versions that a worker has uploaded; the outer optimizer's state lags behind them."""
+    model, config, size = state.model, state.config, state.config.dn_size
     # Where a version takes any number of gradients, nobody knows where the buffer stood.
-    is_unsure = mode_of(state.config).takes_any_number(state.config)
-    for fragment, lost in steps.items():
-        had = before.get(fragment, 0)
-        if fragment in before and (is_unsure or had // size != (had + lost) // size):
+    is_unsure = mode_of(config).takes_any_number(config)
+    residual = f" What replies in {config.reply_dtype} left out of the parameters is lost as well."
+    if config.reply_dtype == "fp32":
+        residual = ""
+    lost: dict[int, int] = {}
+    for fragment, first in model.seeding.versions.items():
+        ours = model.restored[fragment].record if fragment in model.restored else None
+        counter, had = first.version.counter, ours.gradients if ours else 0
+        lost[fragment] = counter - (ours.version.counter if ours else 0)
+        # Without a checkpoint the buffer is empty, however often we adopt; the schedules go on.
+        has = had + lost[fragment] if ours and model.checkpoint else counter - counter % size
+        if ours and (is_unsure or had // size != (had + lost[fragment]) // size):
             yield effects.ForgetBuffer(fragment)
-    pieces = state.config.num_fragments
-    sequence = [
-        f"{number} round{'s'[: number != 1]}{f' of fragment {fragment}' if pieces > 1 else ''}"
-        for fragment, number in sorted(steps.items())
-        if fragment < pieces and number
+        model.restored[fragment] = first.whole(ours, has)
+    rounds = [
+        f"{number} of fragment {fragment}"
+        for fragment, number in sorted(lost.items())
+        if fragment < config.num_fragments and number
     ]
-    if sequence:
-        since = f" since {model.checkpoint}" if model.checkpoint else ""
+    if rounds:
+        since = model.checkpoint or "the run began"
         yield effects.warning(
-            f"Recovered the parameters from {donor}. What the outer optimizer remembered of the rounds"
-            f"{since} is lost: {', '.join(sequence)}.{_residual_lost(state)}"
+            f"Recovered the parameters from {model.seeding.worker_id}. The outer optimizer's state "
+            f"of the rounds since {since} is lost: {', '.join(rounds)}.{residual}"
         )
-    yield from seek(state)
+    model.start, model.seeding = Start.WAITING_FOR_WORKERS, Seeding()
 
 
-def _residual_lost(state: RunState) -> str:
-    """What adopting a version loses beside the outer optimizer's state: a sentence, or nothing."""
-    reply = state.config.reply_dtype
-    if reply == "fp32":
-        return ""
-    return (
-        f" What replies in {reply} left out of the parameters is lost as well: the run goes on from the "
-        "values that workers hold."
-    )
-
-
-def _go_on(state: RunState) -> effects.Effects:
-    model = state.model
-    for member in state.members:
-        if any(held is not None and held.run != model.run for held in member.versions):
-            # It came before anybody knew which run goes on. When it joins again it is told.
-            state.members.remove(member)
-            state.versions.forget(member.bulk)
-            text = f"This broker goes on with run {model.run}, which is another one; join again."
-            yield member.tell(messages.Rejoin(state.epoch, text))
-    for fragment, restored in model.restored.items():
-        state.versions.install(fragment, restored)
-    for member in state.members:
-        yield from tell_of_branches(state, member.worker_id, member.versions)
-    number = sum(s.version.counter for s in state.versions.trained if s.version)
-    if state.is_site:  # its versions may be of different moments; rounds are the parent's
-        number = model.resumed_number or 0
-    is_newer = number != model.resumed_number
-    source = f"from {model.checkpoint}" if model.checkpoint else "with what its workers hold"
-    more = " and what its workers had newer" if model.checkpoint and is_newer else ""
-    yield effects.info(f"Run {model.run} goes on with round {number}, {source}{more}.")
-    yield from _begin(state, number, is_new=is_newer)
-
-
-def tell_of_branches(
-    state: RunState, worker_id: str, versions: Sequence[VersionId | None]
-) -> effects.Effects:
-    """Say it if a worker holds a version, by fragment, that this broker's rounds do not come from.
-
-    A broker that comes back from an older copy, or before a worker that was ahead of it, makes rounds
-    that were made already, with other contributions. Counters then say the same and tags differ. Nothing
-    can join the two again: the broker's branch is the run.
-    """
-    fragments = state.versions.trained
-    for fragment, (held, each) in enumerate(zip(versions, fragments, strict=False)):
-        ours = each.version
-        if held is None or ours is None or held.run != ours.run:
-            continue
-        which = f" of fragment {fragment}" if len(fragments) > 1 else ""
-        if held.counter > ours.counter:
-            yield effects.warning(
-                f"{worker_id} holds version {held}{which}, but this broker went on from an older copy "
-                f"and is at {ours}. The rounds that only {worker_id} has are lost, except for what "
-                "workers offer again."
-            )
-        elif each.is_of_another_branch(held):
-            yield effects.warning(
-                f"{worker_id} holds version {held}{which}, which is of another branch of run "
-                f"{ours.run}: this broker, now at {ours}, has version {each.name_of(held.counter)} "
-                f"instead, because a broker went on from an older copy. The rounds that only "
-                f"{worker_id} has are lost; it goes on with this broker's parameters, and offers "
-                "again what it has not seen counted."
-            )
-
-
-def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
-    """Every fragment has a version: readers get it, and a round opens. `is_new`: it is not saved."""
-    state.model.finish()
-    progress.show(state, number)
-    yield from _tell_of_room(state)
-    yield from state.versions.serve_waiting()
-    if is_new and state.config.save_dir is not None:
-        yield checkpoints.save(state, number)
-    yield from sequence.open_round(state, number)
-
-
-def _tell_of_room(state: RunState) -> effects.Effects:
-    """What keeping whole submissions costs, said at the start."""
-    config, layouts = state.config, [each.layout for each in state.versions.trained]
-    mode = mode_of(config)
-    if mode.room_needed is None:
-        return
-    sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
-    many, whose, size = mode.room_needed(config, sizes)
-    yield effects.info(
-        f"{mode.asked_for_by(config)} needs whole submissions: up to {many} "
-        f"{whose}{'s'[: many != 1]} x {_megabytes(size)} of memory beyond parameters and momentum."
-    )
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+# Uploads that fail.
 
 
 def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
-    """A donation has values that cannot be used: ask another worker."""
+    """Parameters have values that cannot be used: ask another worker."""
     work = event.work
     names = summarise(state.versions[work.fragment].layout.names_in(work.index))
     text = (
@@ -407,21 +358,122 @@ def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
         f"{whole_dtype(state.config.reply_dtype)}, in {names}; they cannot begin a run."
     )
     yield effects.Log("error", text)
-    donor = state.members.named(work.worker_id)
-    if donor is not None:
+    worker = state.members.named(work.worker_id)
+    if worker is not None:
         error = messages.Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
-        yield donor.tell(error)
-        yield from reject_donor(state, donor)
+        yield worker.tell(error)
+        yield from reject(state, worker)
 
 
-def reject_donor(state: RunState, donor: Member) -> effects.Effects:
-    """What this worker donates cannot be used: it is not asked again."""
-    if state.model.donation.donor == donor.worker_id:
-        state.model.rejected_donors.add(donor.worker_id)
-        yield from abandon_donation(state)
+def reject(state: RunState, member: Member) -> effects.Effects:
+    """The parameters of this worker cannot be used: it is not asked again before it joins again."""
+    if state.model.seeding.worker_id == member.worker_id:
+        member.seed_failures = math.inf
+        yield from abandon(state)
+        yield from advance(state)
 
 
-def abandon_donation(state: RunState, why: str = "") -> effects.Effects:
-    """The donor cannot go on, or need not (`why`): ask the next."""
-    yield from donation.abandon(state, why)
-    yield from seek(state)
+def _replace(state: RunState, worker: Member) -> effects.Effects:
+    """The seed worker makes no progress: ask another one. If there is none, give it more time."""
+    model, seeding = state.model, state.model.seeding
+    slow = f"{worker.worker_id} has sent no parameters for {seeding.patience_s:g} s"
+    worker.seed_failures += 1
+    others = _seeds(state, worker.seed_failures)
+    if model.start is Start.ADOPTING:
+        is_replaceable = model.is_restored or bool(model.sources(others))
+    else:
+        is_replaceable = bool(others)
+    if is_replaceable:
+        yield effects.warning(f"{slow}; going on without it.")
+        yield from abandon(state, "The broker asks another worker meanwhile.")
+        yield from advance(state)
+    else:
+        seeding.patience_s, seeding.progress_at = 2 * seeding.patience_s, state.run_time
+        yield effects.warning(f"{slow}, and no other worker has them; waiting for it.")
+
+
+def abandon(state: RunState, why: str = "") -> effects.Effects:
+    """Drop what is in transfer; `why` is for a seed worker that could go on."""
+    model = state.model
+    seeding, model.seeding = model.seeding, Seeding()
+    model.start = Start.WAITING_FOR_WORKERS
+    worker = state.members.named(seeding.worker_id)
+    if worker is not None:
+        worker.uploads.void_all()
+        for first in seeding.versions.values() if why else ():
+            error = messages.Error(Code.NOT_ALLOWED, why, push_id=first.push_id, about="push")
+            yield worker.tell(error)
+    yield effects.DropInitial(tuple(seeding.versions))
+    for fragment in seeding.versions:
+        if fragment in model.restored:  # it was overwritten, and only the checkpoint has a copy
+            del model.restored[fragment]
+            if fragment in model.saved:
+                model.restored[fragment] = model.saved[fragment]
+            yield effects.Revert(fragment)
+    if not model.restored:
+        model.run = None
+
+
+def _give_up_run(state: RunState) -> effects.Effects:
+    """No worker has the rest of a run: a new one begins with a worker that holds no part of it."""
+    model = state.model
+    for member in state.members:
+        if any(member.versions):
+            member.seed_failures = math.inf
+    yield effects.warning(
+        f"No worker here has all of run {model.run}: a new run begins with the next worker that holds "
+        "no version, or with these when they are started afresh."
+    )
+    yield effects.DropInitial(tuple(model.restored))
+    model.restored.clear()
+    model.run = None
+
+
+# The run begins, or goes on.
+
+
+def _begin_run(state: RunState) -> effects.Effects:
+    model = state.model
+    source = model.seeding.worker_id or "the model file"
+    for fragment, first in model.seeding.versions.items():
+        whole = first.whole()
+        state.versions.install(fragment, whole)
+        yield effects.RecordVersion(whole.version, None, fragment, 0)
+    yield effects.info(f"Run {model.run} begins with the parameters of {source}.")
+    yield from _run(state, 0, is_new=True)
+
+
+def _continue_run(state: RunState) -> effects.Effects:
+    model = state.model
+    for member in state.members:
+        if any(held is not None and held.run != model.run for held in member.versions):
+            # It joined before the broker knew which run goes on; when it joins again it is told.
+            state.members.remove(member)
+            state.versions.forget(member.bulk)
+            text = f"This broker goes on with run {model.run}, which is another one; join again."
+            yield member.tell(messages.Rejoin(state.epoch, text))
+    for fragment, restored in model.restored.items():
+        state.versions.install(fragment, restored)
+    for member in state.members:
+        yield from state.versions.warn_of_branches(member.worker_id, member.versions)
+    number = sum(s.version.counter for s in state.versions.trained if s.version)
+    if state.is_site:  # its versions may be of different moments; rounds are the parent's
+        number = model.resumed_number or 0
+    is_newer = number != model.resumed_number
+    source = f"from {model.checkpoint}" if model.checkpoint else "with what its workers hold"
+    yield effects.info(f"Run {model.run} goes on with round {number}, {source}.")
+    yield from _run(state, number, is_new=is_newer)
+
+
+def _run(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
+    """Every fragment has a version: readers get it, and a round opens. `is_new`: it is not saved."""
+    model = state.model
+    model.start, model.seeding = Start.RUNNING, Seeding()
+    model.restored.clear()
+    model.saved = {}
+    progress.show(state, number)
+    yield from room.announce(state)
+    yield from state.versions.serve_waiting()
+    if is_new and state.config.save_dir is not None:
+        yield checkpoints.save(state, number)
+    yield from sequence.open_round(state, number)

@@ -54,9 +54,9 @@ def refuse(
             member.figures.rejected += not retry
             who = f" of {member.worker_id}"
             route = member.control
-        is_donation = getattr(message, "purpose", None) is messages.Purpose.DONATION
-        if is_donation and member:
-            yield from seeding.reject_donor(state, member)
+        is_seeding = getattr(message, "purpose", None) is messages.Purpose.DONATION
+        if is_seeding and member:
+            yield from seeding.reject(state, member)
     is_over = error.code == Code.UNDER_WAY or (not retry and error.code != Code.LATE)
     if isinstance(message, messages.Push) and is_over:
         yield from _skip_this_round(state, message)

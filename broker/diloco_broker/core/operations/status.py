@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
 from diloco_broker.core.members.members import Member
+from diloco_broker.core.members.model_source import Start
 from diloco_broker.core.rounds import norms
 from diloco_broker.core.rounds.decision import Reason
 from diloco_broker.core.rounds.modes import mode_of
@@ -468,8 +469,16 @@ def _waiting_for(state: RunState) -> str | None:
 
 
 def _for_parameters(state: RunState) -> str:
-    if len(state.members) or state.model.waits_for:
-        return f"for {state.model.waits_for or 'the parameters of a worker'}"
+    model = state.model
+    match model.start:
+        case Start.WAITING_FOR_HOLDERS:
+            return f"for {model.waits_for}"
+        case Start.LOADING_FILE:
+            return "for the model file to be loaded"
+        case Start.ADOPTING | Start.SEEDING:
+            return f"for the parameters of {model.seeding.worker_id}"
+    if len(state.members):
+        return "for the parameters of a worker"
     has_rounds = mode_of(state.config).has_rounds
     needed = f"; round one needs {state.config.workers}" if has_rounds else ""
     return f"for workers to join{needed}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.data import units
-from diloco_broker.core.members import donation, liveness
+from diloco_broker.core.members import liveness, seeding
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.rounds import grants
 from diloco_broker.core.rounds.modes import rules_of
@@ -31,7 +31,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
     _check_push(state, push)
     if push.purpose is messages.Purpose.DONATION:
-        yield from donation.begin(state, member, replace(push, contents=None, workers=1))
+        yield from seeding.offered(state, member, replace(push, contents=None, workers=1))
         return
     if state.ending.is_over:
         raise ProtocolError(Code.LATE, f"The run is over: {state.ending.why}.")
@@ -39,7 +39,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     contents.check(state, member, push)
     has_units = units.check(state, member, push)
     rules_of(state).check(state, member, push)
-    if push.ledger is not None:  # of a donation only; it would be kept with the push
+    if push.ledger is not None:  # of a seed worker only; it would be kept with the push
         push = replace(push, ledger=None)
     if member.uploads.is_new(push):
         yield from liveness.mark_active(state, member)
@@ -71,18 +71,20 @@ def chunk(
     if upload.is_void:
         return
     push = upload.push
-    is_donation = push.purpose is messages.Purpose.DONATION
+    is_seeding = push.purpose is messages.Purpose.DONATION
     layout = state.versions[push.fragment].layout
     size = _check_chunk(chunk, payload, layout, push.wire_dtype)
     lane = member.lane_of(route)
     if not upload.may_come(lane):
         text = f"Chunk {chunk.index} came without credit; wait for an ack."
         raise ProtocolError(Code.BAD_CHUNK, text)
-    found = None if is_donation else rules_of(state).find(state, member.worker_id, push)
-    arrived = donation.arrived(state, push) if is_donation else None
-    if found is not None:
+    first = state.model.seeding.versions.get(push.fragment) if is_seeding else None
+    found = None if is_seeding else rules_of(state).find(state, member.worker_id, push)
+    if first is not None:
+        arrived = first.arrived
+    elif found is not None:
         arrived = found.before if chunk.index in found.before else found.arrived
-    if arrived is None:
+    else:
         return  # it was under way when its push was over
     member.account.bytes_up += size
     state.totals.bytes_up += size

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from diloco_broker.core import effects, events
 from diloco_broker.core.operations import progress
 from diloco_broker.core.state import RunState
-from diloco_broker.core.versions.record import RunRecord
+from diloco_broker.core.versions.record import Resumption, RunRecord
 
 # How long a release waits before it asks again for a checkpoint that could not be written.
 RETRY_S = 1.0
@@ -50,6 +50,24 @@ def run_record(state: RunState, number: int) -> RunRecord:
         left=tuple(state.absences.left),
         missing=state.absences.missing,
     )
+
+
+def resume(state: RunState, resumption: Resumption) -> None:
+    """Load the run of a checkpoint; `seeding` lets it go on."""
+    record = resumption.record
+    state.model.resume(resumption)
+    state.versions.set_layout(resumption.layout.all)
+    known = {n: count for n, count in record.totals.items() if n in vars(state.totals)}
+    state.totals = replace(state.totals, **known)
+    state.totals_before = replace(state.totals)
+    state.shards.restore(record.shards)
+    state.data.restore(record.data_sets)
+    state.absences.restore(record.left, (*record.workers, *record.missing))
+    state.parents = resumption.parents
+    state.term = record.term
+    if state.standby is not None:
+        state.standby.lease.standby = record.standby
+    state.resumed = resumption.title
 
 
 def saved(state: RunState, event: events.Saved) -> effects.Effects:

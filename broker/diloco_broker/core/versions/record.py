@@ -1,15 +1,18 @@
-"""What a checkpoint keeps of the state: all but the tensors, as it stands at one moment.
+"""What the core writes to a checkpoint and reads from files: all but the tensors.
 
-It is taken by the core itself, at the end of a round. By the time the loop carries out what the core
-asked for, the next round may have begun in the record, though no tensor has moved yet.
+The core itself takes the record of a run at the end of a round. By the time the loop writes it, the next
+round may have begun in the state, though no tensor has moved yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from diloco_protocol.manifest import Manifest
+from diloco_protocol.chunks import ModelLayout
+from diloco_protocol.manifest import Kind, Manifest
+from diloco_protocol.messages import Released
 from diloco_protocol.version import Ledger, VersionId
 
 
@@ -55,3 +58,46 @@ class RunRecord:
     standby: str = ""  # the name of the hub's standby; empty where it has had none
     left: tuple[str, ...] = ()  # ids of workers that left properly and were not replaced
     missing: tuple[str, ...] = ()  # ids of workers that were gone and still due
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """The model file that the broker was started with."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of each tensor, by name
+    # Names of those that are not finite in fp32; only the frozen part may have some.
+    infinite: frozenset[str] = frozenset()
+
+    def mismatches(self, manifest: Manifest) -> list[str]:
+        """How a worker's model differs from the file, one clause each."""
+        known: set[str] = set()
+        found = []
+        for entry in manifest.entries:
+            names = [name for name in (entry.name, *entry.aliases) if name in self.shapes]
+            known.update(names)
+            if not names:
+                found.append(f"the file lacks {entry}")
+            elif self.shapes[names[0]] != entry.shape:
+                found.append(
+                    f"{entry.name} is {list(entry.shape)} in the worker and "
+                    f"{list(self.shapes[names[0]])} in the file"
+                )
+            elif names[0] in self.infinite and entry.kind is not Kind.FROZEN:
+                found.append(
+                    f"{entry.name} has infinities in the file and is {entry.kind.value} in the worker"
+                )
+        return found + [
+            f"the file has an extra {name}" for name in self.shapes if name not in known
+        ]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a broker resumes from: all of a checkpoint but the tensors."""
+
+    source: str  # where it came from, for people
+    record: RunRecord
+    layout: ModelLayout  # what follows from the record's manifest and plan
+    wires: Mapping[int, tuple[Any, ...]]  # of each fragment, its chunks in wire form
+    parents: Released | None = None  # at a relay: what its parent said of the version
+    title: str = ""  # the run, for people: when it was saved and how far it was; empty at a relay

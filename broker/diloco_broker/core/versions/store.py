@@ -96,6 +96,35 @@ class VersionStore:
         assert versions.current is None and versions.in_progress is None
         versions.set_current(whole)
 
+    def warn_of_branches(
+        self, worker_id: str, versions: Sequence[VersionId | None]
+    ) -> effects.Effects:
+        """Warn if a worker holds a version, by fragment, from which this broker's do not descend.
+
+        A broker that comes back from an older copy, or before a worker that was ahead of it, repeats
+        rounds with other contributions. Counters are then equal and tags differ. Nothing can join the
+        two branches again: the broker's is the run.
+        """
+        fragments = self.trained
+        for fragment, (held, each) in enumerate(zip(versions, fragments, strict=False)):
+            ours = each.version
+            if held is None or ours is None or held.run != ours.run:
+                continue
+            if held.counter > ours.counter:
+                instead = f"is at {ours}"
+            elif each.is_of_another_branch(held):
+                instead = (
+                    f"has version {each.name_of(held.counter)} of another branch, now at {ours}"
+                )
+            else:
+                continue
+            which = f" of fragment {fragment}" if len(fragments) > 1 else ""
+            yield effects.warning(
+                f"{worker_id} holds version {held}{which}, but this broker went on from an older copy "
+                f"and {instead}. The rounds that only {worker_id} has are lost, except for what workers "
+                "offer again."
+            )
+
     def serve_waiting(self) -> effects.Effects:
         """Start the readers that have waited for a version which is here now."""
         for reader in list(self.readers.values()):

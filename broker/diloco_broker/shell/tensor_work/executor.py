@@ -15,8 +15,8 @@ from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.core.members.model_source import Resumption
 from diloco_broker.core.rounds.modes import mode_of
+from diloco_broker.core.versions.record import Resumption
 from diloco_broker.shell.tensor_work.queue import WorkQueue
 from diloco_broker.shell.tensor_work.threads import TensorThreads
 from diloco_broker.storage.checkpoint_format import Checkpoint

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.members.model_source import Resumption
+from diloco_broker.core.versions.record import Resumption
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.feed import OuterGroup

@@ -89,7 +89,7 @@ class Manifest:
 def without_wrappers(manifest: Manifest) -> Manifest:
     """The manifest without the names of DDP (around the model) and torch.compile (around its parts).
 
-    Workers of earlier releases kept these in the names of tensors, and so do their checkpoints.
+    State dicts of wrapped models keep these names, and so do manifests that are made from them.
     """
     names = [name for entry in manifest.entries for name in (entry.name, *entry.aliases)]
     is_in_ddp = all(name.replace(COMPILED, "").startswith(IN_DDP) for name in names)

@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco_broker import Broker
 from diloco_protocol import UsageError
 from diloco_worker.model.model_manifest import manifest_of
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.wrappers import named_tensors
+from kit.reference import Plan, streaming
+from kit.whole_run import an_mlp, make_config, mlp, options_of, run, sgd, strided, trainee, trainees
 
 
 @pytest.fixture(autouse=True)
@@ -50,20 +55,32 @@ def in_parts(model: nn.Sequential) -> nn.Module:
     return model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def whole_fsdp(model: nn.Module) -> nn.Module:
+    return fsdp(model, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
+
+
+WRAPPERS = pytest.mark.parametrize(
     "wrap",
     [
         DistributedDataParallel,
-        torch.compile,
-        lambda model: fsdp(
-            model, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True
-        ),
+        compiled,
+        checkpoint_wrapper,
+        whole_fsdp,
         in_parts,
-        lambda model: torch.compile(DistributedDataParallel(in_parts(model))),
+        lambda model: compiled(DistributedDataParallel(in_parts(model))),
+        lambda model: DistributedDataParallel(compiled(checkpoint_wrapper(model))),
+        lambda model: whole_fsdp(compiled(checkpoint_wrapper(model))),
     ],
-    ids=["ddp", "compile", "fsdp1", "layers", "all"],
+    ids=["ddp", "compile", "checkpoint", "fsdp1", "layers", "all", "inside out", "fsdp1 outside"],
 )
+
+
+@pytest.mark.slow
+@WRAPPERS
 def test_wrapped_model_is_the_one_without_wrappers(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model, plain = a_model(), a_model()
     weight = model[2].weight
@@ -73,6 +90,31 @@ def test_wrapped_model_is_the_one_without_wrappers(wrap: Callable[[nn.Module], n
     assert tensors.lookup()["2.weight"] is weight
     assert "0.table" not in {entry.name for entry in tensors.manifest.entries}
     assert tensors.watch is not None and tensors.watch.look() is None
+
+
+@pytest.mark.slow
+@WRAPPERS
+def test_names_are_those_of_torchs_own_checkpoints(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    wrapped = wrap(a_model())
+    parameters = wrapped.named_parameters(remove_duplicate=False)
+    theirs = {fqn: id(each) for name, each in parameters for fqn in _get_fqns(wrapped, name)}
+    assert theirs == {n.name: id(n.tensor) for n in named_tensors(wrapped) if n.is_parameter}
+
+
+@pytest.mark.slow
+@WRAPPERS
+def test_wrapped_and_plain_workers_share_a_run(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    plan, steps = Plan(4, strided(1)), 9
+    torch.manual_seed(0)
+    wrapped = wrap(mlp())
+    workers = [trainee(wrapped, sgd(wrapped), 0), an_mlp(1)]
+    with Broker(make_config(workers=2, deterministic=True, **options_of(plan))) as broker:
+        run(broker, workers, steps)
+    expected = streaming(trainees(2), steps, plan)
+    for worker, each in enumerate(workers):
+        ours = {n.name: n.tensor for n in named_tensors(each.model)}
+        for name, value in expected.histories[worker][-1].items():
+            assert torch.equal(ours[name], value), name
 
 
 def test_a_part_of_the_model_may_be_called_as_wrappers_call_theirs() -> None:

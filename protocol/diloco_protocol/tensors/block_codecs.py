@@ -9,6 +9,9 @@ random would need the state of a generator in every checkpoint, and errs more.
 - int4: scale = largest magnitude / 7, rounded up to bf16.
 - int4z: scale = root of the mean square, so few values are clipped and most are zero; what the codes say
   is then packed by zstd (RFC 8878).
+
+Values are encoded on their device and decoded on that of `out`; the bytes are on the host. An
+accelerator adds up in another order, so scales of int4z may differ there in their last bit.
 """
 
 from __future__ import annotations
@@ -57,14 +60,19 @@ class Encoded:
 class _Between(threading.local):
     """Memory for what is between values and bytes: each thread has its own, and uses it again.
 
-    Fresh memory of the size of a chunk costs the system a page for every 4 KiB, each time.
+    Fresh memory of the size of a chunk costs the system a page for every 4 KiB, each time. Accelerators
+    have an allocator that keeps memory.
     """
 
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}
 
-    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    def take(
+        self, name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Uninitialised; until the next call for the same name."""
+        if device.type != "cpu":
+            return torch.empty(rows, columns, dtype=dtype, device=device)
         elements = rows * columns
         room = self._rooms.get(name)
         if room is None or room.numel() < elements:
@@ -73,7 +81,7 @@ class _Between(threading.local):
 
 
 _between = _Between()
-# Returns uninitialised memory of so many bytes, for a payload.
+# Returns uninitialised memory of so many bytes on the host, for a payload.
 NewBytes = Callable[[int], Tensor]
 
 
@@ -85,16 +93,16 @@ def new_bytes(count: int) -> Tensor:
 def encode_int8(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
     """In 8 bits."""
     blocks = _blocks_of(values)
-    payload, scales, room = _room(blocks.shape[0], BLOCK, new)
+    made, scales, room = _room(blocks, BLOCK, new)
     scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_8_BITS))
     codes = _codes(blocks, scales, LARGEST_OF_8_BITS)
     room.view(torch.int8).copy_(codes)
-    return Encoded(payload.numpy().data, codes, scales, values.numel())
+    return Encoded(_on_host(made, new), codes, scales, values.numel())
 
 
 def decode_int8(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
     """The fp32 values of such bytes, in `out` if it is given."""
-    scales, codes = _split(payload, elements, BLOCK)
+    scales, codes = _split(payload, elements, BLOCK, out)
     values = _rows(scales.numel(), out)
     values.copy_(codes.view(torch.int8).view(-1, BLOCK))
     return _put(values.mul_(scales.to(torch.float32)[:, None]), elements, out)
@@ -103,16 +111,16 @@ def decode_int8(payload: Any, elements: int, out: Tensor | None = None) -> Tenso
 def encode_int4(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
     """In 4 bits."""
     blocks = _blocks_of(values)
-    payload, scales, room = _room(blocks.shape[0], HALF, new)
+    made, scales, room = _room(blocks, HALF, new)
     scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_4_BITS))
     codes = _codes(blocks, scales, LARGEST_OF_4_BITS)
     _nibbles(codes, room)
-    return Encoded(payload.numpy().data, codes, scales, values.numel())
+    return Encoded(_on_host(made, new), codes, scales, values.numel())
 
 
 def decode_int4(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
     """The fp32 values of such bytes, in `out` if it is given."""
-    scales, codes = _split(payload, elements, HALF)
+    scales, codes = _split(payload, elements, HALF, out)
     return _of_nibbles(codes, scales, elements, out)
 
 
@@ -121,11 +129,11 @@ def encode_int4z(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
     blocks = _blocks_of(values)
     scales = _capped(_root_mean_square(blocks).to(torch.bfloat16), LARGEST_OF_4_BITS)
     codes = _codes(blocks, scales, LARGEST_OF_4_BITS)
-    nibbles = _between.take("nibbles", codes.shape[0], HALF, torch.uint8)
+    nibbles = _between.take("nibbles", codes.shape[0], HALF, torch.uint8, codes.device)
     _nibbles(codes, nibbles)
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(nibbles.numpy().data)
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(nibbles.cpu().numpy().data)
     # No `bytes`, which torch does not like to read.
-    payload = bytearray(scales.view(torch.uint8).numpy().data)
+    payload = bytearray(scales.cpu().view(torch.uint8).numpy().data)
     payload += packed
     return Encoded(memoryview(payload), codes, scales, values.numel())
 
@@ -152,8 +160,10 @@ def decode_int4z(payload: Any, elements: int, out: Tensor | None = None) -> Tens
     if len(codes) != wanted:
         text = f"Its codes unpack to {size} bytes, they must be {wanted}."
         raise ProtocolError(Code.BAD_CHUNK, text)
-    scales = torch.frombuffer(given, dtype=torch.bfloat16, count=count)
-    return _of_nibbles(torch.frombuffer(bytearray(codes), dtype=torch.uint8), scales, elements, out)
+    device = _device_of(out)
+    scales = torch.frombuffer(given, dtype=torch.bfloat16, count=count).to(device)
+    rows = torch.frombuffer(bytearray(codes), dtype=torch.uint8).to(device)
+    return _of_nibbles(rows, scales, elements, out)
 
 
 def _blocks_of(values: Tensor) -> Tensor:
@@ -164,11 +174,20 @@ def _blocks_of(values: Tensor) -> Tensor:
     return values.view(-1, BLOCK)
 
 
-def _room(blocks: int, code_bytes: int, new: NewBytes) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for so many blocks; the part of the scales, and that of the codes, a row for each block."""
-    payload = new(blocks * (SCALE_BYTES + code_bytes))
-    ends = blocks * SCALE_BYTES
-    return payload, payload[:ends].view(torch.bfloat16), payload[ends:].view(blocks, code_bytes)
+def _room(blocks: Tensor, code_bytes: int, new: NewBytes) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for these blocks beside them; the part of the scales, and that of the codes, by block."""
+    count = blocks.shape[0]
+    size, ends = count * (SCALE_BYTES + code_bytes), count * SCALE_BYTES
+    is_on_host = blocks.device.type == "cpu"
+    made = new(size) if is_on_host else torch.empty(size, dtype=torch.uint8, device=blocks.device)
+    return made, made[:ends].view(torch.bfloat16), made[ends:].view(count, code_bytes)
+
+
+def _on_host(made: Tensor, new: NewBytes) -> memoryview:
+    """The bytes that were made, which is all that leaves their device."""
+    if made.device.type != "cpu":
+        made = new(made.numel()).copy_(made)
+    return made.numpy().data
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -207,14 +226,14 @@ def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
     """fp32; a block whose scale is 0 has zeros."""
     by = scales.to(torch.float32)
     by = torch.where(by > 0, by, torch.inf)
-    codes = _between.take("codes", blocks.shape[0], BLOCK, torch.float32)
+    codes = _between.take("codes", blocks.shape[0], BLOCK, torch.float32, blocks.device)
     return torch.div(blocks, by[:, None], out=codes).round_().clamp_(-largest, largest)
 
 
 def _nibbles(codes: Tensor, room: Tensor) -> None:
     """Two codes in each byte: j of the first half of a block with j of the second."""
     # By int8, to which torch is three times as fast.
-    whole = _between.take("shifted", codes.shape[0], BLOCK, torch.int8)
+    whole = _between.take("shifted", codes.shape[0], BLOCK, torch.int8, codes.device)
     shifted = whole.copy_(codes).add_(LARGEST_OF_4_BITS + 1).view(torch.uint8)
     torch.bitwise_left_shift(shifted[:, HALF:], 4, out=room)
     room.bitwise_or_(shifted[:, :HALF])
@@ -223,7 +242,7 @@ def _nibbles(codes: Tensor, room: Tensor) -> None:
 def _of_nibbles(codes: Tensor, scales: Tensor, elements: int, out: Tensor | None) -> Tensor:
     rows = codes.view(-1, HALF)
     values = _rows(rows.shape[0], out)
-    half = _between.take("half", rows.shape[0], HALF, torch.uint8)
+    half = _between.take("half", rows.shape[0], HALF, torch.uint8, rows.device)
     values[:, :HALF].copy_(torch.bitwise_and(rows, 15, out=half))
     values[:, HALF:].copy_(torch.bitwise_right_shift(rows, 4, out=half))
     values.sub_(LARGEST_OF_4_BITS + 1).mul_(scales.to(torch.float32)[:, None])
@@ -234,7 +253,7 @@ def _rows(blocks: int, out: Tensor | None) -> Tensor:
     """Room for decoded values, a row for each block: in `out` where its last block is a whole one."""
     if out is not None and out.numel() == blocks * BLOCK:
         return out.view(blocks, BLOCK)
-    return torch.empty(blocks, BLOCK, dtype=torch.float32)
+    return torch.empty(blocks, BLOCK, dtype=torch.float32, device=_device_of(out))
 
 
 def _put(values: Tensor, elements: int, out: Tensor | None) -> Tensor:
@@ -243,8 +262,15 @@ def _put(values: Tensor, elements: int, out: Tensor | None) -> Tensor:
     return found if out is None or out.data_ptr() == found.data_ptr() else out.copy_(found)
 
 
-def _split(payload: Any, elements: int, code_bytes: int) -> tuple[Tensor, Tensor]:
-    """Scales and codes."""
+def _device_of(out: Tensor | None) -> torch.device:
+    return torch.device("cpu") if out is None else out.device
+
+
+def _split(
+    payload: Any, elements: int, code_bytes: int, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scales and codes, where `out` is."""
     blocks = -(-elements // BLOCK)
     both = torch.frombuffer(payload, dtype=torch.uint8, count=blocks * (SCALE_BYTES + code_bytes))
+    both = both.to(_device_of(out))
     return both[: blocks * SCALE_BYTES].view(torch.bfloat16), both[blocks * SCALE_BYTES :]

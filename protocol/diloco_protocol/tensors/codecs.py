@@ -30,8 +30,9 @@ class Codec:
     """How the values of a chunk travel."""
 
     dtype: torch.dtype  # what they are rounded to, and kept in, until they are encoded
-    # The bytes of a contiguous 1-D tensor, on the CPU; with a second argument, in memory that it returns
-    # for their number, where they are not those of the tensor.
+    # The bytes, on the CPU, of a contiguous 1-D tensor: one of fp32 that travels in few bits may be on
+    # any device, others are on the CPU. With a second argument, in memory that it returns for their
+    # number, where they are not those of the tensor.
     encode: Callable[..., memoryview]
     # The values of such bytes, of so many elements, 1-D: fp32, int64, or a float dtype that becomes fp32
     # exactly. Where they are not just the bytes, in a given fp32 tensor, if there is a third argument.
@@ -102,7 +103,7 @@ def decode_chunk(span: ChunkSpan, payload: Any, wire: str, out: Tensor | None = 
     """The values of a chunk whose parameters travel in `wire`, 1-D: see `Codec.decode`.
 
     They may share the memory of the payload, which must have the right length, and not be empty.
-    Those in few bits are in `out`, if it is given: fp32, 1-D, contiguous.
+    Those in few bits are in `out`, if it is given: fp32, 1-D, contiguous, on any device.
 
     Raises:
         ProtocolError: the codes of a chunk in int4z cannot be unpacked, or the indices of one in top64

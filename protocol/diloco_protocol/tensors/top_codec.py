@@ -52,14 +52,14 @@ def encode_top64(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
     scales = torch.stack([_mean(magnitudes, ~is_larger), _mean(magnitudes, is_larger)], dim=1)
     payload = new(blocks.shape[0] * TOP_BYTES)
     rows = payload.numpy().reshape(-1, TOP_BYTES)
-    at = indices.numpy()
+    at = indices.to(torch.int16).cpu().numpy()
     rows[:, LOW] = _packed((at[:, :, None] >> np.arange(LOW_BITS) & 1).reshape(len(at), -1))
     high = np.zeros((len(at), HIGH_BITS), dtype=np.uint8)
     np.put_along_axis(high, (at >> LOW_BITS) + np.arange(TOP_KEPT), 1, axis=1)
     rows[:, HIGH] = _packed(high)
-    rows[:, SIGNS] = _packed(kept.signbit().numpy())
-    rows[:, LARGER] = _packed(is_larger.numpy())
-    rows[:, SCALES] = scales.view(torch.uint8).numpy()
+    rows[:, SIGNS] = _packed(kept.signbit().cpu().numpy())
+    rows[:, LARGER] = _packed(is_larger.cpu().numpy())
+    rows[:, SCALES] = scales.cpu().view(torch.uint8).numpy()
     return Encoded(
         payload.numpy().data, decode_top64(payload.numpy().data, elements), None, elements
     )
@@ -85,8 +85,9 @@ def decode_top64(payload: Any, elements: int, out: Tensor | None = None) -> Tens
     is_larger = torch.from_numpy(_bits(rows[:, LARGER])).bool()
     signs = 1.0 - 2.0 * torch.from_numpy(_bits(rows[:, SIGNS])).float()
     kept = torch.where(is_larger, scales[:, 1:], scales[:, :1]).mul_(signs).add_(0.0)  # no -0.0
-    found = torch.zeros(len(rows), TOP_BLOCK).scatter_(1, torch.from_numpy(at), kept)
-    values = found.view(-1)[:elements]
+    device = kept.device if out is None else out.device
+    found = torch.zeros(len(rows), TOP_BLOCK, device=device)
+    values = found.scatter_(1, torch.from_numpy(at).to(device), kept.to(device)).view(-1)[:elements]
     return values if out is None else out.copy_(values)
 
 

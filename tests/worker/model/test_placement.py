@@ -1,13 +1,12 @@
 """Where a worker's vectors lie, and that nothing of a run depends on it.
 
-No second device is here to try: where the global parameters are kept "elsewhere" their vectors are still
-on the CPU and only say that they are not. So all is run but the copies themselves; the last test makes
-them, where there is a CUDA device.
+A second device is made for it (`kit.other_device`). The tests that are marked `cuda` try a real one.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,25 +15,16 @@ from torch import Tensor, nn
 
 from diloco_broker import Broker
 from diloco_protocol import Segment, UsageError
-from diloco_protocol.tensors.tensor_pool import mapped
+from diloco_protocol.dtypes import WIRE_DTYPES, in_few_bits
 from diloco_worker import DiLoCoWorker
-from diloco_worker.model.encoding import encode, encode_there
-from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.feedback import Feedback
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.model.placement import Placement
+from diloco_worker.model.placement import HOST, Placement
 from diloco_worker.session.compatibility import cut
-from kit.reference import Plan, streaming
+from kit.other_device import THERE, OtherDevice
+from kit.reference import Plan
 from kit.scripted_broker import run_config
-from kit.whole_run import (
-    an_mlp,
-    assert_same,
-    make_config,
-    mlp,
-    options_of,
-    run,
-    strided,
-    trainees,
-)
+from kit.whole_run import an_mlp, batch, make_config, mlp, options_of, sgd, strided
 
 CPU, CUDA, SECOND = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
 PLANS = [
@@ -44,38 +34,10 @@ PLANS = [
 ]
 
 
-class Elsewhere(FlatState):
-    """Says that it is on a device of which there is none here."""
-
-    @property
-    def device(self) -> torch.device:
-        return CUDA
-
-    def to(self, device: torch.device) -> FlatState:
-        if device == CUDA:
-            return self
-        return FlatState(self.layout, _copies(self), self.dtype)
-
-
-def _copies(state: FlatState) -> dict[Any, Tensor]:
-    return {segment: vector.clone() for segment, vector in state.vectors.items()}
-
-
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[FlatState]:
-    """The global parameters are kept elsewhere; what has been brought there."""
-    brought: list[FlatState] = []
-    stay = FlatState.to
-
-    def to(self: FlatState, device: torch.device) -> FlatState:
-        if device != CUDA:
-            return stay(self, device)
-        brought.append(Elsewhere(self.layout, _copies(self), self.dtype))
-        return brought[-1]
-
-    monkeypatch.setattr(FlatState, "to", to)
-    monkeypatch.setattr(Placement, "of", lambda *_: Placement(base=CUDA))
-    return brought
+def other_device() -> Iterator[OtherDevice]:
+    with OtherDevice() as device:
+        yield device
 
 
 # The choice.
@@ -128,56 +90,131 @@ def test_place_that_cannot_be_had_is_refused_and_leaves_nothing_behind(
 
 def odd_model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(40, 60), nn.BatchNorm1d(60), nn.Linear(60, 3)).to(dtype)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_delta_that_is_made_beside_the_model_has_the_same_bits(
-    dtype: torch.dtype, wire: str
-) -> None:
-    model = odd_model(dtype)
+Deltas = list[tuple[list[bytes], float]]  # the bytes of their chunks, and their length
+
+
+def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
+    """Three, each with the residual of the last; the second is dropped and counts in part."""
     tensors = ModelTensors.of_module(model)
-    part = cut(tensors.manifest, run_config(sync_every=4, num_fragments=1), ()).fragments[0]
-    base = tensors.capture(part)
-    base.vectors[Segment.PARAMETERS].mul_(1.001)  # finer than a model in bf16 holds it
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.add_(0.37 if tensor.is_floating_point() else 2)
-    live = model.state_dict()
-    ours, theirs = encode_there(base, live, wire, mapped), encode(part, live, wire, base)
-    for segment, vector in theirs.wire.vectors.items():
-        assert torch.equal(ours.wire.vectors[segment], vector)
-    assert ours.norm == pytest.approx(theirs.norm, rel=1e-6)
-    assert ours.bad is theirs.bad is None
+    config = run_config(sync_every=4, num_fragments=1, chunk_elements=1000)
+    part = cut(tensors.manifest, config, ()).fragments[0]
+    feedback = Feedback(part, tensors.room)
+    found = []
+    for number in range(3):
+        base = tensors.capture(part)
+        base.vectors[Segment.PARAMETERS].mul_(1.001)  # finer than a model in bf16 holds it
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.add_(0.037 * (number + 1) if tensor.is_floating_point() else 2)
+        delta = tensors.delta(base.to(base_on), wire)
+        assert delta.bad is None
+        flat = feedback.joined(delta.wire) if in_few_bits(wire) else delta.wire
+        chunks = range(part.chunks)
+        OtherDevice.to_host, before = 0, OtherDevice.to_host
+        found.append(([bytes(flat.chunk(index)) for index in chunks], delta.norm))
+        assert not OtherDevice.to_host, "the I/O thread leaves the device alone"
+        OtherDevice.to_host = before
+        if number == 1:
+            feedback.drop(number, flat, {0, 2})
+        else:
+            feedback.settle(number, (flat, set(chunks)), {1: {0}})
+        at_freeze = flat.taken_from(base.to(base_on))
+        model.load_state_dict(
+            {n: v.to(THERE) for n, v in at_freeze.by_name().items()}, strict=False
+        )
+    return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_run_is_the_same_wherever_the_global_parameters_are_kept(
-    plan: Plan, elsewhere: list[FlatState]
+@pytest.mark.parametrize(
+    ("dtype", "base_on"),
+    [(torch.float32, HOST), (torch.bfloat16, THERE), (torch.float64, HOST)],
+    ids=str,
+)
+@pytest.mark.parametrize("wire", WIRE_DTYPES)
+def test_delta_of_a_model_on_a_device_has_the_bytes_of_one_on_the_host(
+    dtype: torch.dtype, wire: str, base_on: torch.device, other_device: OtherDevice
 ) -> None:
-    steps = 2 * plan.sync_every + 2
-    with Broker(make_config(workers=2, deterministic=True, **options_of(plan))) as broker:
-        got = run(broker, trainees(2), steps)
-    assert_same(got, streaming(trainees(2), steps, plan), exact=True)
-    assert len(elsewhere) > 2 * len(plan.fragments), "the first versions, and those of rounds"
+    wanted = deltas(wire, odd_model(dtype), HOST)
+    got = deltas(wire, odd_model(dtype).to(THERE), base_on)
+    for (ours, our_norm), (theirs, their_norm) in zip(got, wanted, strict=True):
+        assert ours == theirs
+        assert our_norm == pytest.approx(their_norm, rel=1e-6)
 
 
-def test_checkpoint_of_a_worker_is_for_the_host(elsewhere: list[FlatState]) -> None:
+@pytest.mark.parametrize(
+    ("wire", "bytes_each"),
+    [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("int4", 0.51), ("int4z", 0.51)],
+)
+def test_only_what_travels_comes_from_a_device_to_the_host(
+    wire: str, bytes_each: float, other_device: OtherDevice
+) -> None:
+    """And a number for each tensor, and for each chunk with a residual: is it finite?"""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 400, bias=False).to(THERE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"sync_every": 1, "wire_dtype": wire, "chunk_elements": 25_600}
+    with (
+        Broker(make_config(workers=1, **options)) as broker,
+        DiLoCoWorker(model, optimizer, server=broker.address) as hook,
+    ):
+        for _ in range(3):
+            OtherDevice.to_host = 0
+            model(torch.ones(2, 256).to(THERE)).pow(2).sum().backward()
+            optimizer.step()
+            assert OtherDevice.to_host == pytest.approx(256 * 400 * bytes_each, rel=0.01)
+        assert hook.sync_metrics.rounds == 3 and hook.sync_metrics.last_error is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "wire"), [(PLANS[0], "int8"), (PLANS[1], "fp32"), (PLANS[2], "int4z")]
+)
+@pytest.mark.parametrize("keep_global_on", ["model", "host"])
+def test_run_is_the_same_wherever_model_and_global_parameters_are(
+    plan: Plan, wire: str, keep_global_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(device: torch.device) -> dict[str, Tensor]:
+        each, config = an_mlp(0), make_config(workers=1, wire_dtype=wire, **options_of(plan))
+        model = each.model.to(device)
+        optimizer = sgd(model)
+        with Broker(config) as broker, DiLoCoWorker(model, optimizer, broker.address) as hook:
+            for number in range(2 * plan.sync_every + 2):
+                optimizer.zero_grad()
+                model(batch(0, number).to(device)).pow(2).mean().backward()
+                optimizer.step()
+            assert hook.sync_metrics.rounds >= 2 and hook.sync_metrics.last_error is None
+        return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+
+    wanted = trained(HOST)
+    base = HOST if keep_global_on == "host" else THERE
+    monkeypatch.setattr(Placement, "of", lambda *_: Placement(base=base))
+    with OtherDevice():
+        got = trained(THERE)
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+def test_checkpoint_of_a_worker_is_for_the_host(
+    other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script that goes on without the second device can load it, and has the same parameters."""
     each = an_mlp(0)
-    with Broker(make_config(workers=1, sync_every=2)) as broker:
-        hook = DiLoCoWorker(each.model, each.optimizer, server=broker.address, worker_id="w0")
-        with hook:
-            for _ in range(3):
-                each.step()
-            saved = copy.deepcopy(hook.state_dict())
-        base = saved["resume"]["fragments"][0]["base"]
-        newest = elsewhere[-1]
-        assert elsewhere and all(
-            torch.equal(base[segment.value], vector) for segment, vector in newest.vectors.items()
-        )
-        later = DiLoCoWorker(each.model, each.optimizer, server=broker.address)
+    config = make_config(workers=1, sync_every=2, wire_dtype="int8")
+    with Broker(config) as broker:
+        with monkeypatch.context() as patch:
+            patch.setattr(Placement, "of", lambda *_: Placement(base=THERE))
+            hook = DiLoCoWorker(each.model, each.optimizer, broker.address, worker_id="w0")
+            with hook:
+                for _ in range(3):
+                    each.step()
+                saved = copy.deepcopy(hook.state_dict())
+        resumed = saved["resume"]["fragments"][0]
+        for vectors in (resumed["base"], resumed["residual"]):
+            assert all(
+                type(vector) is Tensor and vector.device == HOST for vector in vectors.values()
+            )
+        later = DiLoCoWorker(each.model, each.optimizer, broker.address)
         later.load_state_dict(saved)
         with later:
             each.step()

@@ -1,4 +1,8 @@
-"""Laying tensors out in wire form: what a model holds of a version minus them, or they themselves."""
+"""Laying tensors out in wire form: what a model holds of a version minus them, or they themselves.
+
+This happens on the device of the tensors, piece by piece; only what travels comes to the host. In few
+bits these are the codes, so the values that are encoded stay on the device (`feedback`).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,19 @@ from torch import Tensor
 
 from diloco_protocol import Segment
 from diloco_protocol.chunks import FragmentLayout, Place
+from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.tensors.codecs import is_finite, segment_dtype
 from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker.model.flat_state import FlatState, held
+from diloco_worker.model.placement import HOST
 
-# Elements handled at a time: two fp32 pieces of this size stay in a core's second-level cache.
+# Elements handled at a time: on the host two fp32 pieces of this size stay in a core's second-level
+# cache; on an accelerator (16 MiB a piece) its kernels are long enough to hide their launch.
 PIECE_ELEMENTS = 1 << 17
+ACCELERATOR_PIECE_ELEMENTS = 1 << 22
 # Wire dtypes that reach as far as fp32.
 _WIDE = (torch.float32, torch.bfloat16)
-# Returns an uninitialised vector.
+# Returns an uninitialised vector on the host.
 Room = Callable[[int, torch.dtype], Tensor]
 
 
@@ -34,23 +42,30 @@ class Delta:
 
 @dataclass(eq=False, repr=False)
 class Encoding:
-    """A fragment that is laid out tensor by tensor, on the host."""
+    """A fragment that is laid out tensor by tensor."""
 
     layout: FragmentLayout
     dtype: str  # the wire dtype
     base: FlatState | None = None  # what is measured from; None: tensors are laid out as they are
     room: InitVar[Room] = mapped
+    device: torch.device = HOST  # where it is worked out
     squares: float = 0.0  # of what is laid out of parameters, before rounding to the wire dtype
     bad: str | None = None  # the first place that has NaN or infinity after encoding
     wire: dict[Segment, Tensor] = field(init=False)
 
     def __post_init__(self, room: Room) -> None:
-        self.wire = {
-            segment: room(length, segment_dtype(segment, self.dtype))
-            for segment, length in self.layout.lengths.items()
-            if length
-        }
-        self._piece = torch.empty(PIECE_ELEMENTS, dtype=torch.float32)
+        self.wire = {}
+        for segment, length in self.layout.lengths.items():
+            dtype = segment_dtype(segment, self.dtype)
+            stays = segment is Segment.PARAMETERS and in_few_bits(self.dtype)
+            if length and stays and self.device != HOST:
+                self.wire[segment] = torch.empty(length, dtype=dtype, device=self.device)
+            elif length:
+                self.wire[segment] = room(length, dtype)
+        is_on_host = self.device == HOST
+        self._elements = PIECE_ELEMENTS if is_on_host else ACCELERATOR_PIECE_ELEMENTS
+        longest = min(self._elements, self.layout.lengths[Segment.PARAMETERS])
+        self._piece = torch.empty(longest, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
     def add(self, place: Place, values: Tensor) -> None:
@@ -63,23 +78,27 @@ class Encoding:
             if not is_finite(stored):
                 self.bad = self.bad or place.entry.name
             return
-        for start in range(place.start, place.stop, PIECE_ELEMENTS):
-            stop = min(start + PIECE_ELEMENTS, place.stop)
+        for start in range(place.start, place.stop, self._elements):
+            stop = min(start + self._elements, place.stop)
             self._add_piece(place, start, stop, given[start - place.start : stop - place.start])
 
     def _add_piece(self, place: Place, start: int, stop: int, local: Tensor) -> None:
         values = self._piece[: stop - start]
-        if local.dtype is not torch.float32 or self.base is None:
+        if local.dtype is not torch.float32 or local.device != self.device or self.base is None:
             local = values.copy_(local)
         if self.base is not None:
-            begun = held(self.base.vectors[place.segment][start:stop], place.entry).cpu()
-            torch.sub(begun, local, out=values)
+            begun = self.base.vectors[place.segment][start:stop].to(self.device)
+            torch.sub(held(begun, place.entry), local, out=values)
         encoded = self.wire[place.segment][start:stop]
-        encoded.copy_(values)
+        if encoded.device == self.device:
+            rounded = encoded.copy_(values)
+        else:
+            rounded = values.to(encoded.dtype)
+            encoded.copy_(rounded)
         # Finite squares have finite roots, far below what bf16 can hold: no second look at them.
         square = float(torch.dot(values, values))
         is_fine = math.isfinite(square) and encoded.dtype in _WIDE
-        if not is_fine and not is_finite(encoded):
+        if not is_fine and not is_finite(rounded):
             self.bad = self.bad or place.entry.name
             return
         if not math.isfinite(square):  # large elements: fp64 has room for their squares
@@ -99,35 +118,11 @@ def encode(
     dtype: str,
     base: FlatState | None = None,
     room: Room = mapped,
+    *,
+    device: torch.device = HOST,
 ) -> Delta:
     """Lay tensors out in wire form: what a model holds of `base` minus them, or they themselves."""
-    encoding = Encoding(layout, dtype, base, room)
+    encoding = Encoding(layout, dtype, base, room, device)
     for place in layout.places:
         encoding.add(place, tensors[place.entry.name])
     return encoding.delta
-
-
-@torch.no_grad()
-def encode_there(base: FlatState, tensors: Mapping[str, Tensor], dtype: str, room: Room) -> Delta:
-    """The same as `encode` where the base is: only what travels comes to the host."""
-    layout = base.layout
-    wire = {
-        segment: room(length, segment_dtype(segment, dtype))
-        for segment, length in layout.lengths.items()
-        if length
-    }
-    squares, bad = 0.0, None
-    for place in layout.places:
-        if place.start == place.stop:
-            continue
-        target = wire[place.segment][place.start : place.stop].view(place.entry.shape)
-        values = tensors[place.entry.name].detach()
-        if place.segment is Segment.PARAMETERS:
-            begun = base.held(place)
-            values = begun - values.to(begun.device, torch.float32)
-            squares += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-        values = values.to(target.dtype)
-        target.copy_(values)
-        if not is_finite(values):
-            bad = bad or place.entry.name
-    return Delta(FlatState(layout, wire, dtype), math.sqrt(squares), bad)

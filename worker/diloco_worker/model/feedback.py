@@ -7,7 +7,8 @@ the rounding of fp32. A push that does not count leaves e as it was; of one that
 chunk is settled by itself, once a version says which.
 
 The residual is an fp32 copy of the parameters, kept chunk by chunk; each is replaced by a new one and
-never written to, so that whoever sends may read it.
+never written to, so that whoever sends may read it. It is on the device of the delta: with a model on an
+accelerator the codes are made there as soon as the delta is frozen, and only they come to the host.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, is_finite
 from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.placement import HOST
 
-# Returns an uninitialised vector.
+# Returns an uninitialised vector on the host.
 Room = Callable[[int, torch.dtype], Tensor]
 ByChunk = Mapping[int, Tensor]  # by index in the layout, of chunks of parameters
 
@@ -33,8 +35,8 @@ ByChunk = Mapping[int, Tensor]  # by index in the layout, of chunks of parameter
 class InFewBits(FlatState):
     """A frozen delta that goes out with the residual, in a codec of few bits.
 
-    Its vectors are the delta alone, in fp32: the model was at base minus it. A chunk is encoded when it
-    is sent first, in whichever thread, and its bytes stay: what is sent again is the same.
+    Its vectors are the delta alone, in fp32: the model was at base minus it. On the host a chunk is
+    encoded when it is sent first, in whichever thread; its bytes stay: what is sent again is the same.
     """
 
     residual: dict[int, Tensor] = field(default_factory=dict)  # zeros where a chunk is missing
@@ -54,9 +56,10 @@ class InFewBits(FlatState):
     @torch.no_grad()
     def left_out(self, span: ChunkSpan, room: Room) -> Tensor:
         """What a chunk of parameters leaves out: the residual once it has counted."""
-        code, made = self.chunk(span.index), room(span.elements, torch.float32)
-        was_sent = decode_chunk(span, code, self.dtype, made)
-        return torch.sub(self._sum(span), was_sent, out=made)
+        code, total = self.chunk(span.index), self._sum(span)
+        on_host = total.device == HOST
+        made = room(span.elements, total.dtype) if on_host else torch.empty_like(total)
+        return torch.sub(total, decode_chunk(span, code, self.dtype, made), out=made)
 
     def _bytes(self, count: int) -> Tensor:
         return self.room(count, torch.uint8)
@@ -67,7 +70,7 @@ class InFewBits(FlatState):
         residual = self.residual.get(span.index)
         if residual is None:
             return delta
-        total = residual + delta
+        total = residual.to(delta.device) + delta
         # Beyond the range of fp32 the residual is given up; what was learnt now goes on.
         return total if is_finite(total) else delta
 
@@ -98,7 +101,11 @@ class Feedback:
     def joined(self, delta: FlatState) -> InFewBits:
         """A delta that was frozen now, to go out with the residual."""
         self.is_used = True
-        return InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks, room=self.room)
+        made = InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks, room=self.room)
+        if delta.vectors[Segment.PARAMETERS].device != HOST:
+            for span in self.spans:
+                made.chunk(span.index)  # no other thread has to use the accelerator
+        return made
 
     def settle(
         self,
@@ -132,7 +139,7 @@ class Feedback:
                 continue
             made = before if sent is None else sent.left_out(span, self.room)
             for gain in gains:
-                made = gain if made is None else made + gain
+                made = gain if made is None else made + gain.to(made.device)
             assert made is not None
             self._chunks[at] = (made, why)
             if sent is not None:
@@ -152,7 +159,7 @@ class Feedback:
     def _gain(self, delta: InFewBits, span: ChunkSpan) -> Tensor:
         after = delta.left_out(span, self.room)
         before = delta.residual.get(span.index)
-        return after if before is None else after.sub_(before)
+        return after if before is None else after.sub_(before.to(after.device))
 
     def clear(self) -> None:
         """What was made before counts elsewhere, or nowhere."""

@@ -37,8 +37,8 @@ class FlatState:
     """
 
     layout: FragmentLayout  # where each tensor lies
-    # fp32 for parameters (but for a delta's) and buffers, int64 for integers; contiguous, all on one
-    # device: the CPU, but for a base that is kept elsewhere.
+    # fp32 for parameters (but for a delta's) and buffers, int64 for integers; contiguous, on the CPU but
+    # for a base that is kept elsewhere, and the parameters of a delta in few bits of an accelerator.
     vectors: Mapping[Segment, Tensor]
     dtype: str = "fp32"  # the wire dtype of the parameters
 
@@ -124,7 +124,7 @@ class FlatState:
         state = FlatState.empty(self.layout)
         for place in self.layout.places:
             if place.segment is Segment.PARAMETERS:
-                torch.sub(base.held(place).cpu(), self.of(place), out=state.of(place))
+                torch.sub(base.held(place).cpu(), self.of(place).cpu(), out=state.of(place))
             else:
                 state.of(place).copy_(self.of(place))
         return state

@@ -72,20 +72,23 @@ class Change:
 
     @torch.no_grad()
     def merged(self, place: Place, local: Tensor) -> Tensor:
-        """What becomes of a local value. Computed in fp32 (blending fp64 tensors, in fp64)."""
+        """What becomes of a local value, on its device. In fp32 (blending fp64 tensors, in fp64)."""
         fresh, origin = self.new.of(place), self.origin
         if place.segment is Segment.INTEGERS:
             if origin is None:
                 return fresh
             # The larger of both, as a counter would.
-            moved = local.to(fresh.device, fresh.dtype, copy=True)
+            moved = local.to(fresh.dtype, copy=True)
+            fresh = _beside(fresh, moved)
             moved = moved.sub_(_beside(origin.of(place), moved)).add_(fresh)
             return torch.maximum(moved, fresh)
         if self.alpha == 0:
             if origin is None:
                 return fresh
-            local = local.to(fresh.device, fresh.dtype)
-            moved = local - _beside(origin.held(place), local) + self.new.held(place)
+            local = local.to(fresh.dtype)
+            moved = local - _beside(origin.held(place), local)
+            moved += _beside(self.new.held(place), moved)
+            fresh = _beside(fresh, moved)
             return moved if place.segment is Segment.PARAMETERS else _between(moved, local, fresh)
         if self.alpha == 1:
             return local

@@ -2,7 +2,7 @@
 
 With parameters on a CUDA device the vectors lie in pinned memory, unless `placement` says otherwise:
 copies are queued on the current stream of the calling thread, behind the training kernels, and waited
-for before the host looks.
+for before the host looks. A delta is worked out on the device (`encoding`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.tensors.tensor_pool import TensorPool
-from diloco_worker.model.encoding import Delta, encode, encode_there
+from diloco_worker.model.encoding import Delta, encode
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change, wait_for_copies
 from diloco_worker.model.model_manifest import (
@@ -28,6 +28,7 @@ from diloco_worker.model.model_manifest import (
     unwrapped,
 )
 from diloco_worker.model.model_watch import ModelWatch
+from diloco_worker.model.placement import HOST, accelerator_of
 from diloco_worker.model.spread.saved_share import part_of
 from diloco_worker.model.spread.shares import overlaps, piece_name
 
@@ -41,6 +42,7 @@ class ModelTensors:
     watch: ModelWatch | None = None  # notices that the model is not that of the manifest any more
     may_pin: bool = True  # memory of the host that a CUDA device is copied to
     _buffers: TensorPool = field(default_factory=TensorPool)
+    _pins_wire: bool = False  # whether the last delta was worked out on a CUDA device
     _layout: ModelLayout | None = None
 
     @classmethod
@@ -100,6 +102,8 @@ class ModelTensors:
 
     def room(self, elements: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised vector on the host, in memory that others had before."""
+        if self._pins_wire:
+            return torch.empty(elements, dtype=dtype, pin_memory=True)  # torch keeps such memory
         return self._buffers.take(elements, dtype)
 
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
@@ -136,16 +140,14 @@ class ModelTensors:
         """Global minus local of a fragment, encoded into memory that no other delta is in.
 
         Training started from `base`, rounded to the model's dtypes. The local values may be `captured`
-        already; else the model is read. Raises UsageError as `_checked` does.
+        already: a model on the host is not read again then. Raises UsageError as `_checked` does.
         """
-        if base.device.type != "cpu":
-            there = self._live(base.layout) if captured is None else captured.by_name()
-            return encode_there(base, there, dtype_name, self._buffers.take)
-        if captured is None and _on_cuda(self._live(base.layout).values()):
-            # One queue of copies and one wait, instead of a wait for each piece.
-            captured = self.capture(base.layout)
-        local = self._live(base.layout) if captured is None else captured.by_name()
-        return encode(base.layout, local, dtype_name, base, self._buffers.take)
+        local: Mapping[str, Tensor] = self._live(base.layout)
+        device = accelerator_of(local.values()) if base.device == HOST else base.device
+        if device == HOST and captured is not None:
+            local = captured.by_name()
+        self._pins_wire = self.may_pin and device.type == "cuda"
+        return encode(base.layout, local, dtype_name, base, self.room, device=device)
 
     def bring_in(self, change: Change) -> None:
         """Change the model's own tensors, so that the optimizer's references stay valid.

@@ -11,11 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from diloco_protocol import UsageError
 
 CPU, CUDA = "cpu", "cuda"
 PLACES = (CPU, CUDA)  # of the global parameters
+HOST = torch.device(CPU)
+# Where deltas are worked out on the host: mps has no fp64, and shares the host's memory.
+_ON_HOST = (CPU, "mps")
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Placement:
     """The choice for one worker."""
 
     is_pinned: bool = False  # vectors on the host that a CUDA device reads or writes
-    base: torch.device = torch.device(CPU)  # noqa: RUF009  a constant; of the global parameters
+    base: torch.device = HOST  # of the global parameters
 
     @classmethod
     def of(
@@ -54,5 +58,10 @@ class Placement:
                 f"keep_global_on is 'cuda', but the model is on {where}; move it there first, or leave "
                 "it out."
             )
-        base = on_cuda[0] if keep_global_on == CUDA else torch.device(CPU)
+        base = on_cuda[0] if keep_global_on == CUDA else HOST
         return cls(bool(on_cuda) and pin_memory is not False, base)
+
+
+def accelerator_of(tensors: Iterable[Tensor]) -> torch.device:
+    """The device that deltas of these tensors are worked out on: the first accelerator, or the host."""
+    return next((each.device for each in tensors if each.device.type not in _ON_HOST), HOST)

@@ -1,6 +1,6 @@
 """Where a worker's vectors lie, and that nothing of a run depends on it.
 
-A second device is made for it (`kit.other_device`). The tests that are marked `cuda` try a real one.
+A second device is made up for it (`kit.other_device`); `gpu/test_cuda` tries a real one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diloco_worker.session.compatibility import cut
 from kit.other_device import THERE, OtherDevice
 from kit.reference import Plan
 from kit.scripted_broker import run_config
-from kit.whole_run import an_mlp, batch, make_config, mlp, options_of, sgd, strided
+from kit.whole_run import an_mlp, batch, make_config, options_of, sgd, strided
 
 CPU, CUDA, SECOND = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
 PLANS = [
@@ -219,33 +219,3 @@ def test_checkpoint_of_a_worker_is_for_the_host(
         with later:
             each.step()
             assert later.sync_metrics.rounds == 2
-
-
-# What the I/O thread holds.
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("own", [{"keep_global_on": "cuda"}, {"pin_memory": False}])
-def test_run_on_a_cuda_device_is_that_of_the_default_placement(own: dict[str, Any]) -> None:
-    def trained(**options: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = mlp().cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        data = torch.randn(8, 6, 4, generator=torch.Generator().manual_seed(1)).cuda()
-        with (
-            Broker(make_config(workers=1, sync_every=3)) as broker,
-            DiLoCoWorker(model, optimizer, server=broker.address, **options) as hook,
-        ):
-            for batch in data:
-                optimizer.zero_grad()
-                model(batch).pow(2).mean().backward()
-                optimizer.step()
-            assert hook.sync_metrics.last_error is None
-            base = hook._driver._fragments[0].base if hook._driver else None
-            assert base is not None
-            assert base.device.type == options.get("keep_global_on", "cpu")
-        return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-
-    usual = trained()
-    for name, tensor in trained(**own).items():
-        torch.testing.assert_close(tensor, usual[name])

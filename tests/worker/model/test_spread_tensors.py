@@ -44,6 +44,7 @@ def test_processes_do_together_what_one_does(
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("count", [1, 2])
 def test_processes_with_a_gpu_do_together_what_one_does(

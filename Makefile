@@ -21,14 +21,14 @@ AT_LEAST ?= 0
 SECONDS ?=
 SEED ?= 1
 # Which tests are in which tier: tests/README.md.
-QUICK := not (slow or nightly or browser or integration or engine)
-ALL := not (nightly or integration or engine)
+QUICK := not (slow or nightly or browser or integration or engine or cuda)
+ALL := not (nightly or integration or engine or cuda)
 # Tracing lines doubles the time of Python code: it is kept off tests that run long, are about time, or run
 # in processes of their own. `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 COVERED := tests/protocol tests/broker tests/worker --ignore=tests/broker/shell
 
-.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-engines test-nightly coverage slurm mutants nightly chromium lint format check docs release clean
+.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-engines test-cuda test-nightly coverage slurm mutants nightly chromium lint format check docs release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-browser  the dashboard and reports in headless Chromium, which is installed where that may be"
 	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"
 	@echo "make test-engines  a run on a real Slurm and a real Ray, which are installed where that may be"
+	@echo "make test-cuda  on a CUDA device, where there is one, with a table of the seconds of a boundary (TORCH=torch)"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
 	@echo "make nightly   what is too slow for each push: engines, simulated weeks, sabotage, mutants, chaos, long fuzzing"
 	@echo "make coverage  how many lines the tests of the parts reach"
@@ -145,6 +146,11 @@ slurm:
 test-engines: $(ENGINES) slurm
 	@$(BIN)/python -m pytest -rs -m engine tests/engines/test_slurm.py
 	@test ! -e $(ENGINES) || $(ALONE) $(VENV)-ray/bin/python -m pytest -rs -m engine tests/engines/test_ray.py
+
+# The tests skip themselves, with the reason, where there is no device.
+test-cuda: $(STAMP)
+	@$(BIN)/python -m pytest -rs -m cuda tests/gpu tests/worker/model
+	@PYTHONPATH=tests $(BIN)/python -m gpu.table
 
 mutants: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)

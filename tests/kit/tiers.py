@@ -14,7 +14,7 @@ QUICK_CPU_S = 2 * 300
 # fails at this many times its limit.
 MARGIN = 2.0
 # Marks of what is not in `make test`.
-OTHER_TIERS = {"slow", "nightly", "browser", "engine", "integration"}
+OTHER_TIERS = {"slow", "nightly", "browser", "engine", "integration", "cuda"}
 # At most, on two idle cores; a job of a workflow may take twice as long.
 MINUTES = {"make test": 5, ".ci/run": 30, "make nightly": 150, "make release": 5, "docker build": 5}
 

@@ -12,7 +12,7 @@ from diloco_protocol.messages import Grant, Notice, Push, Released, Standing, We
 from diloco_worker.session.events import BeatNow, Event
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Work
 from diloco_worker.sync import boundary
-from diloco_worker.sync.fragment import Flight, Landing, TrainingBase
+from diloco_worker.sync.fragment import InFlight, Merge, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
 from diloco_worker.sync.ports import MergeFailed, NonFinite
@@ -70,7 +70,7 @@ class Trainer:
     calls: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)  # for the session
     offered: list[Offered] = field(default_factory=list)
-    merged: list[Landing] = field(default_factory=list)
+    merged: list[Merge] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)  # seconds of each wait, at most
     lines: list[str] = field(default_factory=list)  # of the log
@@ -209,7 +209,7 @@ class Trainer:
     @property
     def outcomes(self) -> list[str]:
         """How the model was changed."""
-        return [landing.outcome.value for landing in self.merged]
+        return [merge.outcome.value for merge in self.merged]
 
     @property
     def said(self) -> str:
@@ -254,9 +254,9 @@ class Trainer:
         self._called(type(event).__name__)
         self.events.append(event)
 
-    def offer(self, flight: Flight, *, is_new: bool) -> None:
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
         self._called("offer")
-        self.offered.append(Offered(flight.push, is_new))
+        self.offered.append(Offered(in_flight.push, is_new))
 
     def check_model(self) -> None:
         self._called("check_model")
@@ -269,14 +269,14 @@ class Trainer:
     def keep_anchor(self, fragment: int) -> None:
         self._called("keep_anchor")
 
-    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+    async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         self._called("merge")
-        self.merged.append(landing)
+        self.merged.append(merge)
         failed, self.fails = self.fails, None
         if failed is not None:
             raise MergeFailed from failed
 
-    def has_begun(self, fragment: int, landing: Landing) -> bool:
+    def has_begun(self, fragment: int, merge: Merge) -> bool:
         return False
 
     def read_reports(self) -> Work:

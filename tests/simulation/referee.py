@@ -383,7 +383,7 @@ class Referee:
             self._check_hanging(core, process)
             for what, since in (
                 ("stands still", process.training.waiting_since),
-                ("has a push in flight", process.training.oldest_flight),
+                ("has a push in flight", process.training.oldest_in_flight),
             ):
                 if since is not None:
                     back = max(process.online_since, process.hangs_until)

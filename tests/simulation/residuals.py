@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.messages import Push
-from diloco_worker.sync.fragment import Fragment, Landing, Outcome
+from diloco_worker.sync.fragment import Fragment, Merge, Outcome
 from simulation.tensors import Wire, demand
 
 STEP = 16
@@ -54,23 +54,23 @@ class Residuals:
         ]
         self._sent[push.push_id] = Sent(push.fragment, meant, coded)
 
-    def lands(self, fragment: Fragment, landing: Landing) -> None:
+    def merges(self, fragment: Fragment, merge: Merge) -> None:
         """What the model is brought in line with."""
-        if landing.outcome is Outcome.SUPERSEDED:
+        if merge.outcome is Outcome.SUPERSEDED:
             self._forget(fragment.number)
             return
-        if landing.arrival is not None and landing.arrival.values is not None:
-            self._look_at(fragment.number, landing.arrival.values)
-        for push_id, chunks in landing.settled.items():
+        if merge.arrival is not None and merge.arrival.values is not None:
+            self._look_at(fragment.number, merge.arrival.values)
+        for push_id, chunks in merge.settled.items():
             self._keep(push_id, list(chunks))
-            if landing.flight is None or push_id != landing.flight.push_id:
+            if merge.in_flight is None or push_id != merge.in_flight.push_id:
                 self.settled_in_part += len(chunks)
 
-    def landed(self, fragment: Fragment) -> None:
+    def merged(self, fragment: Fragment) -> None:
         """The boundary has written it down: pushes that nobody waits for any more are settled."""
         open_ = {each.push_id for each in fragment.dropped}
-        if fragment.flight is not None:
-            open_.add(fragment.flight.push_id)
+        if fragment.in_flight is not None:
+            open_.add(fragment.in_flight.push_id)
         for push_id, each in list(self._sent.items()):
             if each.fragment != fragment.number or push_id in open_ or each.is_settled:
                 continue

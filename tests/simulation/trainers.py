@@ -116,7 +116,7 @@ class Trainer(Caller):
         self.tree.told.add(key)
         self.counted += 1
         if self._flights.pop(fragment, None) is not None:
-            self._schedule.landed(fragment)
+            self._schedule.merged(fragment)
 
     def _go_on(self) -> None:
         """Train, push, or stand still; as `sync.boundary` has it."""

@@ -16,7 +16,7 @@ from diloco_protocol.version import VersionId
 from diloco_worker.session.events import BeatNow, Depart, Event, Offer
 from diloco_worker.session.news import LinkState, Poll, Work
 from diloco_worker.sync import boundary
-from diloco_worker.sync.fragment import Flight, Fragment, Landing, TrainingBase
+from diloco_worker.sync.fragment import Fragment, InFlight, Merge, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
 from diloco_worker.sync.state import SyncState
@@ -98,8 +98,8 @@ class Training:
         return self.state.fragments if self.state else []
 
     @property
-    def oldest_flight(self) -> float | None:
-        flying = [f.number for f in self.fragments if f.flight is not None]
+    def oldest_in_flight(self) -> float | None:
+        flying = [f.number for f in self.fragments if f.in_flight is not None]
         return min((self._frozen[number][1] for number in flying), default=None)
 
     @property
@@ -172,8 +172,8 @@ class Training:
         self._check()
         state = self.state
         for each in state.fragments if state else ():
-            if not each.is_torn:
-                self.residuals.landed(each)
+            if not each.is_partial:
+                self.residuals.merged(each)
         return Poll(self.worker.inbox.take_news(), self._link_state(), self._totals())
 
     async def wait(self, seconds: float) -> Poll:
@@ -184,8 +184,8 @@ class Training:
         self._check()
         self.worker.command(event)
 
-    def offer(self, flight: Flight, *, is_new: bool) -> None:
-        self.notify(Offer(flight.push))
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
+        self.notify(Offer(in_flight.push))
 
     def check_model(self) -> None:
         self._check()
@@ -197,11 +197,11 @@ class Training:
     def keep_anchor(self, fragment: int) -> None:
         self._check()
 
-    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+    async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         self._check()
-        self.residuals.lands(self.fragments[fragment], landing)
+        self.residuals.merges(self.fragments[fragment], merge)
 
-    def has_begun(self, fragment: int, landing: Landing) -> bool:
+    def has_begun(self, fragment: int, merge: Merge) -> bool:
         return False
 
     def read_reports(self) -> Work:

@@ -12,7 +12,7 @@ from diloco_worker.session.downloads import DOWNLOAD_WINDOW
 from diloco_worker.session.news import LinkState, Poll, Work
 from diloco_worker.session.session import Session
 from diloco_worker.sync.boundary import after_step, poll
-from diloco_worker.sync.fragment import Flight, Landing, TrainingBase
+from diloco_worker.sync.fragment import InFlight, Merge, TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
 from diloco_worker.sync.ports import NonFinite, Ports
@@ -23,10 +23,10 @@ from diloco_worker.transport.inbox import Inbox
 __all__ = [
     "DOWNLOAD_WINDOW",
     "Executor",
-    "Flight",
+    "InFlight",
     "Inbox",
-    "Landing",
     "LinkState",
+    "Merge",
     "NonFinite",
     "Options",
     "Poll",

@@ -11,7 +11,7 @@ from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import BeatNow, RequestVersion, VerifyPushes
 from diloco_worker.session.news import Work
 from diloco_worker.sync import boundary
-from diloco_worker.sync.fragment import Flight, TrainingBase
+from diloco_worker.sync.fragment import InFlight, TrainingBase
 from diloco_worker.sync.patience import HASTY_S, Options
 from diloco_worker.sync.ports import NonFinite
 from diloco_worker.sync.resumption import resume
@@ -197,7 +197,7 @@ def test_pushes_in_few_bits_that_are_refused_one_after_another_are_kept_up_to_tw
         assert dropped(training) == last
         training.steps(H).receives(counter, counted=training.pushes[-1])
     assert dropped(training) == []
-    settled = [landing.settled for landing in training.merged]
+    settled = [merge.settled for merge in training.merged]
     assert settled[-1].keys() == {*last, training.pushes[-1].push_id}
     given_up = [push for each in settled[:6] for push in each]
     assert given_up == [p.push_id for p in training.pushes[: 6 - kept]] * bool(kept)
@@ -237,10 +237,10 @@ def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that
     training.bad = NonFinite("layer.weight")
     training.fails = MemoryError("full")
     training.steps(H)
-    assert training.state.is_torn
+    assert training.state.is_partial
     training.steps(1)
     assert training.outcomes == ["restored", "restored"], "tried again"
-    assert not training.state.is_torn
+    assert not training.state.is_partial
 
 
 @pytest.mark.parametrize("where", ["offer", "show_waiting", "wait"])
@@ -302,7 +302,7 @@ def leaving(*, hasty: bool = False, **changes: Any) -> Trainer:
 
 def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() -> None:
     training = leaving()
-    push = training.state.fragments[0].flight
+    push = training.state.fragments[0].in_flight
     assert training.waits()
     assert push is not None
     training.receives(1, counted=push.push)
@@ -310,7 +310,7 @@ def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() 
     assert training.outcomes == []
     assert training.metrics.rounds == 1
     (base,) = training.state.training_bases(Work())
-    assert (base.version, base.flight) == (version(0), push), "a checkpoint goes on from here"
+    assert (base.version, base.in_flight) == (version(0), push), "a checkpoint goes on from here"
 
 
 @pytest.mark.parametrize(
@@ -326,20 +326,20 @@ def test_who_leaves_waits_no_longer_than_the_timeout(is_restarting: bool, away: 
 @pytest.mark.parametrize("where", ["uploaded", "put_off"])
 def test_process_about_to_end_waits_only_for_its_chunks(where: str) -> None:
     training = leaving(hasty=True)
-    flight = training.state.fragments[0].flight
-    assert flight is not None
+    in_flight = training.state.fragments[0].in_flight
+    assert in_flight is not None
     assert training.waited[-1] <= HASTY_S
-    training.changes(**{where: frozenset({flight.push_id})})
+    training.changes(**{where: frozenset({in_flight.push_id})})
     assert not training.waits()
 
 
 # Going on from a checkpoint.
 
 
-def resumed(known: Ledger, flight: Flight | None, *, arrives: dict[str, Any]) -> Trainer:
+def resumed(known: Ledger, in_flight: InFlight | None, *, arrives: dict[str, Any]) -> Trainer:
     """Step 6 of a cycle that began at 4, on version 5; the broker has this version."""
     training = Trainer(config(), step=6)
-    training.begins(TrainingBase(version(5), known, Work(2), flight), cycle_start=4)
+    training.begins(TrainingBase(version(5), known, Work(2), in_flight), cycle_start=4)
     training.is_welcome(5)
     training.receives(**arrives)
     sight = training._arrivals.pop(0)
@@ -347,19 +347,19 @@ def resumed(known: Ledger, flight: Flight | None, *, arrives: dict[str, Any]) ->
     return training.does(lambda state: resume(state, place, 4, [sight]))
 
 
-def in_flight() -> Flight:
+def a_push_in_flight() -> InFlight:
     training = trainer(fragment_sync_delay=3).steps(H)
-    flight = training.state.fragments[0].flight
-    assert flight is not None
-    return Flight(flight.push, 4, 4, 8)
+    in_flight = training.state.fragments[0].in_flight
+    assert in_flight is not None
+    return InFlight(in_flight.push, 4, 4, 8)
 
 
 def test_resumed_worker_keeps_its_place_and_offers_what_was_in_flight() -> None:
-    flight = in_flight()
+    in_flight = a_push_in_flight()
     ledger = Ledger({"me": (Counted(77),)})
-    training = resumed(ledger, flight, arrives={"counter": 5})
+    training = resumed(ledger, in_flight, arrives={"counter": 5})
     assert training.calls == ["VerifyPushes", "offer", "log"]
-    assert training.all(VerifyPushes)[0].known == {77, flight.push_id}
+    assert training.all(VerifyPushes)[0].known == {77, in_flight.push_id}
     assert not training.offered[0].is_new
     assert "step 6, 2 steps into the cycle" in training.said
     training.steps(2)
@@ -367,7 +367,7 @@ def test_resumed_worker_keeps_its_place_and_offers_what_was_in_flight() -> None:
 
 
 def test_resumed_worker_takes_in_what_an_earlier_life_has_sent() -> None:
-    arrives = {"counter": 6, "counted": in_flight().push}
+    arrives = {"counter": 6, "counted": a_push_in_flight().push}
     training = resumed(Ledger(), None, arrives=arrives)
     assert training.outcomes == ["superseded"]
     assert not training.all(VerifyPushes)

@@ -123,18 +123,18 @@ def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
     [
         # A late worker catches up as far as rounds are known to be over.
         (3, "push, granted 0 new 9", 7),
-        (3, "push, granted 0 new 9, made 9, landed 0", 10),
-        (1, "push, carried 0 5, made 5, landed 0", 6),
+        (3, "push, granted 0 new 9, made 9, merged 0", 10),
+        (1, "push, carried 0 5, made 5, merged 0", 6),
         (3, "push, carried 0 3", 1),
-        (3, "push, carried 0 3, push, push, granted 1 new 1, skip, landed 0, landed 1", 4),
+        (3, "push, carried 0 3, push, push, granted 1 new 1, skip, merged 0, merged 1", 4),
         (3, "push, push, push, granted 0 wait 6, skip", 4),  # over without this worker
         # Landed before its round was named: an earlier one may have taken it, and this one want a push.
-        (3, "welcomed 5, push, push, landed 2", 5),
+        (3, "welcomed 5, push, push, merged 2", 5),
         # No round is given back that a version has shown to be over.
-        (3, "push, push, made 0, landed 0", 2),
-        (3, "push, push, made 0, landed 0, dropped 1", 1),
-        (3, "push, push, made 0, landed 0, dropped 1, push, made 4, dropped 1", 5),
-        # A flight that ends uncounted gives its round back, if it was not too late for it.
+        (3, "push, push, made 0, merged 0", 2),
+        (3, "push, push, made 0, merged 0, dropped 1", 1),
+        (3, "push, push, made 0, merged 0, dropped 1, push, made 4, dropped 1", 5),
+        # An in-flight push that ends uncounted gives its round back, if it was not too late for it.
         (3, "push, push, dropped 0", 0),
         (3, "push, push, granted 0 new 0, dropped 0", 0),
         (3, "push, push, granted 0 new 0, dropped 0 late", 2),
@@ -150,7 +150,7 @@ def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
         (4, "push, welcomed 4, granted 0 counted -", 4),
         (4, "push, welcomed 4, granted 0 resume 0", 4),
         (4, "push, welcomed 4 over 0", 4),
-        (4, "push, welcomed 4 over 0, landed 0", 4),
+        (4, "push, welcomed 4 over 0, merged 0", 4),
     ],
 )
 def test_cursor_passes_no_round_that_may_still_need_this_worker(
@@ -165,19 +165,19 @@ def test_cursor_passes_no_round_that_may_still_need_this_worker(
         (3, "push, carried 0 3, push, push, granted 1 new 1", TurnState.TAKEN),
         (
             3,
-            "push, carried 0 3, push, push, granted 1 new 1, skip, landed 0, landed 1",
+            "push, carried 0 3, push, push, granted 1 new 1, skip, merged 0, merged 1",
             TurnState.FREE,
         ),
         (3, "push, push, push, granted 0 wait 6", TurnState.PAST),
         (3, "push, push, dropped 0, push", TurnState.TAKEN),
         (3, "push, push, granted 0 new 0, dropped 0, push", TurnState.TAKEN),
-        (3, "welcomed 5, push, push, landed 2", TurnState.FREE),
+        (3, "welcomed 5, push, push, merged 2", TurnState.FREE),
         (4, "push, push, push, welcomed 4", TurnState.FREE),
         (4, "push, welcomed 4, granted 0 counted -", TurnState.BUSY),
-        (4, "push, welcomed 4, granted 0 counted -, landed 0", TurnState.FREE),
+        (4, "push, welcomed 4, granted 0 counted -, merged 0", TurnState.FREE),
         # What has ended is in no round after the welcome, whichever it was named for.
         (4, "push, granted 0 wait 8, welcomed 4 over 0", TurnState.BUSY),
-        (4, "push, welcomed 4 over 0, landed 0", TurnState.FREE),
+        (4, "push, welcomed 4 over 0, merged 0", TurnState.FREE),
     ],
 )
 def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
@@ -195,7 +195,7 @@ def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
         (3, "push, push, granted 0 new 0, dropped 0", set()),
         (3, "push, granted 0 new 9", set()),
         (1, "push, carried 0 5", {0}),
-        (4, "push, push, push, landed 0, welcomed 6, granted 1 wait 9", {2}),
+        (4, "push, push, push, merged 0, welcomed 6, granted 1 wait 9", {2}),
         (4, "push, welcomed 4, granted 0 resume 0", {0}),
         # It is counted in round 0, and the news is lost with the connection.
         (2, "welcomed 0, push, welcomed 1", {0}),
@@ -216,7 +216,7 @@ def test_flight_is_waited_for_where_no_round_before_it_lacks_a_push_of_this_work
     [
         ("push, push, push, welcomed 4", 7, {0: 4, 1: 5, 2: 6}),
         # One that is not next gets the next round of its fragment.
-        ("push, push, push, landed 0, welcomed 6", 7, {2: 6, 1: 9}),
+        ("push, push, push, merged 0, welcomed 6", 7, {2: 6, 1: 9}),
     ],
 )
 def test_welcome_finds_flights_in_the_rounds_that_are_expected(
@@ -260,7 +260,7 @@ def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyon
             case 3:
                 turns.carried(fragment, number)
             case 4 if flying:
-                turns.landed(fragment)
+                turns.merged(fragment)
             case 5 if flying:
                 turns.dropped(fragment, too_late=number % 2 == 0)
             case _:

@@ -118,9 +118,9 @@ def test_flight_with_float_buffers_goes_on_with_their_values(
     training.steps(H + 1)
     _, sent = broker.takes_push()
     state, tensors = training.saves()
-    flight = state["resume"]["fragments"][0]["flight"]
-    assert flight["buffers"] == "values"
-    assert torch.equal(flight["wire"]["buffers"][:3], mean)
+    in_flight = state["resume"]["fragments"][0]["flight"]
+    assert in_flight["buffers"] == "values"
+    assert torch.equal(in_flight["wire"]["buffers"][:3], mean)
     training.resumes((state, tensors), version(0), model=with_norm())
     training.says_current(0)
     training.done()

@@ -23,7 +23,7 @@ from diloco_worker.session.compatibility import Terms
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import Event, TakeUnits
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Turning, Work
-from diloco_worker.sync.fragment import Flight, Landing
+from diloco_worker.sync.fragment import InFlight, Merge
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import HASTY_S
 from diloco_worker.sync.ports import NonFinite
@@ -102,9 +102,9 @@ class GroupPorts(LocalPorts):
         except Exception as error:
             raise GroupBroken(f"The model of this worker could not be changed: {error}") from error
 
-    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+    async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         try:
-            self.fragments[fragment].land(landing, step)
+            self.fragments[fragment].apply(merge, step)
         except GroupBroken:
             raise
         except Exception as error:
@@ -222,16 +222,16 @@ class FollowerPorts(GroupPorts):
     async def wait(self, seconds: float) -> Poll:
         return self.poll()  # the leader polls again when it has waited
 
-    def offer(self, flight: Flight, *, is_new: bool) -> None:
-        delta = self.fragments[flight.push.fragment].delta
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
+        delta = self.fragments[in_flight.push.fragment].delta
         assert delta is not None
-        self.lane.lay_out(flight.push_id, delta.wire)
+        self.lane.lay_out(in_flight.push_id, delta.wire)
 
-    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
-        arrival = landing.arrival
+    async def merge(self, fragment: int, merge: Merge, step: int) -> None:
+        arrival = merge.arrival
         if arrival is not None:
-            landing = replace(landing, arrival=replace(arrival, values=self.values_of(arrival)))
-        await super().merge(fragment, landing, step)
+            merge = replace(merge, arrival=replace(arrival, values=self.values_of(arrival)))
+        await super().merge(fragment, merge, step)
 
     def log(self, text: str, *, is_warning: bool = False) -> None:
         """The leader logs it."""

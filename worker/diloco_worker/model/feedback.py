@@ -122,7 +122,7 @@ class Feedback:
                 the layout; such a push is settled with it.
         """
         delta, own = (None, ()) if counted is None else counted
-        flight = delta if isinstance(delta, InFewBits) else None
+        in_flight = delta if isinstance(delta, InFewBits) else None
         for span in self.spans:
             at = span.index
             before, last = self._chunks.get(at, (None, None))
@@ -134,7 +134,7 @@ class Feedback:
                 for push in open_
                 if at in known[push] and at in self.dropped[push]
             ]
-            sent = flight if at in own else None
+            sent = in_flight if at in own else None
             if sent is None and not gains:
                 continue
             made = before if sent is None else sent.left_out(span, self.room)

@@ -16,7 +16,7 @@ HEARTBEAT_S = 30.0
 # A broker may ask for more often than any needs, by mistake or on purpose.
 LEAST_HEARTBEAT_S = 0.005
 # What must be the same when a broker comes back: chunks in flight are numbered by it, and deltas in
-# flight are merged by it.
+# in-flight push are merged by it.
 FIXED = (
     "mode",
     "num_fragments",

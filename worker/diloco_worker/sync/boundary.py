@@ -18,9 +18,9 @@ from diloco_worker.session.events import RequestVersion, StepsLost
 from diloco_worker.session.news import Arrival, Work
 from diloco_worker.sync.fragment import (
     Action,
-    Flight,
     Fragment,
-    Landing,
+    InFlight,
+    Merge,
     Outcome,
     merge_steps,
     next_action,
@@ -91,9 +91,9 @@ async def load(state: SyncState) -> bool:
             ports.log(what, is_warning=True)
         found = await ports.wait(patience.pause(_silent_in(state)))
     for fragment in state.fragments:
-        if fragment.rejection is not None or fragment.is_torn:
+        if fragment.rejection is not None or fragment.is_partial:
             await settle(state, fragment)
-        if not fragment.is_torn:
+        if not fragment.is_partial:
             fragment.load(newest[fragment.number])
             await settle(state, fragment)
     # The steps since the last freeze are gone, and so is what was reported with them.
@@ -102,20 +102,20 @@ async def load(state: SyncState) -> bool:
     for fragment in state.fragments:
         state.restart_work(fragment)
     state.schedule.restart(state.step)
-    return not state.is_torn
+    return not state.is_partial
 
 
 async def leave(state: SyncState, *, hasty: bool = False) -> None:
     """Wait for what is in flight, at most `timeout` seconds in all. The model stays as it is.
 
-    A flight of a later round is not waited for, but its chunks are, so that it counts there. `hasty`:
-    only the chunks of each flight are waited for, and not for long.
+    A push of a later round is not waited for, but its chunks are, so that it counts there. `hasty`: only
+    the chunks of each push are waited for, and not for long.
     """
     timeout = state.options.timeout
     limit = min(HASTY_S, timeout) if hasty else timeout
     state.leaving = Leaving(state.clock() + limit, limit, hasty)
     for fragment in state.fragments:
-        if fragment.is_torn:
+        if fragment.is_partial:
             await settle(state, fragment)
     for fragment in state.by_age():
         await _wait_for(state, fragment)
@@ -147,7 +147,7 @@ async def _use_slot(state: SyncState) -> None:
 async def _take_turn(state: SyncState) -> list[Fragment] | None:
     """Push the fragment whose turn it is. Returns the fragment, if it is in flight for this turn now.
 
-    None when the turn cannot be taken yet, because the fragment's last flight is still under way.
+    None when the turn cannot be taken yet, because the fragment's last push is still in flight.
     """
     schedule = state.schedule
     while schedule.turn() is TurnState.BUSY:
@@ -160,13 +160,13 @@ async def _take_turn(state: SyncState) -> list[Fragment] | None:
             schedule.skip()
             return []
         case TurnState.TAKEN:
-            assert fragment.flight is not None
-            _wait_again(state, fragment.flight)
+            assert fragment.in_flight is not None
+            _wait_again(state, fragment.in_flight)
             schedule.skip()
             return [fragment]
         case _:
             await settle(state, fragment, now=True)
-            if fragment.is_torn:
+            if fragment.is_partial:
                 return None
             if not await _freeze(state, fragment):
                 return []
@@ -174,11 +174,11 @@ async def _take_turn(state: SyncState) -> list[Fragment] | None:
             return [fragment]
 
 
-def _wait_again(state: SyncState, flight: Flight) -> None:
-    """The flight counts as if it were frozen after this step, as to when it is waited for."""
-    flight.let_go = False
-    _, flight.wait_at = merge_steps(state.link.config, state.schedule.sync_every, state.step)
-    flight.reconnections = state.link.reconnections
+def _wait_again(state: SyncState, in_flight: InFlight) -> None:
+    """The in-flight push counts as if it were frozen after this step, as to when it is waited for."""
+    in_flight.is_detached = False
+    _, in_flight.wait_at = merge_steps(state.link.config, state.schedule.sync_every, state.step)
+    in_flight.reconnections = state.link.reconnections
 
 
 # Freezing and offering.
@@ -213,7 +213,7 @@ async def _freeze(state: SyncState, fragment: Fragment) -> bool:
     if isinstance(frozen, Push):
         merge_at, wait_at = merge_steps(config, state.schedule.sync_every, state.step)
         reconnections = state.link.reconnections
-        fragment.take_off(Flight(frozen, state.step, merge_at, wait_at, reconnections))
+        fragment.froze(InFlight(frozen, state.step, merge_at, wait_at, reconnections))
         _warn_of_zeros(state, fragment, frozen)
         return True
     state.metrics.rejected += 1
@@ -233,22 +233,22 @@ async def _freeze(state: SyncState, fragment: Fragment) -> bool:
 
 def offer(state: SyncState, fragment: Fragment, *, is_new: bool = True) -> None:
     """Hand what is frozen to the link. Interrupted, it is done again."""
-    flight, schedule = fragment.flight, state.schedule
-    assert flight is not None
+    in_flight, schedule = fragment.in_flight, state.schedule
+    assert in_flight is not None
     if is_new and schedule.fragment == fragment.number and schedule.turn() is TurnState.FREE:
         schedule.push()
-    state.ports.offer(flight, is_new=is_new)
-    flight.is_offered = True
+    state.ports.offer(in_flight, is_new=is_new)
+    in_flight.is_offered = True
 
 
 def _offer_frozen(state: SyncState) -> None:
     """Offer what was frozen and not offered, because an interrupt came in between."""
     for fragment in state.fragments:
-        flight = fragment.flight
-        if flight is not None and not flight.is_offered and not fragment.is_over:
+        in_flight = fragment.in_flight
+        if in_flight is not None and not in_flight.is_offered and not fragment.is_over:
             offer(state, fragment)
-            if state.schedule.is_due(flight.began):
-                state.schedule.use_slot(flight.began)
+            if state.schedule.is_due(in_flight.began):
+                state.schedule.use_slot(in_flight.began)
 
 
 def _beat(state: SyncState) -> None:
@@ -300,17 +300,17 @@ def _where(bad: NonFinite, dtype: str) -> str:
 
 def _must_wait(state: SyncState, fragment: Fragment) -> bool:
     """Whether training waits for this fragment's reply after the step that has been taken."""
-    flight = fragment.flight
-    return flight is not None and next_action(flight, state.step) is Action.WAIT
+    in_flight = fragment.in_flight
+    return in_flight is not None and next_action(in_flight, state.step) is Action.WAIT
 
 
 async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
-    """Wait until the flight of a fragment has counted, and merge it. Returns whether it has.
+    """Wait until the in-flight push of a fragment has counted, and merge it. Returns whether it has.
 
     Waits while the broker shows signs of life. Giving up, training goes on with the delta in flight.
     When leaving, at most until that has taken too long, and the model stays as it is.
     """
-    if fragment.flight is None:
+    if fragment.in_flight is None:
         return False
     began, leaving, ports = state.clock(), state.leaving, state.ports
     patience = Patience(state.clock)
@@ -319,14 +319,14 @@ async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
     while True:
         state.take_in(found)
         outcome = await settle(state, fragment, now=True, touch_model=leaving is None)
-        flight = fragment.flight
-        if flight is None or fragment.is_torn:
+        in_flight = fragment.in_flight
+        if in_flight is None or fragment.is_partial:
             break
         reason = _why_not(state, fragment)
         left = None if leaving is None else leaving.until - state.clock()
         if leaving is not None and left is not None and left <= 0:
             reason = reason or f"it took longer than {leaving.limit:g} s"
-        if reason is not None or not _is_worth_it(state, fragment.number, flight):
+        if reason is not None or not _is_worth_it(state, fragment.number, in_flight):
             break
         _log_counted(state)
         if patience.is_due():
@@ -335,60 +335,62 @@ async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
         pause = patience.pause(min(_silent_in(state), state.lines.due_in))
         found = await ports.wait(pause if left is None else min(pause, left))
     state.metrics.seconds_waited += state.clock() - began
-    if flight is not None and not fragment.is_torn:
-        _stop_waiting(state, fragment, flight, reason)
+    if in_flight is not None and not fragment.is_partial:
+        _stop_waiting(state, fragment, in_flight, reason)
     return outcome is Outcome.COUNTED
 
 
-def _is_worth_it(state: SyncState, number: int, flight: Flight) -> bool:
-    """Whether waiting for a flight leads anywhere, if the broker is there.
+def _is_worth_it(state: SyncState, number: int, in_flight: InFlight) -> bool:
+    """Whether waiting for an in-flight push leads anywhere, if the broker is there.
 
-    A worker that leaves waits at least until the flight is in, or what is missing of it is lost: of one
-    that is put off nothing is taken before its round, which may be waiting for this worker. A broker
-    that goes away may give up the round in which the chunks are.
+    A worker that leaves waits at least until the push has been received, or what is missing of it is
+    lost: of one that is put off nothing is taken before its round, which may be waiting for this worker.
+    A broker that goes away may give up the round in which the chunks are.
     """
     link, leaving = state.link, state.leaving
     if state.schedule.may_wait(number) and not (leaving is not None and leaving.hasty):
         return True
-    may_lack_chunks = link.is_restarting or flight.push_id not in link.uploaded | link.put_off
+    may_lack_chunks = link.is_restarting or in_flight.push_id not in link.uploaded | link.put_off
     return leaving is not None and may_lack_chunks
 
 
-def _stop_waiting(state: SyncState, fragment: Fragment, flight: Flight, reason: str | None) -> None:
+def _stop_waiting(
+    state: SyncState, fragment: Fragment, in_flight: InFlight, reason: str | None
+) -> None:
     link, ports, is_leaving = state.link, state.ports, state.leaving is not None
     round_ = state.schedule.rounds.get(fragment.number)
-    if not is_leaving and not flight.let_go:
+    if not is_leaving and not in_flight.is_detached:
         ports.keep_anchor(fragment.number)
-        flight.let_go = True
-    if reason is None and flight.push_id in link.uploaded and is_leaving:
+        in_flight.is_detached = True
+    if reason is None and in_flight.push_id in link.uploaded and is_leaving:
         ports.log(
-            f"The pseudo-gradient of {flight.steps} steps is in at the broker, where it counts."
+            f"The pseudo-gradient of {in_flight.steps} steps is in at the broker, where it counts."
         )
     elif reason is None:
-        if fragment.told_carried != (flight.push_id, round_):
-            fragment.told_carried = (flight.push_id, round_)
+        if fragment.logged_deferral != (in_flight.push_id, round_):
+            fragment.logged_deferral = (in_flight.push_id, round_)
             what_follows = ", which may go on without it" if is_leaving else "; training goes on"
             ports.log(
-                f"The pseudo-gradient of {flight.steps} steps is carried into round {round_}"
+                f"The pseudo-gradient of {in_flight.steps} steps is carried into round {round_}"
                 f"{what_follows}."
             )
     elif not is_leaving:
         ports.trouble(
-            f"Training goes on with {flight.steps} steps in flight: {reason}. They are merged "
+            f"Training goes on with {in_flight.steps} steps in flight: {reason}. They are merged "
             "when the broker has counted them."
         )
     else:
         away = "; the broker restarts and was not back" if link.is_restarting else ""
-        ports.trouble(f"Leaving with {flight.steps} steps in flight: {reason}{away}.")
+        ports.trouble(f"Leaving with {in_flight.steps} steps in flight: {reason}{away}.")
 
 
 def _why_not(state: SyncState, fragment: Fragment | None = None) -> str | None:
-    """Why a boundary waits no longer (for a flight of this fragment), as a part of a sentence.
+    """Why a boundary waits no longer (for an in-flight push of this fragment), as a part of a sentence.
 
     None while it waits.
     """
     link, options, is_leaving = state.link, state.options, state.leaving is not None
-    flight = fragment.flight if fragment is not None else None
+    in_flight = fragment.in_flight if fragment is not None else None
     if link.asked_to_stop is not None and not is_leaving:
         return link.asked_to_stop
     if link.has_ended:
@@ -401,8 +403,8 @@ def _why_not(state: SyncState, fragment: Fragment | None = None) -> str | None:
         return f"the broker refuses this worker ({link.refusal})"
     if link.silence is not None and link.silence >= options.timeout:
         return f"no sign of life from {link.address} for {link.silence:.0f} s"
-    if flight is not None and not flight.let_go:
-        broken = link.reconnections - flight.reconnections
+    if in_flight is not None and not in_flight.is_detached:
+        broken = link.reconnections - in_flight.reconnections
         if broken > options.max_sync_retries:
             return f"the connection broke {broken} times at this boundary"
     return None
@@ -420,7 +422,7 @@ def _log_counted(state: SyncState, *, at_once: bool = False) -> None:
         state.ports.log(line)
 
 
-# Settling: the model is brought in line with how a flight has ended.
+# Settling: the model is brought in line with how an in-flight push has ended.
 
 
 async def settle(
@@ -429,25 +431,25 @@ async def settle(
     """Bring the model in line with what has arrived for a fragment. Never waits for the broker.
 
     Memory that runs out in it must not end the training: the outcome is FAILED, and the next call goes
-    on where this one was broken off. `now` and `touch_model` are those of `Fragment.next_landing`.
+    on where this one was broken off. `now` and `touch_model` are those of `Fragment.next_merge`.
     """
-    landing = fragment.next_landing(state.step, now=now, touch_model=touch_model)
-    if landing is not None and landing.touches_model:
+    merge = fragment.next_merge(state.step, now=now, touch_model=touch_model)
+    if merge is not None and merge.touches_model:
         try:
-            await state.ports.merge(fragment.number, landing, state.step)
+            await state.ports.merge(fragment.number, merge, state.step)
         except BaseException as error:
-            if not state.ports.has_begun(fragment.number, landing):
+            if not state.ports.has_begun(fragment.number, merge):
                 fragment.has_not_begun()
             if not isinstance(error, MergeFailed):
                 raise
             _has_failed(state, fragment, error.__cause__)
             return Outcome.FAILED
-    fragment.told_failure = None
-    if landing is None:
+    fragment.logged_failure = None
+    if merge is None:
         return Outcome.NOTHING
-    fragment.landed(landing)
-    _note_ending(state, fragment, landing)
-    return landing.outcome
+    fragment.merged(merge)
+    _note_ending(state, fragment, merge)
+    return merge.outcome
 
 
 def _has_failed(state: SyncState, fragment: Fragment, cause: BaseException | None) -> None:
@@ -455,34 +457,34 @@ def _has_failed(state: SyncState, fragment: Fragment, cause: BaseException | Non
         f"The model could not take in what came for fragment {fragment.number}: {cause!r}. "
         "It is tried again after each step, and what is in flight counts once."
     )
-    if fragment.told_failure != text:
-        fragment.told_failure = text
+    if fragment.logged_failure != text:
+        fragment.logged_failure = text
         state.ports.trouble(text, cause)
 
 
-def _note_ending(state: SyncState, fragment: Fragment, landing: Landing) -> None:
-    flight, arrival, rejection = landing.flight, landing.arrival, landing.rejection
+def _note_ending(state: SyncState, fragment: Fragment, merge: Merge) -> None:
+    in_flight, arrival, rejection = merge.in_flight, merge.arrival, merge.rejection
     ports = state.ports
-    match landing.outcome:
+    match merge.outcome:
         case Outcome.COUNTED:
-            assert flight is not None and arrival is not None
-            if landing.touches_model and not landing.is_load:
+            assert in_flight is not None and arrival is not None
+            if merge.touches_model and not merge.is_load:
                 is_auto = state.link.config.fragment_delay_auto
-                late_after = flight.wait_at if is_auto else flight.apply_at
+                late_after = in_flight.wait_at if is_auto else in_flight.apply_at
                 state.metrics.late_merges += state.step > late_after
-            _has_counted(state, fragment, flight, arrival)
+            _has_counted(state, fragment, in_flight, arrival)
         case Outcome.SUPERSEDED:
             assert arrival is not None
-            _is_superseded(state, fragment, flight, arrival)
+            _is_superseded(state, fragment, in_flight, arrival)
         case Outcome.REJECTED:
-            assert flight is not None and rejection is not None
+            assert in_flight is not None and rejection is not None
             state.metrics.rejected += 1
-            ports.push_ended(flight.push_id, fragment.number, why=rejection.code)
+            ports.push_ended(in_flight.push_id, fragment.number, why=rejection.code)
             if rejection.code in (Code.LATE, Code.STALE):
                 # Newer parameters are there: local moves onto them as soon as they arrive.
                 ports.notify(RequestVersion(fragment.number))
                 ports.trouble(
-                    f"The pseudo-gradient of {flight.steps} steps was dropped: "
+                    f"The pseudo-gradient of {in_flight.steps} steps was dropped: "
                     f"{rejection.text} The model moves on to the newest global parameters."
                 )
             else:
@@ -493,28 +495,30 @@ def _note_ending(state: SyncState, fragment: Fragment, landing: Landing) -> None
                 )
 
 
-def _has_counted(state: SyncState, fragment: Fragment, flight: Flight, arrival: Arrival) -> None:
+def _has_counted(
+    state: SyncState, fragment: Fragment, in_flight: InFlight, arrival: Arrival
+) -> None:
     metrics = state.metrics
     metrics.rounds += 1
     metrics.staleness = fragment.staleness
-    metrics.merge_delay = state.step - flight.began
-    state.ports.push_ended(flight.push_id, fragment.number, arrival.version)
-    state.lines.counted(flight.push, arrival, fragment.staleness, metrics.merge_delay)
+    metrics.merge_delay = state.step - in_flight.began
+    state.ports.push_ended(in_flight.push_id, fragment.number, arrival.version)
+    state.lines.counted(in_flight.push, arrival, fragment.staleness, metrics.merge_delay)
 
 
 def _is_superseded(
-    state: SyncState, fragment: Fragment, flight: Flight | None, arrival: Arrival
+    state: SyncState, fragment: Fragment, in_flight: InFlight | None, arrival: Arrival
 ) -> None:
     """The model has given up what was made since the fragment's base."""
     ports, steps = state.ports, state.work(fragment).steps
     state.restart_work(fragment)
     ports.notify(StepsLost())
-    if flight is not None:
-        if arrival.released.ledger.names_whole(state.worker_id, flight.push_id):
-            _has_counted(state, fragment, flight, arrival)
+    if in_flight is not None:
+        if arrival.released.ledger.names_whole(state.worker_id, in_flight.push_id):
+            _has_counted(state, fragment, in_flight, arrival)
         else:
-            steps += flight.steps
-            ports.push_ended(flight.push_id, fragment.number, why="superseded")
+            steps += in_flight.steps
+            ports.push_ended(in_flight.push_id, fragment.number, why="superseded")
     ports.trouble(
         f"Discarded {steps} steps of fragment {fragment.number} to avoid double counting: "
         f"{arrival.superseding}. The model goes on from version {arrival.version}."

@@ -1,10 +1,10 @@
 """One fragment between freezing a delta and merging its reply: what has come, and what becomes of it.
 
-The *base* is the version that the next delta is measured from. A *flight* is a frozen delta under way;
+The *base* is the version that the next delta is measured from. An *in-flight push* is a frozen delta;
 its *reply* is a version that contains it. Training may go on in between (tau steps in Streaming DiLoCo,
-Douillard et al. 2025, arXiv 2501.18512). A *landing* brings the model in line with what has become of a
-flight. Whoever carries it out may be interrupted: nothing is forgotten and the base stays what it was
-until the model is whole, and the next look goes on with the same landing.
+Douillard et al. 2025, arXiv 2501.18512). A *merge* brings the model in line with how an
+in-flight push has ended. It may be interrupted: nothing is forgotten and the base stays what it was
+until the model is complete, and the next poll goes on with the same merge.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Outcome(str, Enum):
     """What a look at a fragment has brought."""
 
     NOTHING = "nothing"
-    COUNTED = "counted"  # the flight is in the version that is the base now
-    MOVED = "moved"  # there was no flight; a newer version is the base now
-    REJECTED = "rejected"  # the flight has ended; the base is what it was
-    SUPERSEDED = "superseded"  # the base took the place of the steps and of the flight
+    COUNTED = "counted"  # the in-flight push is in the version that is the base now
+    MOVED = "moved"  # there was no in-flight push; a newer version is the base now
+    REJECTED = "rejected"  # the in-flight push has ended; the base is what it was
+    SUPERSEDED = "superseded"  # the base took the place of the steps and of the in-flight push
     RESTORED = "restored"  # the steps since the last freeze are out of the model
     LOADED = "loaded"  # a version is in the model as it is
     FAILED = "failed"  # the model could not be changed; the next look goes on with it
@@ -61,9 +61,9 @@ def merge_steps(config: RunConfig, sync_every: int, frozen_at: int) -> tuple[int
     section 2.3). With the delay "auto" tau = 0 and M = H / P (`longest_delay`), with this worker's
     H = `sync_every`. So with tau = M = 0 the boundary waits at the freeze, as in DiLoCo.
 
-    A flight that training has ceased to wait for (`Flight.let_go`) is merged by the same rule, and
-    waited for no more. Several ranks that are one worker merge at the same step, since they see the
-    same replies. How a reply is merged, with alpha or by rebasing, is in `sync.merge`.
+    A push that training no longer waits for (`InFlight.is_detached`) is merged by the same rule. Several
+    ranks that are one worker merge after the same step, since they see the same replies. How a reply is
+    merged, with alpha or by rebasing, is in `sync.merge`.
 
     Returns:
         s + tau and s + M.
@@ -76,11 +76,11 @@ def merge_steps(config: RunConfig, sync_every: int, frozen_at: int) -> tuple[int
     return frozen_at + tau, frozen_at + longest
 
 
-def next_action(flight: Flight, step: int, *, has_reply: bool = False) -> Action:
-    """What training does about a flight after this step, by the rule of `merge_steps`."""
+def next_action(in_flight: InFlight, step: int, *, has_reply: bool = False) -> Action:
+    """What training does about an in-flight push after this step, by the rule of `merge_steps`."""
     if has_reply:
-        return Action.MERGE if step >= flight.apply_at else Action.GO_ON
-    return Action.WAIT if step >= flight.wait_at and not flight.let_go else Action.GO_ON
+        return Action.MERGE if step >= in_flight.apply_at else Action.GO_ON
+    return Action.WAIT if step >= in_flight.wait_at and not in_flight.is_detached else Action.GO_ON
 
 
 def overlaps(config: RunConfig) -> bool:
@@ -90,15 +90,15 @@ def overlaps(config: RunConfig) -> bool:
 
 
 @dataclass
-class Flight:
+class InFlight:
     """A frozen delta under way; its values are with the tensors."""
 
     push: Push  # the offer: push id, the version it was computed from, what was done for it
     began: int  # the optimizer step behind which it was frozen
     apply_at: int  # the step behind which its reply is merged, not earlier
     wait_at: int  # the step behind which training waits for the reply
-    reconnections: int = 0  # of the link, when the flight began
-    let_go: bool = False  # training has ceased to wait for it
+    reconnections: int = 0  # of the link, when the in-flight push began
+    is_detached: bool = False  # training has ceased to wait for it
     is_offered: bool = False  # the link has it
 
     @property
@@ -126,20 +126,20 @@ class Dropped:
 
 
 @dataclass(frozen=True, eq=False)
-class Landing:
+class Merge:
     """What a look has brought. Not in the model before somebody has brought it there."""
 
     outcome: Outcome
-    flight: Flight | None = None  # the one that was under way
+    in_flight: InFlight | None = None  # the one that was under way
     arrival: Arrival | None = None  # the version that has come
-    rejection: Rejection | None = None  # why the flight has ended without one
+    rejection: Rejection | None = None  # why the in-flight push has ended without one
     touches_model: bool = True  # False leaves the model as it is, on its base
     is_load: bool = False  # a version was asked for, to be in the model as it is
     is_void: bool = False  # local values are of no use: steps made while it is broken off go too
     # By push id, the chunks of a push that the version contains; no other chunk of it will count. Of the
-    # flight where it is counted, and of pushes that were dropped earlier.
+    # in-flight push where it is counted, and of pushes that were dropped earlier.
     settled: Mapping[int, Bitmap] = field(default_factory=dict)
-    # The chunks of the rejected flight that may be in a version all the same; None without a rejection.
+    # The chunks of the rejected push that may be in a version all the same; None without a rejection.
     may_count: Bitmap | None = None
 
 
@@ -150,7 +150,7 @@ class TrainingBase:
     version: VersionId  # of the base
     ledger: Ledger
     work: Work = field(default_factory=Work)  # since the fragment's last freeze
-    flight: Flight | None = None
+    in_flight: InFlight | None = None
     dropped: tuple[Dropped, ...] = ()
 
 
@@ -164,77 +164,75 @@ class Fragment:
     base: InitVar[TrainingBase]  # what training stands on
     done_before: Work  # up to its last freeze
     reply: Arrival | None = None  # a version that has come and is not in the model yet
-    rejection: Rejection | None = None  # why the flight has ended without one
-    landing: Landing | None = None  # was broken off, or is being carried out
-    # A flight that has ended while the model was left as it is, on its base: a checkpoint written now
-    # goes on from there.
-    parting: Flight | None = None
-    staleness: int = 0  # versions between the last counted flight's base and where it went
+    rejection: Rejection | None = None  # why the in-flight push has ended without one
+    merge: Merge | None = None  # was broken off, or is being carried out
+    # A push that has ended while the model was left as it is, on its base: a checkpoint written now goes
+    # on from there.
+    parting: InFlight | None = None
+    staleness: int = 0  # versions between the last counted in-flight push's base and where it went
     zeros: int = 0  # pushes of zeros in a row
-    told_failure: str | None = None  # why the model could not take in a landing
-    told_carried: tuple[int, int | None] | None = None  # push id and round
+    logged_failure: str | None = None  # why the model could not take in a merge
+    logged_deferral: tuple[int, int | None] | None = None  # push id and round
 
     def __post_init__(self, base: TrainingBase) -> None:
-        self.version, self.ledger, self.flight = base.version, base.ledger, base.flight
+        self.version, self.ledger, self.in_flight = base.version, base.ledger, base.in_flight
         self.dropped = base.dropped
 
     @property
     def is_over(self) -> bool:
-        """The flight has ended; a landing brings the model in line with it."""
-        return self.flight is not None and (self.reply is not None or self.rejection is not None)
+        """The in-flight push has ended; a merge brings the model in line with it."""
+        return self.in_flight is not None and (self.reply is not None or self.rejection is not None)
 
     @property
-    def is_torn(self) -> bool:
-        """A landing was broken off: a part of the model may be ahead of the rest."""
-        return self.landing is not None
+    def is_partial(self) -> bool:
+        """A merge was broken off: a part of the model may be ahead of the rest."""
+        return self.merge is not None
 
     def take_in(self, arrival: Arrival) -> None:
-        """Keep a whole version until it is its time; forget one that lacks the flight."""
-        flight, earlier = self.flight, self.reply
-        if flight is None or flight.push_id in arrival.counted or arrival.superseding:
+        """Keep a whole version until it is its time; forget one that lacks the in-flight push."""
+        in_flight, earlier = self.in_flight, self.reply
+        if in_flight is None or in_flight.push_id in arrival.counted or arrival.superseding:
             self.reply = arrival.after(earlier)
         elif earlier is not None and arrival.values is not None:
             self.reply = arrival.after(earlier)  # it contains what the earlier one did
 
-    def take_off(self, flight: Flight) -> None:
+    def froze(self, in_flight: InFlight) -> None:
         """A delta has been frozen."""
-        assert self.flight is None and self.reply is None, "no second delta grows over a first"
-        self.flight = flight
+        assert self.in_flight is None and self.reply is None, "no second delta grows over a first"
+        self.in_flight = in_flight
 
-    def next_landing(
-        self, step: int, *, now: bool = False, touch_model: bool = True
-    ) -> Landing | None:
+    def next_merge(self, step: int, *, now: bool = False, touch_model: bool = True) -> Merge | None:
         """What is to be done about the model behind this step; first what was broken off. None: nothing.
 
         `now` takes a reply although its apply point has not come. Without `touch_model`, for the end of
         training, the model is left as it is, if it is whole.
         """
-        if self.landing is None:
-            self.landing = self._next_landing(step, now=now, touch_model=touch_model)
-        return self.landing
+        if self.merge is None:
+            self.merge = self._next_merge(step, now=now, touch_model=touch_model)
+        return self.merge
 
-    def _next_landing(self, step: int, *, now: bool, touch_model: bool) -> Landing | None:
-        flight, reply, rejection = self.flight, self.reply, self.rejection
+    def _next_merge(self, step: int, *, now: bool, touch_model: bool) -> Merge | None:
+        in_flight, reply, rejection = self.in_flight, self.reply, self.rejection
         if reply is not None and reply.superseding:
-            return Landing(Outcome.SUPERSEDED, flight, reply, touches_model=touch_model)
-        if flight is None:
+            return Merge(Outcome.SUPERSEDED, in_flight, reply, touches_model=touch_model)
+        if in_flight is None:
             if reply is None or reply.version == self.version or not touch_model:
                 self.reply = None
                 return None
-            return Landing(Outcome.MOVED, arrival=reply, settled=self._settled(reply))
+            return Merge(Outcome.MOVED, arrival=reply, settled=self._settled(reply))
         if reply is not None:
-            if not now and next_action(flight, step, has_reply=True) is not Action.MERGE:
+            if not now and next_action(in_flight, step, has_reply=True) is not Action.MERGE:
                 return None
-            settled = self._settled(reply, flight)
-            return Landing(
-                Outcome.COUNTED, flight, reply, touches_model=touch_model, settled=settled
+            settled = self._settled(reply, in_flight)
+            return Merge(
+                Outcome.COUNTED, in_flight, reply, touches_model=touch_model, settled=settled
             )
         if rejection is not None:
             counted = rejection.counted
             may_count = Bitmap.full(self.chunks) if counted is None else counted
-            return Landing(
+            return Merge(
                 Outcome.REJECTED,
-                flight,
+                in_flight,
                 rejection=rejection,
                 touches_model=touch_model,
                 settled={
@@ -253,25 +251,27 @@ class Fragment:
             kept -= len(each.may_count)
             yield each
 
-    def _settled(self, arrival: Arrival, flight: Flight | None = None) -> dict[int, Bitmap]:
-        """The pushes that this version settles: dropped ones, and the flight that it counts."""
+    def _settled(self, arrival: Arrival, in_flight: InFlight | None = None) -> dict[int, Bitmap]:
+        """The pushes that this version settles: dropped ones, and the in-flight push that it counts."""
         ledger = arrival.released.ledger
         found = {
             each.push_id: ledger.own_chunks(self.worker_id, each.push_id, self.chunks)
-            for each in (*self.dropped, *(() if flight is None else (flight,)))
+            for each in (*self.dropped, *(() if in_flight is None else (in_flight,)))
         }
         for each in self.dropped:
             if not found[each.push_id] and each.versions + 1 < VERSIONS_LOOKED_AT:
                 del found[each.push_id]
         return found
 
-    def _keep_dropped(self, landing: Landing) -> None:
-        flight = landing.flight
-        match landing.outcome:
-            case Outcome.REJECTED if flight is not None and in_few_bits(flight.push.wire_dtype):
-                kept = [each for each in self.dropped if each.push_id not in landing.settled]
-                if landing.may_count:
-                    kept.append(Dropped(flight.push_id, landing.may_count))
+    def _keep_dropped(self, merge: Merge) -> None:
+        in_flight = merge.in_flight
+        match merge.outcome:
+            case Outcome.REJECTED if in_flight is not None and in_few_bits(
+                in_flight.push.wire_dtype
+            ):
+                kept = [each for each in self.dropped if each.push_id not in merge.settled]
+                if merge.may_count:
+                    kept.append(Dropped(in_flight.push_id, merge.may_count))
                 self.dropped = tuple(kept)
             case Outcome.SUPERSEDED:
                 self.dropped = ()
@@ -279,65 +279,65 @@ class Fragment:
                 self.dropped = tuple(
                     replace(each, versions=each.versions + 1)
                     for each in self.dropped
-                    if each.push_id not in landing.settled
+                    if each.push_id not in merge.settled
                 )
 
     def has_not_begun(self) -> None:
-        """The landing was broken off before it touched the model, and is decided anew.
+        """The merge was broken off before it touched the model, and is decided anew.
 
         One that takes steps out of the model follows from nothing that is here: it stays due.
         """
-        if self.landing is not None and not self.landing.is_void:
-            self.landing = None
+        if self.merge is not None and not self.merge.is_void:
+            self.merge = None
 
-    def landed(self, landing: Landing) -> None:
+    def merged(self, merge: Merge) -> None:
         """The model is in line with it. May be said again."""
-        flight, outcome = landing.flight, landing.outcome
-        if outcome is Outcome.LOADED and flight is not None:
-            flight.let_go = True
+        in_flight, outcome = merge.in_flight, merge.outcome
+        if outcome is Outcome.LOADED and in_flight is not None:
+            in_flight.is_detached = True
         elif outcome is not Outcome.RESTORED:
-            self._end(landing)
-        self.landing = None
+            self._end(merge)
+        self.merge = None
 
-    def _end(self, landing: Landing) -> None:
+    def _end(self, merge: Merge) -> None:
         """No delta is under way any more; the version that came, if any, is the base."""
-        flight, arrival = landing.flight, landing.arrival
-        if landing.outcome is Outcome.COUNTED:
-            assert flight is not None and arrival is not None
-            apart = arrival.version.counter - 1 - flight.base.counter
+        in_flight, arrival = merge.in_flight, merge.arrival
+        if merge.outcome is Outcome.COUNTED:
+            assert in_flight is not None and arrival is not None
+            apart = arrival.version.counter - 1 - in_flight.base.counter
             self.staleness = max(0, apart) if arrival.staleness is None else arrival.staleness
-        if landing.touches_model:
-            self._keep_dropped(landing)
+        if merge.touches_model:
+            self._keep_dropped(merge)
             if arrival is not None:
                 self.version, self.ledger = arrival.version, arrival.released.ledger
-        elif landing.outcome is not Outcome.SUPERSEDED:
-            self.parting = flight
-        self.flight = self.rejection = None
-        # Else a newer one has come while the landing was broken off.
+        elif merge.outcome is not Outcome.SUPERSEDED:
+            self.parting = in_flight
+        self.in_flight = self.rejection = None
+        # Else a newer one has come while the merge was broken off.
         reply = self.reply
         if reply is not None and arrival is not None and reply.version == arrival.version:
             self.reply = None
 
     def restore(self) -> None:
-        """Have the next landing take every step since the last freeze out of the model."""
-        if self.landing is not None and self.landing.touches_model:
-            self.landing = replace(self.landing, is_void=True)
+        """Have the next merge take every step since the last freeze out of the model."""
+        if self.merge is not None and self.merge.touches_model:
+            self.merge = replace(self.merge, is_void=True)
         else:
-            self.landing = Landing(Outcome.RESTORED, self.flight, is_void=True)
+            self.merge = Merge(Outcome.RESTORED, self.in_flight, is_void=True)
 
     def load(self, arrival: Arrival) -> None:
-        """Put a version into the model as it is; the next landing does it. The model must not be torn.
+        """Put a version into the model as it is; the next merge does it. The model must not be torn.
 
         With a delta still in flight the base stays, and later steps will be rebased from here.
         """
-        assert self.landing is None
-        flight, outcome = self.flight, Outcome.LOADED
+        assert self.merge is None
+        in_flight, outcome = self.in_flight, Outcome.LOADED
         if arrival.superseding:
             outcome = Outcome.SUPERSEDED
-        elif flight is not None and flight.push_id in arrival.counted:
+        elif in_flight is not None and in_flight.push_id in arrival.counted:
             outcome = Outcome.COUNTED
         # With a delta in flight it is its version that tells of those before it.
         settled = {}
-        if outcome is Outcome.COUNTED or flight is None:
-            settled = self._settled(arrival, flight)
-        self.landing = Landing(outcome, flight, arrival, is_load=True, settled=settled)
+        if outcome is Outcome.COUNTED or in_flight is None:
+            settled = self._settled(arrival, in_flight)
+        self.merge = Merge(outcome, in_flight, arrival, is_load=True, settled=settled)

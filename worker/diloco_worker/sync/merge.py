@@ -5,12 +5,12 @@ on while a delta is in flight, so up to two more copies of the fragment are kept
 it is needed:
 
 - *frozen*, the model at the freeze, for the merge "rebase": local <- new + (local - frozen);
-- its *anchor*, the model when training ceased to wait for the flight: the steps after that are kept
-  whole, on top of the merge as it would have been then.
+- its *anchor*, the model when training ceased to wait for the push: the steps after that are kept whole,
+  on top of the merge as it would have been then.
 
 Where deltas travel in few bits there is a *residual*, too (`model.feedback`), which goes with the next.
 
-A landing may be broken off: the base stays what it was until the model is whole, and the same landing
+A merge may be broken off: the base stays what it was until the model is whole, and the same merge
 goes on where it stopped.
 """
 
@@ -29,7 +29,7 @@ from diloco_worker.model.feedback import Feedback, InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.sync.fragment import Flight, Landing, Outcome, overlaps
+from diloco_worker.sync.fragment import InFlight, Merge, Outcome, overlaps
 from diloco_worker.sync.ports import NonFinite
 
 
@@ -58,15 +58,15 @@ class FragmentValues:
     tensors: ModelTensors
     config: RunConfig
     base: FlatState  # what deltas are measured from
-    # Of the flight, or of one that ended while the model was left as it is.
+    # Of the in-flight push, or of one that ended while the model was left as it is.
     delta: DeltaValues | None
     # Told of each new base, and of what it came as; the former one's memory may be overwritten then.
     set_base: Callable[[int, FlatState, FlatState], None]
     kept_on: torch.device  # where the base is
     saved: InitVar[SavedFeedback | None] = None
     feedback: Feedback = field(init=False)
-    _change: Change | None = None  # of a landing that was broken off
-    _landed: Landing | None = None  # the last one
+    _change: Change | None = None  # of a merge that was broken off
+    _last_merge: Merge | None = None  # the last one
 
     def __post_init__(self, saved: SavedFeedback | None) -> None:
         self.feedback = Feedback(self.part, self.tensors.room)
@@ -85,13 +85,13 @@ class FragmentValues:
         return self.config.fragment_merge == "rebase"
 
     @property
-    def is_torn(self) -> bool:
-        """A landing was broken off: a part of the model may be ahead of the rest."""
+    def is_partial(self) -> bool:
+        """A merge was broken off: a part of the model may be ahead of the rest."""
         return self._change is not None
 
-    def has_begun(self, landing: Landing) -> bool:
-        """Is a part of this landing, or all of it, in the model?"""
-        return self.is_torn or landing is self._landed
+    def has_begun(self, merge: Merge) -> bool:
+        """Is a part of this merge, or all of it, in the model?"""
+        return self.is_partial or merge is self._last_merge
 
     def freeze(self, dtype: str) -> float | NonFinite | None:
         """Freeze global minus local into `delta`, in this wire dtype, unless it is not finite.
@@ -119,84 +119,84 @@ class FragmentValues:
         if delta is not None and delta.frozen is None and delta.anchor is None:
             delta.anchor = self.tensors.capture(self.part)
 
-    def land(self, landing: Landing, step: int) -> None:
+    def apply(self, merge: Merge, step: int) -> None:
         """Bring the model in line, behind this step. Broken off, it goes on when called again."""
-        if landing is self._landed:  # interrupted behind it
+        if merge is self._last_merge:  # interrupted behind it
             self._change = None
             return
         change = self._change
         if change is None:
-            change = self._change_of(landing, step)
-        if landing.is_void and not change.is_void:
+            change = self._change_of(merge, step)
+        if merge.is_void and not change.is_void:
             change = Change(change.new, is_void=True)
         self._change = change
         self.tensors.bring_in(change)
-        self._keep(landing, change.new)
-        self._landed = landing
+        self._keep(merge, change.new)
+        self._last_merge = merge
         self._change = None
 
-    def _change_of(self, landing: Landing, step: int) -> Change:
-        flight, arrival = landing.flight, landing.arrival
-        match landing.outcome:
+    def _change_of(self, merge: Merge, step: int) -> Change:
+        in_flight, arrival = merge.in_flight, merge.arrival
+        match merge.outcome:
             case Outcome.RESTORED:
-                return Change(self.base if flight is None else self._at_freeze(), is_void=True)
+                return Change(self.base if in_flight is None else self._at_freeze(), is_void=True)
             case Outcome.REJECTED:
                 # A delta that will never count is taken out; the steps made since stay.
-                assert flight is not None
-                is_now = step == flight.began
+                assert in_flight is not None
+                is_now = step == in_flight.began
                 return Change(self.base, origin=None if is_now else self._at_freeze())
         assert arrival is not None
         new = self.base if arrival.values is None else arrival.values.to(self.kept_on)
-        if landing.outcome is Outcome.MOVED:
+        if merge.outcome is Outcome.MOVED:
             return Change(new, origin=self.base)
-        if landing.outcome is Outcome.COUNTED and not landing.is_load:
-            assert flight is not None
-            return self._merged(flight, new, step)
+        if merge.outcome is Outcome.COUNTED and not merge.is_load:
+            assert in_flight is not None
+            return self._merged(in_flight, new, step)
         return Change(new)
 
-    def _merged(self, flight: Flight, new: FlatState, step: int) -> Change:
+    def _merged(self, in_flight: InFlight, new: FlatState, step: int) -> Change:
         delta = self.delta
         assert delta is not None
         origin = delta.anchor
-        if origin is None and not overlaps(self.config) and step != flight.began:
+        if origin is None and not overlaps(self.config) and step != in_flight.began:
             origin = self._at_freeze()  # waiting was interrupted, and training went on
         if self._rebases and delta.frozen is not None:
             origin = delta.frozen
         return Change(new, 0.0 if self._rebases else self.config.fragment_update_alpha, origin)
 
-    def _keep(self, landing: Landing, new: FlatState) -> None:
-        """The model is in line: let go of what the landing was made of. May be done again."""
-        delta, outcome = self.delta, landing.outcome
+    def _keep(self, merge: Merge, new: FlatState) -> None:
+        """The model is in line: let go of what the merge was made of. May be done again."""
+        delta, outcome = self.delta, merge.outcome
         if outcome is Outcome.RESTORED:
-            if landing.flight is not None and delta is not None and delta.anchor is not None:
+            if merge.in_flight is not None and delta is not None and delta.anchor is not None:
                 delta.anchor = new
-        elif outcome is Outcome.LOADED and landing.flight is not None:
+        elif outcome is Outcome.LOADED and merge.in_flight is not None:
             assert delta is not None
             delta.anchor = delta.frozen = new
         else:
-            self._keep_residual(landing)
-            if landing.arrival is not None:
-                self._set_base(new, landing.arrival.values or new)
+            self._keep_residual(merge)
+            if merge.arrival is not None:
+                self._set_base(new, merge.arrival.values or new)
             self.delta = None
 
-    def _keep_residual(self, landing: Landing) -> None:
+    def _keep_residual(self, merge: Merge) -> None:
         delta, feedback = self.delta, self.feedback
-        match landing.outcome:
+        match merge.outcome:
             case Outcome.SUPERSEDED:
                 feedback.clear()
-            case Outcome.REJECTED if delta is not None and landing.flight is not None:
-                feedback.settle(landing, None, self._own(landing.settled))
-                if landing.may_count:
-                    push_id = landing.flight.push_id
-                    chunks = self._own({push_id: landing.may_count})[push_id]
+            case Outcome.REJECTED if delta is not None and merge.in_flight is not None:
+                feedback.settle(merge, None, self._own(merge.settled))
+                if merge.may_count:
+                    push_id = merge.in_flight.push_id
+                    chunks = self._own({push_id: merge.may_count})[push_id]
                     feedback.drop(push_id, delta.wire, chunks)
             case Outcome.COUNTED if delta is not None:
-                assert landing.flight is not None
-                settled = self._own(landing.settled)
-                counted = delta.wire, settled.pop(landing.flight.push_id)
-                feedback.settle(landing.arrival, counted, settled)
+                assert merge.in_flight is not None
+                settled = self._own(merge.settled)
+                counted = delta.wire, settled.pop(merge.in_flight.push_id)
+                feedback.settle(merge.arrival, counted, settled)
             case Outcome.MOVED | Outcome.LOADED:
-                feedback.settle(landing.arrival, None, self._own(landing.settled))
+                feedback.settle(merge.arrival, None, self._own(merge.settled))
 
     def _own(self, settled: Mapping[int, Bitmap]) -> dict[int, set[int]]:
         """By push, the chunks by their index in what this process has of the fragment."""
@@ -216,7 +216,7 @@ class FragmentValues:
         return SavedFeedback(feedback.flat(feedback.chunks), dropped)
 
     def _at_freeze(self) -> FlatState:
-        """The values that the flight left in the model."""
+        """The values that the in-flight push left in the model."""
         delta = self.delta
         assert delta is not None
         if delta.frozen is not None:

@@ -18,7 +18,7 @@ from diloco_protocol import VersionId
 from diloco_protocol.messages import Push
 from diloco_worker.session.events import Event
 from diloco_worker.session.news import Poll, Work
-from diloco_worker.sync.fragment import Flight, Landing
+from diloco_worker.sync.fragment import InFlight, Merge
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Ports(Protocol):
     def notify(self, event: Event) -> None:
         """Hand an event to the session."""
 
-    def offer(self, flight: Flight, *, is_new: bool) -> None:
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
         """Have the link push a frozen delta. `is_new`: no earlier process has offered it."""
 
     # The model.
@@ -63,15 +63,15 @@ class Ports(Protocol):
     def keep_anchor(self, fragment: int) -> None:
         """Remember the model: training goes on from here with this fragment's delta in flight."""
 
-    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+    async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         """Bring the model in line after this optimizer step.
 
         Raises:
             MergeFailed: see there.
         """
 
-    def has_begun(self, fragment: int, landing: Landing) -> bool:
-        """Whether a part of this landing, or all of it, is in the model."""
+    def has_begun(self, fragment: int, merge: Merge) -> bool:
+        """Whether a part of this merge, or all of it, is in the model."""
 
     # The script, its displays and its log.
 

@@ -18,7 +18,7 @@ from diloco_worker.sync.state import SyncState
 async def resume(
     state: SyncState, place: SchedulePlace, cycle_start: int, arrivals: Sequence[Arrival]
 ) -> None:
-    """Go on with the cycle and flights of a previous life; `arrivals` are the broker's versions."""
+    """Go on with the cycle and pushes of a previous process; `arrivals` are the broker's versions."""
     schedule, fragments = state.schedule, state.fragments
     known = [known_pushes(state.worker_id, fragment) for fragment in fragments]
     for fragment, arrival in zip(fragments, arrivals, strict=True):
@@ -31,28 +31,28 @@ async def resume(
     await poll(state)
     for fragment in kept:
         state.ports.notify(VerifyPushes(fragment.number, known[fragment.number]))
-    flights = [each for each in state.by_age() if not each.is_over]
-    for fragment in flights:
+    pushes_in_flight = [each for each in state.by_age() if not each.is_over]
+    for fragment in pushes_in_flight:
         offer(state, fragment, is_new=False)
     state.ports.log(
         f"Going on from a checkpoint at step {state.step}, {schedule.position(state.step)} steps into "
-        f"the cycle, with {len(flights)} deltas in flight."
+        f"the cycle, with {len(pushes_in_flight)} deltas in flight."
     )
 
 
 def known_pushes(worker_id: str, base: Fragment | TrainingBase) -> frozenset[int]:
     """The pushes of a worker that the checkpoint takes into account in this fragment."""
     known = {counted.push_id for counted in base.ledger.pushes.get(worker_id, ())}
-    if base.flight is not None:
-        known.add(base.flight.push_id)
+    if base.in_flight is not None:
+        known.add(base.in_flight.push_id)
     return frozenset(known)
 
 
 def compared(worker_id: str, base: Fragment | TrainingBase, arrival: Arrival) -> Arrival | None:
     """What the broker's version means for a worker that goes on from a checkpoint.
 
-    None where what is in the model stays, with its base and its flight; a version that contains the
-    flight; or one that takes the place of what is in the model.
+    None where what is in the model stays, with its base and its push; a version that contains the push;
+    or one that takes the place of what is in the model.
     """
     ledger = arrival.released.ledger
     if arrival.version == base.version:
@@ -63,7 +63,7 @@ def compared(worker_id: str, base: Fragment | TrainingBase, arrival: Arrival) ->
         return replace(arrival, superseding=SENT_BEFORE)
     if worker_id not in ledger.pushes and len(ledger.pushes) >= ABSENT_REMEMBERED:
         return replace(arrival, superseding="the broker no longer knows whether they were counted")
-    flight = base.flight
-    if flight is not None and ledger.names_whole(worker_id, flight.push_id):
-        return replace(arrival, counted=frozenset({flight.push_id}))
+    in_flight = base.in_flight
+    if in_flight is not None and ledger.names_whole(worker_id, in_flight.push_id):
+        return replace(arrival, counted=frozenset({in_flight.push_id}))
     return None

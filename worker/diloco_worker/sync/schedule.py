@@ -2,11 +2,11 @@
 
 Rounds form one sequence, round n concerns fragment n mod P (protocol/SPECIFICATION.md, section 7). A
 worker goes through it with a *cursor*: the round that its next push is meant for. P *slots* in each
-cycle of H optimizer steps say when (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512). A push
-that is under way is a *flight*; it is in the round that it was pushed at until the broker names another.
+cycle of H optimizer steps say when (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512). An
+*in-flight push* is in the round that it was pushed at until the broker names another.
 
-The rule that keeps workers from waiting for each other in a circle: **a flight is waited for only if
-its round is not beyond the cursor.** Then this worker has a push in every round that is still to close
+The rule that keeps workers from waiting for each other in a circle: **a push is waited for only if its
+round is not beyond the cursor.** Then this worker has a push in every round that is still to close
 before that one. The cursor therefore never passes a round that may still need this worker:
 
 - A push moves it by one, and so does a round that is over without this worker.
@@ -14,17 +14,17 @@ before that one. The cursor therefore never passes a round that may still need t
   n - P + 1 at once: that is how a late worker catches up. Not further, since a broker may take chunks
   before their round is open, and the rounds up to it still want theirs.
 - Every round up to the one that a version was made in is over.
-- A flight that has landed without the broker ever having named its round gives back the one it was
-  pushed at: an earlier round may have taken it.
-- A flight that ended without being counted gives its round back, unless it came too late for it: then
-  that round is over.
+- A push that was merged without the broker ever having named its round gives back the one it was pushed
+  at: an earlier round may have taken it.
+- A push that ended without being counted gives its round back, unless it came too late for it: then that
+  round is over.
 - No round is given back that is known to be over.
 
-At a welcome the rounds of the flights are a guess until the broker has answered each of them, which it
-does at once. Until then all of them may be waited for: one may have been counted long ago.
+At a welcome the rounds of in-flight pushes are a guess until the broker has answered each of them, which
+it does at once. Until then all of them may be waited for: one may have been counted long ago.
 
 In asynchronous mode there are no common rounds: the cursor only goes through the fragments in order, and
-every flight may be waited for.
+every in-flight push may be waited for.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ class RoundSchedule:
         self._set_pace()
 
     def resume(
-        self, place: SchedulePlace, step: int, cycle_start: int, flights: Collection[int]
+        self, place: SchedulePlace, step: int, cycle_start: int, pushes_in_flight: Collection[int]
     ) -> None:
         """Go on where a previous life of this worker left off, with these fragments in flight."""
         self.pace(place.sync_every, step)
         self.restart(step)
         self.cycle_start, self._slot = cycle_start, place.slot
-        self.rounds.update(dict.fromkeys(flights))
+        self.rounds.update(dict.fromkeys(pushes_in_flight))
         if not self.common:  # the cursor counts where it is the worker's own
             self.cursor = place.cursor
             self._welcomed = True
@@ -176,7 +176,7 @@ class RoundSchedule:
         self.cursor += 1
 
     def may_wait(self, fragment: int) -> bool:
-        """Whether training may stand still until this fragment's flight has landed."""
+        """Whether training may stand still until this fragment's in-flight push has merged."""
         round_ = self.rounds.get(fragment)
         return round_ is None or round_ <= self.cursor or fragment in self._unanswered
 
@@ -185,7 +185,7 @@ class RoundSchedule:
     def welcomed(self, first_round: int, over: Collection[int] = ()) -> None:
         """The broker names the first round that it expects of this worker.
 
-        The flights of the fragments `over` have ended, though nobody has looked at it yet.
+        The in-flight pushes of the fragments `over` have ended, though nobody has looked at it yet.
         """
         if not self.common and self._welcomed:
             return  # the order of the fragments is the worker's own
@@ -210,7 +210,7 @@ class RoundSchedule:
             self.rounds[fragment] = self.cursor + (fragment - self.cursor) % self.num_fragments
 
     def granted(self, fragment: int, standing: Standing, round_: int | None) -> None:
-        """The broker says how this fragment's flight stands, and which round it is part of."""
+        """The broker says how this fragment's in-flight push stands, and which round it is part of."""
         self._unanswered.discard(fragment)
         if not self.common or (round_ is None and standing is not Standing.COUNTED):
             return
@@ -228,7 +228,7 @@ class RoundSchedule:
             self._give_back(reserved)
 
     def carried(self, fragment: int, round_: int) -> None:
-        """Its round closed without this fragment's flight, which is in a later one now."""
+        """Its round closed without this fragment's in-flight push, which is in a later one now."""
         if self.common and fragment in self.rounds:
             self._reserved.pop(fragment, None)
             self._unanswered.discard(fragment)
@@ -255,17 +255,17 @@ class RoundSchedule:
         while self.cursor < before and self.turn() is TurnState.TAKEN:
             self.cursor += 1
 
-    # How flights end.
+    # How in-flight pushes end.
 
-    def landed(self, fragment: int) -> None:
-        """A version contains this fragment's flight."""
+    def merged(self, fragment: int) -> None:
+        """A version contains this fragment's in-flight push."""
         reserved = self._reserved.get(fragment)
         self._end(fragment)
         if reserved is not None:
             self._give_back(reserved)
 
     def dropped(self, fragment: int, *, too_late: bool = False) -> None:
-        """This fragment's flight has ended without being counted: its round may still want a push.
+        """This fragment's push has ended without being counted: its round may still want one.
 
         `too_late`: the broker dropped it because a round had closed without it. That was the round that
         the broker named; where it named none, the newest version tells (`made`).
@@ -279,7 +279,7 @@ class RoundSchedule:
             self._give_back(round_)
 
     def _end(self, fragment: int) -> tuple[int | None, bool]:
-        """Forget a flight; returns its round, and whether the broker had named it."""
+        """Forget an in-flight push; returns its round, and whether the broker had named it."""
         round_, was_told = self.rounds.pop(fragment), fragment in self._told
         self._reserved.pop(fragment, None)
         self._told.discard(fragment)

@@ -62,15 +62,21 @@ class SyncState:
         )
 
     @property
-    def is_torn(self) -> bool:
+    def is_partial(self) -> bool:
         """A merge was broken off: a part of the model is ahead of the rest."""
-        return any(fragment.is_torn for fragment in self.fragments)
+        return any(fragment.is_partial for fragment in self.fragments)
 
     @property
     def unsynced_steps(self) -> int:
         """Steps past a boundary that are not synchronised; of the fragment that has most."""
-        flights = [(f.flight, f.is_torn) for f in self.fragments if f.flight is not None]
-        stuck = [f.steps + self.step - f.began for f, is_torn in flights if is_torn or f.let_go]
+        pushes_in_flight = [
+            (f.in_flight, f.is_partial) for f in self.fragments if f.in_flight is not None
+        ]
+        stuck = [
+            f.steps + self.step - f.began
+            for f, is_partial in pushes_in_flight
+            if is_partial or f.is_detached
+        ]
         if self.schedule.is_due(self.step):
             stuck.append(self.work(self.fragments[self.schedule.fragment]).steps)
         return max(stuck, default=0)
@@ -92,13 +98,13 @@ class SyncState:
         """What training of each fragment stands on, as far as it is in the model."""
         self.totals = totals
         return [
-            TrainingBase(f.version, f.ledger, self.work(f), f.flight or f.parting, f.dropped)
+            TrainingBase(f.version, f.ledger, self.work(f), f.in_flight or f.parting, f.dropped)
             for f in self.fragments
         ]
 
     def by_age(self) -> list[Fragment]:
-        """The fragments in flight, the oldest flight first."""
-        flying = [(f.flight.began, f.number) for f in self.fragments if f.flight is not None]
+        """The fragments in flight, the oldest in-flight push first."""
+        flying = [(f.in_flight.began, f.number) for f in self.fragments if f.in_flight is not None]
         return [self.fragments[number] for _, number in sorted(flying)]
 
     def set_pace(self) -> None:
@@ -118,30 +124,30 @@ class SyncState:
             if number < len(self.fragments):
                 self.fragments[number].take_in(arrival)
         for fragment in self.fragments:
-            flight = fragment.flight
-            if flight is not None and flight.push_id in news.rejections:
-                fragment.rejection = news.rejections[flight.push_id]
+            in_flight = fragment.in_flight
+            if in_flight is not None and in_flight.push_id in news.rejections:
+                fragment.rejection = news.rejections[in_flight.push_id]
         over = [f for f in self.fragments if f.is_over and f.number in self.schedule.rounds]
         self._turn(news, {fragment.number for fragment in over})
         for fragment in over:
             reply, rejection = fragment.reply, fragment.rejection
             if reply is not None and not reply.superseding:
-                self.schedule.landed(fragment.number)
+                self.schedule.merged(fragment.number)
             else:
                 is_late = rejection is not None and rejection.code == Code.LATE
                 self.schedule.dropped(fragment.number, too_late=is_late)
         return news
 
     def _turn(self, news: News, over: Collection[int]) -> None:
-        """Tell the schedule what concerns rounds; `over` are fragments whose flight has ended."""
+        """Notify the schedule of what concerns rounds; `over` are fragments whose push has ended."""
         schedule = self.schedule
         for event in news.turns:
             match event:
                 case Welcome(first_round=first_round):
                     schedule.welcomed(first_round, over)
                 case Grant(push_id, number, standing, round=round_):
-                    flight = self.fragments[number].flight
-                    if flight is not None and flight.push_id == push_id:
+                    in_flight = self.fragments[number].in_flight
+                    if in_flight is not None and in_flight.push_id == push_id:
                         schedule.granted(number, standing, round_)
                 case Notice(fragment=number, round=round_):
                     schedule.carried(number, round_)

@@ -113,7 +113,7 @@ class Driver:
         ports.begin(SAVE)
         try:
             problem = "A merge was interrupted; save again after the next step."
-            sums = None if state.is_torn else ports.checksums()
+            sums = None if state.is_partial else ports.checksums()
         except UsageError as error:  # a script that saves must not end by it
             problem, sums = str(error), None
         if sums is None:
@@ -127,7 +127,7 @@ class Driver:
             SavedFragment(
                 base,
                 each.base,
-                None if base.flight is None else each.delta,
+                None if base.in_flight is None else each.delta,
                 each.saved_feedback,
             )
             for base, each in zip(

@@ -101,7 +101,7 @@ class _Worker:
     def awaited_round(self) -> int | None:
         """The round that it waits for; None in asynchronous mode, or where it waits for none."""
         in_flight = self.state.by_age()
-        due = [f for f in in_flight if f.flight and self.state.step >= f.flight.wait_at]
+        due = [f for f in in_flight if f.in_flight and self.state.step >= f.in_flight.wait_at]
         awaited = (due or in_flight)[:1]
         return self.state.schedule.rounds.get(awaited[0].number) if awaited else None
 

@@ -16,7 +16,7 @@ from diloco_worker.model.placement import Placement
 from diloco_worker.model.values import Constants
 from diloco_worker.session.events import BeatNow, Event
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Work
-from diloco_worker.sync.fragment import Flight, Landing
+from diloco_worker.sync.fragment import InFlight, Merge
 from diloco_worker.sync.merge import FragmentValues
 from diloco_worker.sync.ports import MergeFailed, NonFinite
 from diloco_worker.training.push_log import PushLog
@@ -159,12 +159,12 @@ class LocalPorts:
     def notify(self, event: Event) -> None:
         self.link.tell(event)
 
-    def offer(self, flight: Flight, *, is_new: bool) -> None:
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
         if is_new:
-            self.audit.frozen(flight)
-        delta = self.fragments[flight.push.fragment].delta
+            self.audit.frozen(in_flight)
+        delta = self.fragments[in_flight.push.fragment].delta
         assert delta is not None
-        self.link.offer(flight.push, delta.wire)
+        self.link.offer(in_flight.push, delta.wire)
 
     def draw(self) -> int:
         """A random push id."""
@@ -187,14 +187,14 @@ class LocalPorts:
     def keep_anchor(self, fragment: int) -> None:
         self.fragments[fragment].keep_anchor()
 
-    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+    async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         try:
-            self.fragments[fragment].land(landing, step)
+            self.fragments[fragment].apply(merge, step)
         except Exception as error:
             raise MergeFailed from error
 
-    def has_begun(self, fragment: int, landing: Landing) -> bool:
-        return self.fragments[fragment].has_begun(landing)
+    def has_begun(self, fragment: int, merge: Merge) -> bool:
+        return self.fragments[fragment].has_begun(merge)
 
     # The script, its displays and its log.
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from diloco_protocol import UsageError, VersionId
 from diloco_protocol.version import as_hex
-from diloco_worker.sync.fragment import Flight
+from diloco_worker.sync.fragment import InFlight
 from diloco_worker.transport.forks import keep_from_children
 
 logger = logging.getLogger("diloco.worker")
@@ -53,9 +53,9 @@ class PushLog:
     def joined(self, epoch: str) -> None:
         self._write("joined", epoch=epoch)
 
-    def frozen(self, flight: Flight) -> None:
-        push, base = flight.push, flight.base.plain()
-        about = {"steps": push.steps, "base": base, "step": flight.began}
+    def frozen(self, in_flight: InFlight) -> None:
+        push, base = in_flight.push, in_flight.base.plain()
+        about = {"steps": push.steps, "base": base, "step": in_flight.began}
         self._write("frozen", push_id=as_hex(push.push_id), fragment=push.fragment, **about)
 
     def ended(self, push_id: int, fragment: int, version: VersionId | None, why: str) -> None:

@@ -32,7 +32,7 @@ class SavedFragment:
 
     base: TrainingBase
     values: FlatState  # of the base
-    delta: DeltaValues | None = None  # of the flight, if there is one
+    delta: DeltaValues | None = None  # of the in-flight push, if there is one
     feedback: SavedFeedback | None = None  # where deltas travel in few bits
 
 
@@ -68,9 +68,9 @@ class Resumption:
     def moment(self) -> list[Any]:
         """Plain values that no other moment of any worker has."""
         bases = [each.base for each in self.fragments]
-        flights = [base.flight and base.flight.push.push_id for base in bases]
+        pushes_in_flight = [base.in_flight and base.in_flight.push.push_id for base in bases]
         versions = [base.version.plain() for base in bases]
-        return [self.worker_id, asdict(self.place), versions, flights]
+        return [self.worker_id, asdict(self.place), versions, pushes_in_flight]
 
     def check_model(self, tensors: ModelTensors) -> None:
         """Raise UsageError when this is not the model that the checkpoint was written with.

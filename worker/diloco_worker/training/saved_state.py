@@ -1,8 +1,8 @@
 """The dict that a script keeps of a worker: its counters, and what it resumes from as plain values.
 
 Only texts, numbers, lists, dicts and tensors: `torch.load(..., weights_only=True)` reads it. Ids of 64
-bits are hexadecimal texts. Base tensors are copies; those of a flight are shared, since nobody ever
-writes to them.
+bits are hexadecimal texts. Base tensors are copies; those of an in-flight push are shared,
+since they are never written to.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from diloco_worker.model.spread.shares import overlaps, piece_name
 from diloco_worker.session.compatibility import Terms, cut, why_unsound
 from diloco_worker.session.downloads import Held
 from diloco_worker.session.news import Work
-from diloco_worker.sync.fragment import Dropped, Flight, TrainingBase
+from diloco_worker.sync.fragment import Dropped, InFlight, TrainingBase
 from diloco_worker.sync.merge import DeltaValues, SavedFeedback
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.schedule import SchedulePlace
@@ -159,7 +159,7 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
             "steps": each.base.work.steps,
             "tokens": each.base.work.tokens,
             "samples": each.base.work.samples,
-            "flight": _flight_plain(each.base.flight, each.delta),
+            "flight": _plain_in_flight(each.base.in_flight, each.delta),
             "dropped": [
                 {
                     "push_id": as_hex(of.push_id),
@@ -191,27 +191,28 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
     }
 
 
-def _flight_plain(flight: Flight | None, delta: DeltaValues | None) -> Plain | None:
-    if flight is None:
+def _plain_in_flight(in_flight: InFlight | None, delta: DeltaValues | None) -> Plain | None:
+    if in_flight is None:
         return None
     assert delta is not None
-    push = flight.push
+    push = in_flight.push
     return {
         "push_id": as_hex(push.push_id),
-        "base": flight.base.plain(),
+        "base": in_flight.base.plain(),
         **{name: getattr(push, name) for name in _OF_PUSH},
-        **{name: getattr(flight, name) for name in _OF_FLIGHT},
+        **{name: getattr(in_flight, name) for name in _OF_IN_FLIGHT},
+        "let_go": in_flight.is_detached,
         "buffers": push.buffers,
         **vectors_of_delta(delta),
     }
 
 
 _OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
-_OF_FLIGHT = ("began", "apply_at", "wait_at", "let_go")
+_OF_IN_FLIGHT = ("began", "apply_at", "wait_at")
 
 
 def vectors_of_delta(delta: DeltaValues) -> dict[str, dict[str, Tensor] | None]:
-    """Those of a flight, which nobody ever writes to; of chunks in few bits the bytes."""
+    """Those of an in-flight push, which nobody ever writes to; of chunks in few bits the bytes."""
     found = {"wire": delta.wire, "frozen": delta.frozen, "anchor": delta.anchor}
     made = {name: None if s is None else vectors_of(s) for name, s in found.items()}
     wire = delta.wire
@@ -328,10 +329,10 @@ def _fragment(
     for segment, vector in _vectors(share, plain["base"], "fp32").items():
         values.vectors[segment].copy_(vector)
     work = Work(*(_whole(plain[name]) for name in ("steps", "tokens", "samples")))
-    flight = delta = None
+    in_flight = delta = None
     if plain["flight"] is not None:
-        flight = _flight(part, _dict(plain["flight"]))
-        delta = _delta(values, _dict(plain["flight"]), flight.push.wire_dtype)
+        in_flight = _in_flight(part, _dict(plain["flight"]))
+        delta = _delta(values, _dict(plain["flight"]), in_flight.push.wire_dtype)
     version, ledger = VersionId.from_plain(plain["version"]), Ledger.from_plain(plain["ledger"])
     dropped = tuple(
         Dropped(
@@ -341,7 +342,7 @@ def _fragment(
         )
         for each in plain["dropped"]
     )
-    base = TrainingBase(version, ledger, work, flight, dropped)
+    base = TrainingBase(version, ledger, work, in_flight, dropped)
     return SavedFragment(base, values, delta, _feedback(share, plain, dropped))
 
 
@@ -368,7 +369,7 @@ def _feedback(
     )
 
 
-def _flight(part: FragmentLayout, plain: Plain) -> Flight:
+def _in_flight(part: FragmentLayout, plain: Plain) -> InFlight:
     counts: Plain = {name: _whole(plain[name]) for name in ("steps", "tokens", "samples")}
     told = [(name, plain[name]) for name in ("loss", "norm")]
     figures: Plain = {name: None if value is None else float(value) for name, value in told}
@@ -384,7 +385,7 @@ def _flight(part: FragmentLayout, plain: Plain) -> Flight:
         buffers=BUFFERS,
     )
     moments = {name: _whole(plain[name]) for name in ("began", "apply_at", "wait_at")}
-    return Flight(push, **moments, let_go=bool(plain["let_go"]))
+    return InFlight(push, **moments, is_detached=bool(plain["let_go"]))
 
 
 def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:

@@ -201,9 +201,9 @@ class Inbox:
         connection = session.connection
         self.last_heard, self.retries = connection.last_heard, session.uploads.retries
         self.dropped_units = session.units.dropped
-        flights = [upload for upload in session.uploads if upload.is_gradient]
-        uploaded = frozenset(each.push.push_id for each in flights if each.is_in)
-        put_off = frozenset(each.push.push_id for each in flights if each.is_put_off)
+        pushes_in_flight = [upload for upload in session.uploads if upload.is_gradient]
+        uploaded = frozenset(each.push.push_id for each in pushes_in_flight if each.is_in)
+        put_off = frozenset(each.push.push_id for each in pushes_in_flight if each.is_put_off)
         is_same = (self.phase, self.uploaded, self.put_off) == (session.phase, uploaded, put_off)
         if is_same and not self.is_news:
             return

@@ -24,10 +24,10 @@ from diloco_tools.plan.simulated.pieces import Code, Payload
 from diloco_tools.plan.simulated.scene import Scene
 from diloco_worker.pure import (
     Executor,
-    Flight,
     Inbox,
-    Landing,
+    InFlight,
     LinkState,
+    Merge,
     Options,
     Poll,
     Session,
@@ -332,8 +332,8 @@ class Worker:
             else:
                 least = middle + 1
         for fragment in state.fragments:
-            if fragment.flight is not None:
-                for at in (fragment.flight.apply_at, fragment.flight.wait_at):
+            if fragment.in_flight is not None:
+                for at in (fragment.in_flight.apply_at, fragment.in_flight.wait_at):
                     if at > step:
                         least = min(least, at - step)
         return least
@@ -387,23 +387,23 @@ class _Training:
     def notify(self, event: events.Event) -> None:
         self._worker.feed(event)
 
-    def offer(self, flight: Flight, *, is_new: bool) -> None:
-        self._worker.offers(flight.push)
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
+        self._worker.offers(in_flight.push)
 
     async def freeze(self, push: Push) -> Push:
         await _paused(Busy(self._worker.costs.freeze * self._of_fragment))
         return push
 
-    async def merge(self, fragment: int, landing: Landing, step: int) -> None:
+    async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         costs = self._worker.costs
-        if landing.touches_model:
+        if merge.touches_model:
             wire = self._worker.question.wire_dtype
-            few = landing.flight is not None and in_few_bits(wire)
+            few = merge.in_flight is not None and in_few_bits(wire)
             await _paused(Busy((costs.land + few * costs.left_out) * self._of_fragment))
-        if fragment == 0 and landing.flight is not None:
+        if fragment == 0 and merge.in_flight is not None:
             self._worker.mark()
 
-    def has_begun(self, fragment: int, landing: Landing) -> bool:
+    def has_begun(self, fragment: int, merge: Merge) -> bool:
         return False
 
     def read_reports(self) -> Work:

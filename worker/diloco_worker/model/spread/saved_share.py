@@ -22,7 +22,7 @@ Plain = dict[str, Any]
 # By fragment, the process that owns each chunk.
 Owners = Sequence[Sequence[int]]
 
-# Vectors of a flight.
+# Vectors of an in-flight push.
 OF_FLIGHT = ("wire", "frozen", "anchor")
 
 
@@ -158,17 +158,17 @@ class Move:
 
 
 def _fragment(parts: Sequence[Plain], move: Move) -> Plain:
-    flight = parts[0]["flight"]
-    if flight is not None:
-        flight = dict(flight)
+    in_flight = parts[0]["flight"]
+    if in_flight is not None:
+        in_flight = dict(in_flight)
         for name in OF_FLIGHT:
-            flight[name] = move.of([each["flight"][name] for each in parts])
-        flight["codes"] = move.codes([each["flight"].get("codes") for each in parts])
+            in_flight[name] = move.of([each["flight"][name] for each in parts])
+        in_flight["codes"] = move.codes([each["flight"].get("codes") for each in parts])
     gains = zip(*(each.get("gains", ()) for each in parts), strict=True)
     return {
         **parts[0],
         "base": move.of([each["base"] for each in parts]),
-        "flight": flight,
+        "flight": in_flight,
         "residual": move.of([each.get("residual") for each in parts]),
         "gains": [move.of(each) for each in gains],
     }

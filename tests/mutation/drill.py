@@ -41,8 +41,17 @@ from mutation.operators import Mutant, mutants, mutated
 from kit.paths import MODULES, ROOT
 
 # Where faults are put in, and the tests that are asked.
-PLACES = ("diloco_broker.core", "diloco_broker.tensors", "diloco_worker.session")
-TESTS = ("tests/broker/core", "tests/broker/tensors", "tests/worker/session", "tests/simulation")
+PLACES = (
+    "diloco_broker.core",
+    "diloco_broker.tensors",
+    "diloco_worker.session",
+    *(f"diloco_worker.sync.{each}" for each in ("boundary", "fragment", "metrics", "patience")),
+    *(f"diloco_worker.sync.{each}" for each in ("resumption", "schedule", "state")),
+)
+TESTS = (
+    *("tests/broker/core", "tests/broker/tensors", "tests/worker/session", "tests/worker/sync"),
+    "tests/simulation",
+)
 # Seconds are those of the processor, so that a busy machine notices as many faults as a quiet one.
 # Those of tests that a fault is given, by how long they take without it; then it has survived.
 BUDGET_S = 12.0

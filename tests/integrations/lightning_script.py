@@ -1,5 +1,6 @@
-"""Lightning's Trainer with the callback: `python lightning_script.py NAME`."""
+"""Lightning's Trainer with the callback: `python lightning_script.py NAME`, also under torchrun."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,9 +64,12 @@ def main() -> None:
     name = sys.argv[1]
     folder = Path(f"{name}-checkpoint")
     saved = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[-1]))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
+        devices=processes,
+        strategy="ddp" if processes > 1 else "auto",
         gradient_clip_val=tiny_task.MAX_NORM,
         logger=CSVLogger(".", name=f"{name}-log"),
         log_every_n_steps=1,
@@ -81,7 +85,7 @@ def main() -> None:
     )
     module = Module()
     trainer.fit(module, Batches(name), ckpt_path=saved[-1] if saved else None, weights_only=True)
-    tiny_task.write_result(name, module.model)
+    tiny_task.write_result(name + os.environ.get("RANK", ""), module.model)
 
 
 if __name__ == "__main__":

@@ -237,9 +237,7 @@ def test_two_callbacks_are_refused(callback: Fit, trainer: Fit) -> None:
         trainer(callback(), Derived()).fit(module_of(), batches())
 
 
-def test_strategies_that_cut_the_model_up_are_refused(
-    callback: Fit, trainer: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strategies_that_cut_the_model_up_are_refused(callback: Fit, trainer: Fit) -> None:
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     class DeepSpeedStrategy(SingleDeviceStrategy):
@@ -248,7 +246,3 @@ def test_strategies_that_cut_the_model_up_are_refused(
     made = trainer(callback(), strategy=DeepSpeedStrategy("cpu"))
     with pytest.raises(UsageError, match="DeepSpeedStrategy"):
         made.fit(module_of(), batches())
-    several = trainer(callback())
-    monkeypatch.setattr(type(several), "world_size", 2)
-    with pytest.raises(UsageError, match="2 processes"):
-        several.fit(module_of(), batches())

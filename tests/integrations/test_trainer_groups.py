@@ -1,33 +1,30 @@
-"""Hugging Face's Trainer under torchrun: its processes are one worker."""
+"""Trainers of several processes, Hugging Face's and Lightning's: the processes are one worker."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from kit.integrations import HEAVY, PATIENT, PLAIN, WITHIN_S, needs
+from kit.integrations import HEAVY, PATIENT, WITHIN_S, needs
 from kit.process_kit import Child, Processes, a_free_address
 from kit.tiny_task import DIES_AT
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(400),
-    needs("transformers", "accelerate"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 pytest_plugins = ("kit.process_fixtures",)
 
-SCRIPT = Path(__file__).with_name("trainer_script.py")
+FOLDER = Path(__file__).parent
 
 
-def trainer_of_two(processes: Processes, address: str, **env: str) -> list[Child]:
+def trainer_of_two(processes: Processes, script: str, address: str, **env: str) -> list[Child]:
     port = a_free_address().rpartition(":")[2]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         processes.run(
-            *(str(SCRIPT), "a"),
+            *(str(FOLDER / script), "a"),
             **{
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -40,29 +37,38 @@ def trainer_of_two(processes: Processes, address: str, **env: str) -> list[Child
     ]
 
 
-def trained(processes: Processes, folder: Path, *, dies_at: int | None) -> list[dict[str, Tensor]]:
-    """What each process of the Trainer comes to, beside a plain loop."""
+def trained(
+    processes: Processes, script: str, folder: Path, *, dies_at: int | None
+) -> list[dict[str, Tensor]]:
+    """What each process of the Trainer comes to, and one of one process beside it."""
     folder.mkdir()
     processes.folder = folder
     address = processes.broker(**PATIENT).address()
-    plain = processes.run(str(PLAIN), "b", DILOCO_SERVER=address)
+    alone = processes.run(str(FOLDER / script), "b", DILOCO_SERVER=address)
     if dies_at is not None:
-        first = trainer_of_two(processes, address, **{DIES_AT: str(dies_at)})
+        first = trainer_of_two(processes, script, address, **{DIES_AT: str(dies_at)})
         codes = [each.ends(WITHIN_S) for each in first]
         assert -9 in codes, "\n".join(each.output for each in first)
-    trainer = trainer_of_two(processes, address)
+    trainer = trainer_of_two(processes, script, address)
     codes = [each.ends(WITHIN_S) for each in trainer]
     assert codes == [0, 0], "\n".join(each.output for each in trainer)
-    assert plain.ends(WITHIN_S) == 0, plain.output
-    return [torch.load(folder / f"a{rank}.pt", weights_only=True) for rank in range(2)]
+    assert alone.ends(WITHIN_S) == 0, alone.output
+    return [torch.load(folder / f"{name}.pt", weights_only=True) for name in ("a0", "a1", "b")]
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("trainer_script.py", marks=needs("transformers", "accelerate")),
+        pytest.param("lightning_script.py", marks=needs("lightning")),
+    ],
+)
 def test_processes_of_a_trainer_are_one_worker_that_goes_on_after_a_kill(
-    processes: Processes, tmp_path: Path
+    processes: Processes, tmp_path: Path, script: str
 ) -> None:
-    processes.begin_with(*HEAVY[:1])
-    whole = trained(processes, tmp_path / "whole", dies_at=None)
-    resumed = trained(processes, tmp_path / "resumed", dies_at=7)
+    processes.begin_with(*(name for name in HEAVY if find_spec(name.partition(".")[0])))
+    whole = trained(processes, script, tmp_path / "whole", dies_at=None)
+    resumed = trained(processes, script, tmp_path / "resumed", dies_at=7)
     for name, tensor in whole[0].items():
-        for other in (whole[1], *resumed):
+        for other in (*whole[1:], *resumed):
             torch.testing.assert_close(other[name], tensor, rtol=0, atol=0)

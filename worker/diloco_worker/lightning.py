@@ -6,7 +6,7 @@
 It joins when the Trainer begins to train, behind whatever it has loaded, and leaves when training ends.
 The steps that count are those of the module's optimizers: accumulated batches and steps that a scaler
 skips come out right, in automatic and manual optimization. Each checkpoint of the Trainer has the state
-of the worker.
+of the worker. With several processes (DDP) all of them are one worker, as with `process_group="world"`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
@@ -37,6 +38,7 @@ logger = logging.getLogger("diloco.worker")
 LOGGED = ("rounds", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
 # What the names of strategies say that keep no whole model, or step without torch's hooks.
 REFUSED = ("DeepSpeed", "FSDP", "ModelParallel", "XLA")
+OF_EACH = "processes"  # in a checkpoint of several, the states of all of them
 
 
 class DiLoCoCallback(Callback):
@@ -57,8 +59,8 @@ class DiLoCoCallback(Callback):
     operator asks for a save, a Trainer with a `ModelCheckpoint` puts `asked-step=N.ckpt` beside its own.
 
     Raises:
-        UsageError: when training begins; what `DiLoCoWorker` raises, or a strategy of several processes
-            or one that cuts the model up, or two of these callbacks.
+        UsageError: when training begins; what `DiLoCoWorker` raises, or a strategy that cuts the model
+            up, or two of these callbacks.
         TypeError: a keyword that DiLoCoWorker has not.
     """
 
@@ -73,6 +75,7 @@ class DiLoCoCallback(Callback):
         self._theirs: Any = None  # what Lightning does with SIGTERM
         self._is_in = False
         self._ordered: object = None  # the loaders that have this worker's order
+        self._processes: Any = None  # a gloo group of those of the Trainer, if it has several
 
     # What the Trainer calls.
 
@@ -86,9 +89,12 @@ class DiLoCoCallback(Callback):
             _require_whole_model(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size > 1 and resolve(self._given).server is not None:
+            self._given.setdefault("process_group", "world")
+            self._processes = dist.new_group(backend="gloo")
         worker = DiLoCoWorker(pl_module, trainer.optimizers, **self._given)
         if self._loaded:
-            worker.load_state_dict(self._loaded)
+            worker.load_state_dict(self._loaded.get(OF_EACH, self._loaded))
         elif trainer.ckpt_path and resolve(self._given).server is not None:
             logger.warning(
                 "The checkpoint has no state of this worker; it begins with the run's parameters."
@@ -146,7 +152,15 @@ class DiLoCoCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         worker = self.diloco
-        return self._loaded if worker is None or worker.config is None else worker.state_dict()
+        if worker is None or worker.config is None:
+            return self._loaded
+        state = worker.state_dict()
+        if self._processes is None:
+            return state
+        # The Trainer writes what its first process has.
+        states = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(state, states, group=self._processes)
+        return {OF_EACH: states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = dict(state_dict)
@@ -204,17 +218,11 @@ def _save(trainer: Trainer, worker: DiLoCoWorker) -> None:
 
 
 def _require_whole_model(trainer: Trainer) -> None:
-    """Raise UsageError where a model is cut up, or trained by several processes."""
+    """Raise UsageError where a model is cut up, or stepped without torch's hooks."""
     strategy = type(trainer.strategy).__name__
     if any(name in strategy for name in REFUSED):
         raise UsageError(
             f"The Trainer uses {strategy}, which cuts the model up or steps in a way of its own; "
-            "DiLoCoCallback needs the whole model on one device: leave strategy out, and start one "
-            "Trainer for each."
-        )
-    if trainer.world_size > 1:
-        raise UsageError(
-            f"The Trainer has {trainer.world_size} processes, and this callback takes one: start one "
-            "Trainer with devices=1 for each device, or make the processes one worker in a loop of "
-            "your own (worker/GROUPS.md)."
+            'DiLoCoCallback needs the whole model in each process: use strategy="ddp", or train with a '
+            "loop of your own (worker/GROUPS.md)."
         )

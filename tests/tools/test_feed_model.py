@@ -110,6 +110,11 @@ NOT_SAVED = {"folder": "run", "round": 3, "age_s": 7.0, "error": "No space left 
         ),
         ({"state": "stopping"}, 0, ["the broker is stopping"]),
         ({"state": "paused", "paused_for_s": 3.0}, 2, ["the run is paused, for 5.0 s"]),
+        (
+            {"state": "paused", "paused_for_s": 3.0, "waiting_for": "for workers to join: 1 here"},
+            2,
+            ["the run is paused, for 5.0 s", "the run waits for workers to join: 1 here"],
+        ),
         ({"checkpoint": NOT_SAVED}, 0, ["no checkpoint can be written: No space left on device"]),
         (
             {

@@ -58,7 +58,8 @@ def _of_the_broker(snapshot: Snapshot) -> list[str]:
     if snapshot.state == "stopping":
         return ["the broker is stopping"]
     if snapshot.state == "paused":
-        return [f"the run is paused, for {duration(snapshot.paused_for_s or 0.0)}"]
+        paused = f"the run is paused, for {duration(snapshot.paused_for_s or 0.0)}"
+        return [paused, *(_waiting(snapshot) if snapshot.waiting_for else ())]
     if saved is not None and saved.error is not None:
         return [f"no checkpoint can be written: {saved.error}"]
     if snapshot.state == "waiting":

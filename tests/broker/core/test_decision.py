@@ -46,14 +46,15 @@ def expected(tally: Tally | None, limits: Limits) -> Reason | None:
     """The table: the first row that holds says why; none holds, and the round closes."""
     least = max(1, limits.floor)
     table: list[tuple[bool, Reason | None]] = [
-        (limits.held is not None, limits.held),
-        (tally is None, Reason.PARAMETERS),
+        (limits.held not in (None, Reason.PAUSED), limits.held),
+        (tally is None, limits.held or Reason.PARAMETERS),
     ]
     if tally is not None:
         is_short = len(tally.here) < least
         since = None if tally.enough_at is None else NOW - tally.enough_at
         table += [
             (is_short and tally.may_come < limits.floor, Reason.WORKERS),
+            (limits.held is not None, limits.held),
             (is_short, Reason.PUSHES),
             (tally.is_complete, None),
             (since is None, Reason.PUSHES),
@@ -139,4 +140,16 @@ def test_feed_says_what_the_round_waits_for(mode: Callable[[], Stage]) -> None:
         assert (why["reason"], why["since_s"], why["left_s"]) == ("grace", 2.0, 3.0)
     stage.asks("pause")
     stage.passes(4.0)
+    assert stage.shown()["why"]["reason"] == "paused"
+
+
+def test_paused_run_that_lacks_workers_says_so() -> None:
+    stage, _ = a_run("a", "b", min_workers=2)
+    stage.asks("pause")
+    assert stage.shown()["why"]["reason"] == "paused"
+    stage.puppets["b"].leaves()
+    shown = stage.shown()
+    assert (shown["why"]["reason"], shown["why"]["needed"]) == ("workers", 2)
+    assert shown["state"] == "paused" and "workers" in shown["waiting_for"]
+    stage.worker("c").joins()
     assert stage.shown()["why"]["reason"] == "paused"

@@ -105,14 +105,16 @@ def decide(tally: Tally | None, limits: Limits, now: float) -> Decision:
 
 
 def _why_not(tally: Tally | None, limits: Limits, now: float) -> Why | None:
+    if tally is None or limits.held not in (None, Reason.PAUSED):
+        return Why(limits.held or Reason.PARAMETERS, since=now)
+    needed, missing = max(1, limits.floor) - len(tally.here), tuple(sorted(tally.missing))
+    if needed > 0 and tally.may_come < limits.floor:
+        # Also in a paused run: the pause is the state of the run, and the lack shows only here.
+        return Why(Reason.WORKERS, missing, needed, since=now)
     if limits.held is not None:
         return Why(limits.held, since=now)
-    if tally is None:
-        return Why(Reason.PARAMETERS, since=now)
-    needed, missing = max(1, limits.floor) - len(tally.here), tuple(sorted(tally.missing))
     if needed > 0:
-        reason = Reason.WORKERS if tally.may_come < limits.floor else Reason.PUSHES
-        return Why(reason, missing, needed, since=now)
+        return Why(Reason.PUSHES, missing, needed, since=now)
     if tally.is_complete:
         return None
     if tally.enough_at is None:

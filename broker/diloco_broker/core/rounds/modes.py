@@ -115,7 +115,7 @@ def mode_of(config: BrokerConfig) -> Mode:
 def close_if_due(state: RunState) -> Effects:
     """Close the open round if the decision says so; no other code closes one."""
     while True:
-        if _held(state) is None:
+        if _held(state) is None and _not_open(state) is None:
             yield from rules_of(state).look(state)
         found = decision(state)
         state.decision = found.after(state.decision)
@@ -126,18 +126,12 @@ def close_if_due(state: RunState) -> Effects:
 
 def decision(state: RunState) -> Decision:
     """Evaluate `decide` on the current state."""
-    held = _held(state)
-    if held is not None:
-        return decide(None, Limits(held), state.run_time)
-    return decide(rules_of(state).tally(state), _limits(state), state.run_time)
-
-
-def _limits(state: RunState) -> Limits:
-    round_ = state.round
-    assert round_ is not None
-    if round_.barrier is None:
-        return Limits(grace_s=state.config.grace)
-    return Limits(floor=state.floor, grace_s=state.config.grace)
+    held, not_open = _held(state), _not_open(state)
+    if not_open is not None:
+        return decide(None, Limits(held or not_open), state.run_time)
+    has_barrier = state.round is not None and state.round.barrier is not None
+    limits = Limits(held, state.floor if has_barrier else 1, state.config.grace)
+    return decide(rules_of(state).tally(state), limits, state.run_time)
 
 
 def _held(state: RunState) -> Reason | None:
@@ -150,8 +144,11 @@ def _held(state: RunState) -> Reason | None:
         return Reason.LEASE
     if state.paused_at is not None:
         return Reason.PAUSED
-    if fence.holds_rounds(state):
-        return Reason.TAKEOVER
+    return Reason.TAKEOVER if fence.holds_rounds(state) else None
+
+
+def _not_open(state: RunState) -> Reason | None:
+    """Return why no round is open; None if one is."""
     if state.round is None:
         return Reason.PARAMETERS
     if state.closing:

@@ -353,7 +353,7 @@ class Referee:
             demand(not list(state.submissions), "a streaming round keeps submissions")
             return
         if config.is_async:
-            # Within a grace window whole ones wait for each other, and are as many as have come.
+            # Within a grace period whole ones wait for each other, and are as many as have come.
             kept = [s for s in state.submissions if not (config.grace and s.is_whole)]
             slots = config.staging_slots
             demand(len(kept) <= slots, "{} submissions are kept in {} slots", len(kept), slots)

@@ -1,4 +1,4 @@
-"""Asynchronous mode: no barrier, slots, staleness, grace windows, Dynamic Local Updates."""
+"""Asynchronous mode: no barrier, slots, staleness, grace periods, Dynamic Local Updates."""
 
 from __future__ import annotations
 

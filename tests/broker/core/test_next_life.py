@@ -103,7 +103,7 @@ def test_buffer_is_thrown_away_exactly_when_it_was_applied_in_what_is_adopted(
 
 
 def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
-    """With a grace window a version has several gradients, so crossing is not known: only there."""
+    """With a grace period a version has several gradients, so crossing is not known: only there."""
     options: dict[str, Any] = {"mode": "async", "grace": 1.0, "outer": "dn", "dn_buffer": 4}
     crashed = a_saved_run("a", pieces=2, **options)
     a = crashed.puppets["a"]

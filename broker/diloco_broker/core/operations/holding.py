@@ -6,7 +6,7 @@ work of a worker may run out either. The deadlines of such waits run on `RunStat
 still while the run is held, whatever holds it:
 
 - the time of the last round, the time to leave after it, and `--max-time`;
-- `--grace`, in a quorum and in an asynchronous window, and `--staging-deadline`;
+- `--grace`, after a quorum or the first asynchronous push, and `--staging-deadline`;
 - how long a round of a site waits for workers whose last push is for a later round;
 - `--recover-wait`, and the patience with a worker that uploads its parameters.
 

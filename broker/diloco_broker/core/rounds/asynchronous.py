@@ -2,7 +2,7 @@
 
 There are no rounds. A few *slots* bound how many submissions are on their way at a time; the others
 wait for their turn with a grant that says so. A slot whose submission makes no progress goes to the next
-in line. With a grace window (Liu et al. 2024, arXiv 2401.09135, algorithm 2) the first whole submission
+in line. With a grace period (Liu et al. 2024, arXiv 2401.09135, algorithm 2) the first whole submission
 waits for others; those of one fragment are then applied one after the other into one version, so that
 all of them get the same parameters.
 """
@@ -32,7 +32,7 @@ WAIT_TEXT = "Others are sending; this push gets its turn when one of them is don
 
 @dataclass
 class AsyncUpdate(StagedUpdate):
-    """A submission, or those of one grace window, applied to the fragment of the first."""
+    """A submission, or those of one grace period, applied to the fragment of the first."""
 
     submissions: Submissions = field(default_factory=Submissions)  # all there are
 
@@ -58,7 +58,7 @@ tell = lines.applied
 
 
 def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
-    """A submission in each slot; in a window whole ones leave their slots, and wait as in rounds."""
+    """A submission in each slot; with a grace period those that are whole leave theirs and wait."""
     if config.grace:
         return staged.room_needed(config, sizes)
     return config.staging_slots, "slot", max(sizes)
@@ -133,9 +133,9 @@ def _hand_out_slots(state: RunState) -> Effects:
 
 def _may_send(state: RunState, member: Member, push: Push) -> bool:
     """Is there a slot, and nothing whole of this worker and fragment waiting to be applied?"""
-    # With a grace window whole submissions wait for each other, so they must not fill the slots.
-    windowed = state.config.grace > 0
-    taken = sum(not (s.is_up or (windowed and s.is_whole)) for s in state.submissions)
+    # With a grace period whole submissions wait for each other, so they must not fill the slots.
+    has_grace = state.config.grace > 0
+    taken = sum(not (s.is_up or (has_grace and s.is_whole)) for s in state.submissions)
     free = taken < state.config.staging_slots
     return free and not collect.has_whole(state, member, push)
 

@@ -57,7 +57,8 @@ class Tally:
         may_come: the number of workers that could contribute: the expected ones, including those whose
             push was refused, and those whose push is in progress or complete, even if they have left.
             In asynchronous mode all workers.
-        enough_at: when the quorum was reached (run time); None before that, and without a quorum.
+        enough_at: when the grace period began (run time): the quorum was reached, in asynchronous mode
+            the first push was complete. None before that, and in rounds without a quorum.
     """
 
     here: Set[str]
@@ -74,7 +75,7 @@ class Limits:
     Attributes:
         held: why no round may close at all; None if one may.
         floor: the least number of contributions.
-        grace_s: seconds that the other workers have after the quorum was reached.
+        grace_s: length of the grace period, in which the pushes of other workers still count.
     """
 
     held: Reason | None = None

@@ -2,7 +2,7 @@
 
 Round n concerns fragment n mod P. There is one sequence for all fragments: with independent ones a slow
 newcomer can make the fragments wait for each other crosswise. In asynchronous mode a round is the
-application of one submission (or of those in one grace window), and its fragment is theirs.
+application of one submission (or of those in one grace period), and its fragment is theirs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def skip_this_round(state: RunState, worker_id: str, fragment: int) -> effects.E
 
 
 def tick(state: RunState) -> effects.Effects:
-    """Time has passed: is a window over, has an upload stood still?"""
+    """Time has passed: is a grace period over, has an upload stood still?"""
     if state.round is not None:
         yield from rules_of(state).tick(state)
         if not is_lacking(state):

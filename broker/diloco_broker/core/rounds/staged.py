@@ -103,9 +103,9 @@ class StagedRound(StagedUpdate):
         here = self._whole_of
         if self.quorum is None or not here:
             return False
-        # Those that can still come, and those whose work is here although they have left.
-        reach = len(self.barrier.expected | here)
-        return len(here) >= max(floor, min(self.quorum, reach))
+        # As in the tally, but a push in progress whose worker is not expected may never be complete.
+        may_come = len(self.barrier.expected | here)
+        return len(here) >= max(floor, min(self.quorum, may_come))
 
     def close(self, chosen: Iterable[Submission]) -> None:
         """Begin to close, with these."""

@@ -59,7 +59,7 @@ CHANGED_BY = {
     "departed": "members.admission",
     "config": "operations.settings",
     "paused_at": "operations.commands",
-    "stopping": "operations.stopping",
+    "stopping": "operations.ending",
     "is_over": "operations.ending",
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "update"}

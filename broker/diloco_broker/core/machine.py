@@ -1,8 +1,8 @@
 """The state machine of the broker: `handle(event, now)` returns the effects to carry out.
 
 No clock, socket, thread, file or tensor in here: time is an argument, payloads are opaque, randomness is
-handed in. This module is the table from what happens to the rule that says what follows. The rules are
-functions over one `RunState`; see the folders `rules` and `state`.
+handed in. This module has the handler of each event and message. Handlers are functions over one
+`RunState`, which yield effects.
 
 A message that cannot be accepted raises ProtocolError before anything has changed; its sender gets the
 sentence, the others never notice.
@@ -32,8 +32,6 @@ from diloco_broker.core.operations import (
     ending,
     holding,
     refusals,
-    stopping,
-    surroundings,
 )
 from diloco_broker.core.rounds import pushes, sequence
 from diloco_broker.core.rounds.modes import close_if_due, decision
@@ -41,8 +39,7 @@ from diloco_broker.core.rounds.round import InvariantBroken, Phase
 from diloco_broker.core.sites import flights, passing, told
 from diloco_broker.core.sites.gate import Gate
 from diloco_broker.core.standby import fence
-from diloco_broker.core.standby.lease import Lease
-from diloco_broker.core.standby.watch import Watch
+from diloco_broker.core.standby.lease import Lease, Watch
 from diloco_broker.core.state import RunState
 from diloco_broker.core.story import Story
 from diloco_broker.core.versions import checkpoints, pulls
@@ -50,10 +47,21 @@ from diloco_broker.core.versions.record import InitialModel, Resumption
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
-# What becomes of what happens; what comes in as a message has tables of its own.
+
+def _surroundings(state: RunState, event: events.Surroundings) -> Effects:
+    state.surroundings = event
+    yield from ()
+
+
+def _outer_groups(state: RunState, event: events.OuterGroups) -> Effects:
+    state.outer_groups = event.groups
+    yield from ()
+
+
+# The handler of each event; messages have tables of their own.
 RULES: dict[type, Callable[[RunState, Any], Effects]] = {
-    events.Surroundings: surroundings.known,
-    events.OuterGroups: surroundings.outer_groups,
+    events.Surroundings: _surroundings,
+    events.OuterGroups: _outer_groups,
     events.Split: descriptions.split,
     events.Malformed: refusals.malformed,
     events.KeysRevoked: admission.revoked,
@@ -77,7 +85,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.InitialRefused: seeding.refused,
     events.Saved: sequence.saved,
     events.SaveFailed: checkpoints.save_failed,
-    events.Stop: stopping.stop,
+    events.Stop: ending.stop,
 }
 # Of what anybody may send, and of what only those may who have joined.
 OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
@@ -176,7 +184,7 @@ class Core:
         asked_for.extend(ending.settle(state))
         asked_for.extend(close_if_due(state))
         if state.stopping is not None:
-            asked_for += stopping.finish_if_due(state, state.stopping)
+            asked_for += ending.finish_if_due(state, state.stopping)
         return asked_for
 
     def _rule(self, event: events.Event) -> Effects:

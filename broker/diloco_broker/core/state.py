@@ -18,7 +18,7 @@ from diloco_broker.core.rounds.decision import Decision, Reason, Why
 from diloco_broker.core.rounds.round import Barrier, Phase, Update
 from diloco_broker.core.rounds.submissions import StagedUpdate, Submissions
 from diloco_broker.core.sites.gate import Gate
-from diloco_broker.core.standby.watch import Watch
+from diloco_broker.core.standby.lease import Watch
 from diloco_broker.core.versions.record import FragmentRecord
 from diloco_broker.core.versions.store import VersionStore
 from diloco_protocol.bitmap import Bitmap
@@ -366,6 +366,12 @@ class RunState:
         self.refused[code] += 1
         self.rejections.append(Rejection(self.now, worker_id, code, text))
 
+    def warn(self, cause: str, text: str, *, is_listed: bool = True) -> effects.Effects:
+        """Warn, unless this was done for the same cause within the last minute."""
+        said = self.refusals.to_say(cause, text, self.now)
+        if said is not None:
+            yield effects.warning(said, is_listed=is_listed)
+
     @property
     def is_site(self) -> bool:
         """Whether what is averaged here goes up, and versions come from a parent."""
@@ -396,6 +402,11 @@ class RunState:
         if round_ is None or round_.barrier is None or self.closing:
             return False
         return len(round_.barrier.expected | round_.participating) < self.floor
+
+    def skip(self, worker_id: str, fragment: int) -> None:
+        """A push was refused: no other worker waits for this one in that round."""
+        if self.round is not None and self.round.barrier is not None:
+            self.barriers[fragment].skip(worker_id)
 
     def coming(self, number: int) -> tuple[int, int]:
         """The fragment whose turn it is in round `number`, and its chunks."""

@@ -61,7 +61,7 @@ def _stall(state: RunState, member: Member, what: str, until: str) -> effects.Ef
     """A worker does not train: others go on without it, unless their round needs more workers."""
     member.liveness.stall()
     follows = tuple(sequence.stall(state, member.worker_id))
-    goes_on = state.round is not None and not sequence.is_lacking(state)
+    goes_on = state.round is not None and not state.below_floor
     waits = f"; the others do not wait for it until {until}" if goes_on else ""
     yield effects.warning(f"{what}{waits}.")
     yield from follows

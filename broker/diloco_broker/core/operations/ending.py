@@ -1,18 +1,23 @@
-"""The end that a run's options set: so many rounds, tokens, or so much time.
+"""How the run ends, and how the broker stops.
+
+The options of a run set its end: so many rounds, tokens, or so much time.
 
 The round in which that is reached is the last one; with fragments tokens and time end a run with the
 last fragment of a cycle, so that all have had the same steps. Workers are told which it is, then that
 the run is over: each ends once its own work in it is back. Who does neither is not waited for: what
 is whole when the last round's time is up makes that round, and only the rest is left out.
+
+A broker that is to stop finishes a closing round, saves what the last checkpoint lacks, and ends.
 """
 
 from __future__ import annotations
 
-from diloco_broker.core import effects
+from diloco_broker.core import effects, events
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.operations import holding
 from diloco_broker.core.rounds.modes import rules_of
-from diloco_broker.core.state import RunState
+from diloco_broker.core.state import RunState, Stopping
+from diloco_broker.core.versions import checkpoints
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import Error, Notice
 from diloco_protocol.ranges import MOST
@@ -218,3 +223,43 @@ def _count_time(state: RunState) -> None:
         ending.rest_s -= whole
         totals.open_s = min(totals.open_s + whole, MOST)
     ending.timed_at = state.run_time if counts else None
+
+
+# The broker stops.
+
+
+def stop(state: RunState, event: events.Stop) -> effects.Effects:
+    """From now on no round closes any more; one that is closing has until the deadline."""
+    reason = event.reason.rstrip(".")  # it may be a sentence of the parent's
+    state.stopping = Stopping(reason, event.restarting, state.now + event.within_s)
+    is_over = "The run is over, and workers are told so."
+    then = "Workers train on until a broker is back." if event.restarting else is_over
+    yield effects.info(f"Stopping: {reason}. {then}")
+    if event.restarting and state.paused_at is not None:
+        yield effects.warning(
+            "The pause ends with this broker: the run goes on when it is restarted."
+        )
+    for member in state.members:
+        yield member.tell(farewell(state.stopping))
+
+
+def farewell(stopping: Stopping) -> Notice:
+    if stopping.restarting:
+        return Notice("restarting", f"The broker restarts: {stopping.reason}.")
+    return Notice("shutdown", f"The run is over: {stopping.reason}.")
+
+
+def finish_if_due(state: RunState, stopping: Stopping) -> effects.Effects:
+    """Once no round is closing, or time is up: save what the last checkpoint lacks, and end."""
+    if stopping.is_finished:
+        return
+    save, round_ = None, state.round
+    if state.closing:
+        if state.now < stopping.until:
+            return
+        text = "The closing round could not be finished in time."
+        yield effects.warning(text, is_listed=False)
+    elif round_ is not None and state.config.save_dir and state.saving.number != round_.number:
+        save = checkpoints.save(state, round_.number)
+    stopping.is_finished = True
+    yield effects.Finish(save)

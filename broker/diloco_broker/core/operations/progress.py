@@ -27,7 +27,7 @@ def with_version(state: RunState, made: UnreleasedVersion) -> Totals:
     steps = tokens = 0
     if made.ended.fragment == 0 and pushes:
         told = [push.steps for push in pushes]
-        steps = sum(told) if _has_no_rounds(state) else median_low(told)
+        steps = sum(told) if state.config.is_async else median_low(told)
         tokens = sum(push.tokens for push in pushes)
     return replace(
         before,
@@ -49,7 +49,7 @@ def show(state: RunState, number: int) -> None:
         return
     totals, report, versions = state.totals, state.last_report, state.versions
     steps, loss = totals.steps, None if report is None else report.loss
-    if _has_no_rounds(state):
+    if state.config.is_async:
         steps //= state.config.workers
         told = [each.figures.loss for each in state.members]
         losses = [each for each in told if each is not None and math.isfinite(each)]
@@ -64,7 +64,3 @@ def show(state: RunState, number: int) -> None:
         state.config.max_seconds,
     )
     versions.loss = loss if loss is not None and math.isfinite(loss) else None
-
-
-def _has_no_rounds(state: RunState) -> bool:
-    return state.run_config.mode == "async"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.members import seeding
-from diloco_broker.core.operations import stopping
-from diloco_broker.core.rounds import sequence
+from diloco_broker.core.operations import ending
 from diloco_broker.core.state import RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
@@ -21,7 +20,7 @@ def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
     state.totals.malformed += 1
     yield effects.Send(event.route, messages.Error(event.code, event.sentence))
     text = f"A message that cannot be read was refused: {event.sentence}"
-    yield from _say(state, event.code, text, is_listed=False)
+    yield from state.warn(event.code, text, is_listed=False)
     if state.members.on_route(event.route) is None:
         noisy = state.refusals.noisy
         noisy[event.route] += 1
@@ -35,14 +34,14 @@ def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
 def connection_ended(state: RunState, event: events.ConnectionEnded) -> effects.Effects:
     state.totals.ended_connections += 1
     # Figures differ each time, so the cause is what comes without them.
-    yield from _say(state, "connection", f"A connection was ended: {event.why}.", is_listed=False)
+    yield from state.warn("connection", f"A connection was ended: {event.why}.", is_listed=False)
 
 
 def refuse(
     state: RunState, route: effects.Route, message: messages.Message, error: ProtocolError
 ) -> effects.Effects:
     """A message cannot be accepted: its sender is told why, and others only of what concerns them."""
-    push_id = None
+    push_id, member = None, None
     who = f" of {message.worker_id[:64]}" if isinstance(message, messages.Join) else ""
     retry = error.code in WORTH_A_RETRY
     if isinstance(message, messages.Push | messages.Chunk | messages.Commit):
@@ -58,31 +57,18 @@ def refuse(
         if is_seeding and member:
             yield from seeding.reject(state, member)
     is_over = error.code == Code.UNDER_WAY or (not retry and error.code != Code.LATE)
-    if isinstance(message, messages.Push) and is_over:
-        yield from _skip_this_round(state, message)
+    if isinstance(message, messages.Push) and is_over and member is not None:
+        is_gradient = message.purpose is messages.Purpose.GRADIENT
+        if is_gradient and 0 <= message.fragment < len(state.versions.trained):
+            state.skip(member.worker_id, message.fragment)
     if isinstance(message, messages.Join) and error.code == Code.STOPPING:
         assert state.stopping is not None
         # It was on its way when the others were told.
-        yield effects.Send(route, stopping.farewell(state.stopping))
+        yield effects.Send(route, ending.farewell(state.stopping))
     yield effects.Send(route, messages.Error(error.code, str(error), retry, push_id, message.kind))
     if not retry:
         # Whoever joins may take another name each time.
         whose = "" if isinstance(message, messages.Join) else who
         cause = f"{message.kind}{whose} {error.code.value}"
-        yield from _say(
-            state, cause, f"Refused a {message.kind}{who}: {error}", is_listed=bool(who)
-        )
-
-
-def _say(state: RunState, cause: str, text: str, *, is_listed: bool) -> effects.Effects:
-    """Warn of it, if it was not done just now."""
-    said = state.refusals.to_say(cause, text, state.now)
-    if said is not None:
-        yield effects.warning(said, is_listed=is_listed)
-
-
-def _skip_this_round(state: RunState, push: messages.Push) -> effects.Effects:
-    member = state.members.with_session(push.session)
-    known = range(len(state.versions.fragments) - 1)
-    if member is not None and push.purpose is messages.Purpose.GRADIENT and push.fragment in known:
-        yield from sequence.skip_this_round(state, member.worker_id, push.fragment)
+        text = f"Refused a {message.kind}{who}: {error}"
+        yield from state.warn(cause, text, is_listed=bool(who))

@@ -71,9 +71,7 @@ def refuse(
     """
     worker_id, push_id = key
     state.reject(worker_id, code.value, text)
-    said = state.refusals.to_say(f"push of {worker_id} {code.value}", text, state.now)
-    if said is not None:
-        yield effects.warning(said)
+    yield from state.warn(f"push of {worker_id} {code.value}", text)
     member = state.members.named(worker_id)
     if member and member.uploads.void(fragment, push_id):
         member.figures.rejected += 1

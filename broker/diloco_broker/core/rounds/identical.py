@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from diloco_broker.core import effects
 from diloco_broker.core.effects import CountedPush, Effects
 from diloco_broker.core.members.members import Member, SentUpdate
 from diloco_broker.core.state import RunState
@@ -57,6 +56,4 @@ def _are_alike(state: RunState, members: Sequence[Member]) -> Effects:
         member.figures.same_as = second if member is members[0] else first
         member.figures.is_known_as_alike = True
     if is_news:
-        said = state.refusals.to_say(CAUSE, f"{identical_updates(ids)} {REMEDY}", state.now)
-        if said is not None:
-            yield effects.warning(said)
+        yield from state.warn(CAUSE, f"{identical_updates(ids)} {REMEDY}")

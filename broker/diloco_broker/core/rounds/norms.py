@@ -50,8 +50,7 @@ def refuse_too_large(
             continue
         fragment = each.push.fragment
         state.submissions.drop(each)
-        if state.round is not None and state.round.barrier is not None:
-            state.barriers[fragment].skip(each.worker_id)
+        state.skip(each.worker_id, fragment)
         yield from grants.refuse(state, fragment, each.key, Code.TOO_LARGE, text)
     return kept
 
@@ -93,9 +92,7 @@ def counted(state: RunState, pushes: Sequence[effects.CountedPush]) -> Effects:
                 f"The pseudo-gradient of {each.worker_id} has norm {each.norm:.4g}, "
                 f"{each.norm / middle:.3g} times the workers' median, {middle:.4g}; {what}."
             )
-            said = state.refusals.to_say(f"norm of {each.worker_id}", text, state.now)
-            if said is not None:
-                yield effects.warning(said)
+            yield from state.warn(f"norm of {each.worker_id}", text)
 
 
 def _what_became_of_it(state: RunState) -> str:

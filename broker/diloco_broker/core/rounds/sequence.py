@@ -37,11 +37,6 @@ def leave(state: RunState, worker_id: str) -> effects.Effects:
     yield from _announce_lack(state, f"{worker_id} is gone. ")
 
 
-def is_lacking(state: RunState) -> bool:
-    """Whether the open round has fewer workers than it needs, so that it cannot close yet."""
-    return state.round is not None and state.round.barrier is not None and state.below_floor
-
-
 def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
     """Tell workers, once, that the round cannot close without others, and what an operator can do."""
     round_ = state.round
@@ -89,18 +84,11 @@ def stall(state: RunState, worker_id: str) -> effects.Effects:
         yield from _announce_lack(state, f"{worker_id} does not train. ")
 
 
-def skip_this_round(state: RunState, worker_id: str, fragment: int) -> effects.Effects:
-    """A push was refused: the others do not wait for its worker in that round."""
-    if state.round is not None and state.round.barrier is not None:
-        state.barriers[fragment].skip(worker_id)
-    yield from ()
-
-
 def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a grace period over, has an upload stood still?"""
     if state.round is not None:
         yield from rules_of(state).tick(state)
-        if not is_lacking(state):
+        if not state.below_floor:
             state.round.is_lack_known = False
         yield from _announce_lack(state)
     if state.unreleased is not None and state.unreleased.waits_for_lease:

@@ -210,7 +210,7 @@ def _is_late(state: RunState, push: Push) -> bool:
 def refused(state: RunState, event: WorkRefused) -> Effects:
     """A chunk was not finite: nothing of its push counts, and its round does not wait for another."""
     if (yield from collect.refused(state, event)):
-        state.barriers[event.work.fragment].skip(event.work.worker_id)
+        state.skip(event.work.worker_id, event.work.fragment)
 
 
 def look(state: RunState) -> Effects:

@@ -111,8 +111,8 @@ def drop_counted(state: RunState, submission: Submission) -> bool:
         return False
     state.submissions.drop(submission)
     # It has had its turn: with fragments its next push is of another one.
-    if state.config.num_fragments > 1 and state.round is not None and state.round.barrier:
-        state.barriers[push.fragment].skip(worker_id)
+    if state.config.num_fragments > 1:
+        state.skip(worker_id, push.fragment)
     member = state.members.named(worker_id)
     if member is not None and ledger.names_any_of({worker_id: push.push_id}):
         member.uploads.void(push.fragment, push.push_id)
@@ -125,8 +125,7 @@ def refuse(state: RunState, submission: Submission, code: Code, text: str) -> ef
     ledger = state.versions[push.fragment].ledger
     if ledger.names_any_of({submission.worker_id: push.push_id}):
         return  # its worker reads the same ledger
-    if state.round is not None and state.round.barrier is not None:
-        state.barriers[push.fragment].skip(submission.worker_id)
+    state.skip(submission.worker_id, push.fragment)
     yield from grants.refuse(state, push.fragment, submission.key, code, text)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from diloco_broker.core import effects
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.standby.watch import Watch
+from diloco_broker.core.standby.lease import Watch
 from diloco_broker.core.state import RunState
 from diloco_broker.core.versions import checkpoints
 from diloco_protocol import messages

@@ -16,7 +16,7 @@ that waited for them could never make the boundary at which its own count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from diloco_broker.core.versions.record import DataSetRecord
@@ -214,11 +214,6 @@ class DataSets:
         for lot in self.lots.get(worker_id, ()):
             found = found | lot.units.get(name, Spans())
         return found
-
-    def give_back(self, worker_id: str, units: Iterable[tuple[str, Spans]]) -> None:
-        for name, spans in units:
-            if name in self.sets:
-                self.sets[name].give_back(worker_id, spans)
 
     def check_invariants(self) -> None:
         for data in self.sets.values():

@@ -77,19 +77,6 @@ class VersionStore:
             if after is not None and after < version.counter:
                 reader.downloads[fragment] = Download(version, chunks, reader.holds.get(fragment))
 
-    def rename(self, fragment: int, version: VersionId) -> None:
-        """The version being made is called that; nobody has a chunk of it yet."""
-        versions = self[fragment]
-        made = versions.in_progress
-        assert made is not None and made.left == versions.layout.chunks
-        for reader in self.readers.values():
-            download = reader.downloads.get(fragment)
-            if download is not None and download.version == made.version:
-                download.version = version
-        if versions.version is not None:
-            versions.chain.follows(version, versions.version, made.codes)
-        made.version = version
-
     def install(self, fragment: int, whole: WholeVersion) -> None:
         """This version is the first one of its fragment."""
         versions = self[fragment]

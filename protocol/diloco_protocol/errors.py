@@ -11,6 +11,8 @@ Each carries one sentence that says what happened, with which values, and what t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from enum import Enum
 
 LONGEST = 1000  # characters of a sentence that is sent back
@@ -71,3 +73,21 @@ class Refused(DilocoError):
 
 class Unreachable(DilocoError):
     """No sign of life from the broker within the time allowed."""
+
+
+def check_names(owner: str, what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise UsageError for a name that is not known, with the nearest that is.
+
+    Args:
+        owner: what it is given to, such as the name of a class.
+        what: what it should be there, such as "option".
+    """
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{owner} has no {what} {name!r:.80}{did_you_mean(name, known)}")
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """How a sentence about an unknown name ends: with the nearest known one, if there is one."""
+    near = get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else "."

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diloco_worker import RUN_IS_OVER, DiLoCoWorker
+from diloco_worker import RUN_IS_OVER, DiLoCoWorker, WorkerOptions
 
 NOISE = 0.5  # of the labels: no model comes below its square
 folder, pause = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
@@ -45,8 +45,8 @@ def batch(size: int, dice: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]
 diloco = DiLoCoWorker(
     model,
     optimizer,
-    audit=folder / f"{name}.{time.time_ns()}.worker.jsonl",
     process_group="world" if count > 1 else None,
+    options=WorkerOptions(audit=folder / f"{name}.{time.time_ns()}.worker.jsonl"),
 )
 saved = folder / f"{name}.{rank}.pt"
 done = 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diloco_worker import DiLoCoWorker
+from diloco_worker import DiLoCoWorker, WorkerOptions
 from diloco_worker.group import ports, waiting
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
@@ -163,7 +163,7 @@ def train_island(
         server=address,
         worker_id=worker_id,
         process_group=group,
-        tied=tied,
+        options=WorkerOptions(tied=tied),
         sync_every=2 if options.get("differs") and rank else None,
     )
     with made as diloco:

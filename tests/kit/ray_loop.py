@@ -15,7 +15,7 @@ from ray.train.torch import prepare_model
 from torch import nn
 
 from diloco_tools.ray import report
-from diloco_worker import DiLoCoWorker
+from diloco_worker import DiLoCoWorker, WorkerOptions
 
 GO = "go"  # as soon as this file is there, no step is followed by a pause any more
 NOISE = 0.5  # of the labels: no model comes below its square
@@ -36,9 +36,9 @@ def loop(config: dict[str, Any]) -> None:
         x = torch.randn(size, 8, generator=dice)
         return x, teacher(x) + NOISE * torch.randn(size, 1, generator=dice)
 
-    audit = folder / f"{name}.{time.time_ns()}.worker.jsonl"
+    options = WorkerOptions(audit=folder / f"{name}.{time.time_ns()}.worker.jsonl")
     group = "world" if count > 1 else None
-    with DiLoCoWorker(model, optimizer, audit=audit, process_group=group) as diloco:
+    with DiLoCoWorker(model, optimizer, process_group=group, options=options) as diloco:
         (folder / f"{name}.{rank}.pid").write_text(str(os.getpid()))
         dice = torch.Generator().manual_seed(1000 * diloco.shard[0] + 100 * rank)
         steps = 0

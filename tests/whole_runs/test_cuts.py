@@ -148,7 +148,7 @@ def through_the_proxy(
             server=proxy.address,
             before=before,
             done=note,
-            max_sync_retries=RETRIES,
+            options={"max_sync_retries": RETRIES},
         )
         assert proxy.is_done.wait(10), f"the run ended before {proxy.cuts[0]}"
     return Run(outcome, proxy.seen, hooks)

@@ -37,8 +37,8 @@ class Trainer(threading.Thread):
             optimizer,
             server=self._address,
             worker_id=self.name,
-            heartbeat_interval=0.2,
             timeout=PATIENCE_S,
+            options={"heartbeat_interval": 0.2},
         ) as diloco:
             number = 0
             while not diloco.should_stop:

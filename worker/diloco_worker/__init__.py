@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from diloco_worker.model.model_manifest import manifest_of
     from diloco_worker.model.spread.ranks import GroupBroken
     from diloco_worker.training.pulled_model import GlobalParameters
+    from diloco_worker.training.settings import WorkerOptions
 
 __all__ = [
     "RUN_IS_OVER",
@@ -20,6 +21,7 @@ __all__ = [
     "DiLoCoWorker",
     "GlobalParameters",
     "GroupBroken",
+    "WorkerOptions",
     "manifest_of",
 ]
 
@@ -28,6 +30,7 @@ _HOMES = {
     "DiLoCoWorker": "diloco_worker.hook",
     "GlobalParameters": "diloco_worker.training.pulled_model",
     "GroupBroken": "diloco_worker.model.spread.ranks",
+    "WorkerOptions": "diloco_worker.training.settings",
     "manifest_of": "diloco_worker.model.model_manifest",
 }
 

@@ -77,47 +77,35 @@ class DiLoCoWorker(RunView):
         model: parameters in bf16, fp16, fp32 or fp64, buffers of any kind, tied weights, frozen parts.
             A list is taken for the parts of one model, as of a pipeline, each with names of its own.
         optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
-            the inner steps that are counted, so gradient accumulation and the skipped steps of an AMP
-            scaler come out right. Of a list a round of all of them is one step: see `counted_steps`.
+            the inner steps that are counted. Of a list a round of all of them is one step: see
+            `counted_steps`.
         server: the broker's address, several with commas in between, or a function that returns one,
             asked whenever nobody answers. Without it, here and in DILOCO_SERVER, all is a no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. A worker may have its
             own; in a run with rounds a smaller one only.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
-        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4" or "int4z". A worker may
-            have its own.
-        num_fragments: P, parts of the model that are synchronised one after the other.
-        fragment_sync_delay: tau, optimizer steps from sending a fragment to merging the reply; with 0
-            training waits for it, with "auto" it is merged as soon as it is here.
-        fragment_update_alpha: weight of the local parameters in that merge, 0 to 1.
-        dylu: Dynamic Local Updates: True insists on them, False takes no part in them and keeps the
-            run's H.
-        heartbeat_interval: seconds; 0 turns heartbeats off.
-        max_sync_retries: at one boundary, how often the connection may break and the push be offered
-            again before training goes on with the delta in flight. Default 3.
-        timeout: seconds without a sign of life from the broker, after which a boundary waits no
-            longer. Default 600.
         keys: the key file that `diloco-broker keygen` made for this worker. Its name is the default of
             worker_id, and the only one that a broker with keys takes.
+        wire_dtype: of pseudo-gradients: "fp32", "bf16", "fp16", "int8", "int4" or "int4z". A worker may
+            have its own.
         process_group: the processes that are one worker together: "world", a
             `torch.distributed.ProcessGroup` or a DeviceMesh. All of them make it, and call the same
             methods at the same steps; see worker/GROUPS.md.
-        tied: with a process_group, groups of names of one tensor that several parts of a pipeline have.
-        extra: a small dict, shown in displays.
-        pin_memory: False leaves memory of the host unpinned that a CUDA device is copied to or from.
-        keep_global_on: "cuda" keeps the global parameters, fp32, on the model's device instead of "cpu".
-        handle_signals: False leaves SIGTERM alone; see `signals` for what becomes of it otherwise.
-        audit: a file that gets a JSON line for each push; see `audit`.
+        timeout: seconds without a sign of life from the broker, after which a boundary waits no
+            longer. Default 600.
+        expect: what the run must be like: values by the names of `config`, such as
+            {"num_fragments": 4}. A run with another value is refused at joining.
+        options: what few scripts set, a `WorkerOptions` or a mapping of its fields.
 
-    Each keyword but `process_group` and `tied` has a variable DILOCO_<KEYWORD> behind it. None means:
-    what the variable says, else what the broker says. A value that differs from the broker's is
-    refused, except where the list says otherwise.
+    Each but model, optimizer, process_group and options has a variable DILOCO_<NAME>. None means: what
+    the variable says, else what the broker says.
 
     Raises:
         UsageError: a value that cannot work, or a model that cannot be exchanged.
     """
 
     @uncaught.shortens_uncaught
+    @settings.takes_old_keywords
     @settings.suggesting
     def __init__(  # noqa: PLR0913  each keyword is a public setting
         self,
@@ -127,22 +115,12 @@ class DiLoCoWorker(RunView):
         *,
         sync_every: int | None = None,
         worker_id: str | None = None,
-        wire_dtype: str | None = None,
-        num_fragments: int | None = None,
-        fragment_sync_delay: int | str | None = None,
-        fragment_update_alpha: float | None = None,
-        dylu: bool | None = None,
-        heartbeat_interval: float | None = None,
-        max_sync_retries: int | None = None,
-        timeout: float | None = None,
         keys: str | Path | None = None,
+        wire_dtype: str | None = None,
         process_group: object | None = None,
-        tied: Sequence[Sequence[str]] = (),
-        extra: Mapping[str, Any] | None = None,
-        pin_memory: bool | None = None,
-        keep_global_on: str | None = None,
-        handle_signals: bool | None = None,
-        audit: str | Path | None = None,
+        timeout: float | None = None,
+        expect: Mapping[str, Any] | None = None,
+        options: settings.WorkerOptions | Mapping[str, Any] | None = None,
     ) -> None:
         # Its fields have the names of arguments.
         self._settings: settings.Settings = settings.resolve(locals())
@@ -169,7 +147,7 @@ class DiLoCoWorker(RunView):
             if ranks is None:
                 self._tensors = ModelTensors.of_module(model)
             else:
-                self._tensors = SpreadTensors.of_group(model, ranks, tied)
+                self._tensors = SpreadTensors.of_group(model, ranks, self._settings.tied or ())
             self._tensors.may_pin = self._settings.pin_memory is not False
             self._unstarted = start.Unstarted(model, counted, self.worker_id)
         self._driver: Driver | None = None

@@ -11,7 +11,6 @@ of the worker. With several processes (DDP) all of them are one worker, as with 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import signal
 import threading
@@ -29,7 +28,7 @@ from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.training.data_order import give_own_order
 from diloco_worker.training.reports import report_loss
-from diloco_worker.training.settings import resolve
+from diloco_worker.training.settings import handed_on, resolve
 from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
@@ -59,17 +58,15 @@ class DiLoCoCallback(Callback):
     operator asks for a save, a Trainer with a `ModelCheckpoint` puts `asked-step=N.ckpt` beside its own.
 
     Raises:
-        UsageError: when training begins; what `DiLoCoWorker` raises, or a strategy that cuts the model
-            up, or two of these callbacks.
-        TypeError: a keyword that DiLoCoWorker has not.
+        UsageError: a keyword that DiLoCoWorker does not have. When training begins: what `DiLoCoWorker`
+            raises, or a strategy that cuts the model up, or two of these callbacks.
     """
 
     def __init__(
         self, server: Given | None = None, *, shard_data: bool = True, **keywords: Any
     ) -> None:
-        inspect.signature(DiLoCoWorker).bind(None, None, server, **keywords)
         self.diloco: DiLoCoWorker | None = None
-        self._given = {"server": server, **keywords}
+        self._given = handed_on("DiLoCoCallback", {"server": server, **keywords})
         self._shard_data = shard_data
         self._loaded: dict[str, Any] = {}  # the worker's state in a checkpoint
         self._theirs: Any = None  # what Lightning does with SIGTERM

@@ -10,7 +10,7 @@ steps that a scaler skips come out right. Each checkpoint of the Trainer gets a 
 
 from __future__ import annotations
 
-import inspect
+import json
 import logging
 import os
 import sys
@@ -29,7 +29,7 @@ from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.training.data_order import give_own_order
 from diloco_worker.training.reports import report_loss
-from diloco_worker.training.settings import resolve
+from diloco_worker.training.settings import WorkerOptions, handed_on, resolve
 from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
@@ -58,9 +58,8 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
     With several processes (torchrun) all of them are one worker, as with `process_group="world"`.
 
     Raises:
-        UsageError: when training begins; what `DiLoCoWorker` raises, or a Trainer with FSDP or
-            DeepSpeed, or with two of these callbacks.
-        TypeError: a keyword that DiLoCoWorker has not.
+        UsageError: a keyword that DiLoCoWorker does not have. When training begins: what `DiLoCoWorker`
+            raises, or a Trainer with FSDP or DeepSpeed, or with two of these callbacks.
     """
 
     def __init__(
@@ -71,11 +70,9 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         shard_data: bool = True,
         **keywords: Any,
     ) -> None:
-        inspect.signature(DiLoCoWorker).bind(None, None, server, **keywords)
         self.diloco: DiLoCoWorker | None = None  # while training goes on, and after it
         self.saved_in: str | None = None  # the last checkpoint
-        self._server = server
-        self._keywords = keywords
+        self._given = handed_on("DiLoCoCallback", {"server": server, **keywords})
         self._evaluate_global = evaluate_global
         self._shard_data = shard_data
         self._global_parameters = ExitStack()  # they are in the model until it is closed
@@ -95,14 +92,14 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
     ) -> None:
         self._comes_first(sys._getframe(1).f_locals.get("self"))
         model, optimizer = objects["model"], objects["optimizer"]
-        if resolve({"server": self._server}).server is not None:
+        if resolve(self._given).server is not None:
             _require_whole_model(args)
             _require_one_training(args)
             if args.world_size > 1:
-                self._keywords.setdefault("process_group", "world")
+                self._given.setdefault("process_group", "world")
         former = _callbacks.pop(model, self)
         former._leave(failed=True)
-        diloco = DiLoCoWorker(model, optimizer, self._server, **self._keywords)
+        diloco = DiLoCoWorker(model, optimizer, **self._given)
         if state.global_step and (saved := self._find(args, state)) is not None:
             diloco.load_state_dict(_read(saved, args))
         self.diloco, self._has_left = diloco.start(), False
@@ -187,14 +184,13 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
     # What the Trainer writes into its checkpoint.
 
     def state(self) -> dict[str, Any]:
-        plain = {k: str(v) if isinstance(v, Path) else v for k, v in self._keywords.items()}
         given = {
-            "server": self._server,
+            **self._given,
             "evaluate_global": self._evaluate_global,
             "shard_data": self._shard_data,
-            **plain,
         }
-        return {"args": given, "attributes": {"saved_in": self.saved_in}}
+        plain = json.loads(json.dumps(given, default=_plain))
+        return {"args": plain, "attributes": {"saved_in": self.saved_in}}
 
     # Behind them.
 
@@ -224,7 +220,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         places = [Path(folder) for folder in folders if isinstance(folder, str | Path)]
         files = [place / STATE_FILE for place in places]
         found = next((place for place in places if _states_in(place)), None)
-        if found is None and resolve({"server": self._server}).server is not None:
+        if found is None and resolve(self._given).server is not None:
             logger.warning(
                 "The checkpoint has no state of this worker (%s); it begins with the run's parameters.",
                 " or ".join(map(str, dict.fromkeys(files))),
@@ -267,6 +263,13 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         if self.diloco is not None and not self._has_left:
             self._has_left = True
             self.diloco.close(failed=failed)
+
+
+def _plain(value: object) -> object:
+    """A keyword in the Trainer's checkpoint, which is JSON."""
+    if isinstance(value, WorkerOptions):
+        return {name: each for name, each in vars(value).items() if each is not None}
+    return str(value)
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

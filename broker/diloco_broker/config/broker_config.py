@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 from pathlib import PurePath
 
 from diloco_broker.config.declaration import AUTO, Options
-from diloco_broker.config.option import check_alone, check_keywords, refusal
+from diloco_broker.config.option import check_alone, refusal
 from diloco_protocol.addresses import CONTROL_PORT, FEED_PORT, is_loopback, with_scheme
-from diloco_protocol.errors import UsageError
+from diloco_protocol.errors import UsageError, check_names
 from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
 from diloco_protocol.messages import BUFFERS, RunConfig
 
@@ -44,7 +44,7 @@ class BrokerConfig(Options):
     """Options of a broker, checked; `Options` declares them. UsageError names what cannot work."""
 
     def __new__(cls, *_: object, **options: object) -> BrokerConfig:
-        check_keywords("BrokerConfig", options, [each.name for each in fields(cls)])
+        check_names("BrokerConfig", "option", options, [each.name for each in fields(cls)])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

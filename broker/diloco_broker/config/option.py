@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from diloco_broker.config.schedule import CONSTANT, MOST_ROUNDS, Schedule
@@ -56,15 +55,6 @@ def option_of(declared: Field[Any]) -> Option:
     option = declared.metadata[_KEY]
     assert isinstance(option, Option)
     return option
-
-
-def check_keywords(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise UsageError for a keyword that `owner` does not have, with the nearest that it has."""
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            advice = f"; did you mean {near[0]}?" if near else "."
-            raise UsageError(f"{owner} has no option {name!r:.80}{advice}")
 
 
 def check_alone(declared: Field[Any], value: object) -> None:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.config.option import check_keywords
 from diloco_broker.core.events import FINISH_WITHIN_S
 from diloco_broker.shell.loop import SAVE_WITHIN_S, Loop
 from diloco_broker.shell.sockets import LINGER_MS
 from diloco_broker.storage.model_file import check_state_dict
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
-from diloco_protocol.errors import UsageError
+from diloco_protocol.errors import UsageError, check_names
 from diloco_protocol.fragments import Choose
 
 ITS_PROGRAM = "its program has ended it"  # why it was asked to stop, where nobody says
@@ -122,7 +121,7 @@ class Broker(Service):
                     f"{moved[0]} is an option of the configuration: "
                     f"Broker(BrokerConfig({moved[0]}=...))."
                 )
-            check_keywords("Broker", keywords, known)
+            check_names("Broker", "keyword", keywords, known)
         return super().__new__(cls)
 
     def __init__(

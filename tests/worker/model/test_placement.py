@@ -77,7 +77,7 @@ def test_place_that_cannot_be_had_is_refused_and_leaves_nothing_behind(
 ) -> None:
     each = an_mlp(0)
     with Broker(make_config(workers=1)) as broker:
-        hook = DiLoCoWorker(each.model, each.optimizer, server=broker.address, **asked)
+        hook = DiLoCoWorker(each.model, each.optimizer, server=broker.address, options=asked)
         with pytest.raises(UsageError, match=words):
             hook.start()
         again = DiLoCoWorker(each.model, each.optimizer, server=broker.address)

@@ -175,7 +175,7 @@ WELCOME = Welcome(b"s" * 16, "epoch", run_config(num_fragments=3), 0)
     ("keywords", "answer", "sentence"),
     [
         ({"sync_every": 9}, Error("config_differs", "sync_every=9, not 4."), "sync_every=9, not 4"),
-        ({"heartbeat_interval": 0}, WELCOME, "heartbeat_interval 0"),
+        ({"options": {"heartbeat_interval": 0}}, WELCOME, "heartbeat_interval 0"),
         ({"sync_every": 2}, WELCOME, "sync_every is 2 and the run has 3 fragments"),
     ],
 )

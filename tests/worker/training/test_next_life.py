@@ -55,7 +55,7 @@ def test_steps_that_a_later_life_has_sent_give_way_to_the_global_parameters(
     training.steps(H + 1 if in_flight else 2)
     ids = [broker.hears(Push).push_id] if in_flight else []
     audit = tmp_path / "audit"
-    training.resumes(training.saves(), version(3), audit=audit)
+    training.resumes(training.saves(), version(3), options={"audit": audit})
     broker.hears_pull()
     counted = [*(ids if flight_counted else []), STRANGER]
     has_version_of(training, 500, 3, *counted)

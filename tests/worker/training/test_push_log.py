@@ -37,7 +37,7 @@ def test_every_push_is_frozen_and_then_counted_in_the_version_that_names_it(tmp_
     path = tmp_path / "audit.jsonl"
     config = make_config(workers=2, min_workers=2, sync_every=4, num_fragments=2)
     with Broker(config) as broker:
-        run(broker, trainees(2), 12, audit=path)
+        run(broker, trainees(2), 12, options={"audit": path})
         with DiLoCoClient(broker.address, timeout=20) as observer:
             last = observer.pull()
     for worker in ("w0", "w1"):
@@ -69,7 +69,7 @@ def test_freeze_is_written_before_anything_of_it_is_sent(
     training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
-    training.begins(audit=str(path))
+    training.begins(options={"audit": str(path)})
     training.trains(H)
     push = broker.hears(Push)
     (frozen,) = of_kind(path, "frozen")
@@ -90,7 +90,7 @@ def test_push_that_is_refused_is_dropped_with_the_code(
     training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
-    training.begins(audit=path)
+    training.begins(options={"audit": path})
     training.trains(H)
     push = broker.hears(Push)
     training.refuses(push, "bad_chunk")
@@ -128,7 +128,10 @@ def test_record_outlives_a_worker_that_is_killed(processes: Processes, tmp_path:
 def test_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path, where: str) -> None:
     descent = Descent()
     worker = DiLoCoWorker(
-        descent.model, descent.optimizer, server="tcp://127.0.0.1:1", audit=tmp_path / where
+        descent.model,
+        descent.optimizer,
+        server="tcp://127.0.0.1:1",
+        options={"audit": tmp_path / where},
     )
     with pytest.raises(UsageError, match="audit log") as refused:
         worker.start()
@@ -140,7 +143,7 @@ def test_full_disk_ends_the_record_and_not_the_training(
 ) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    training.begins(audit="/dev/full")
+    training.begins(options={"audit": "/dev/full"})
     training.round(H, 1)
     assert training.metrics.rounds == 1
     assert caplog.text.count("audit log /dev/full could not be written") == 1

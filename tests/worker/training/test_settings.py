@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from inspect import signature
 from logging import WARNING
 from typing import Any
 
@@ -13,14 +15,8 @@ import torch
 from torch import nn, optim
 
 from diloco_protocol import UsageError
-from diloco_worker import DiLoCoWorker
-from diloco_worker.training.settings import (
-    RANKS,
-    Settings,
-    resolve,
-    say_once,
-    unknown_variables,
-)
+from diloco_worker import DiLoCoWorker, WorkerOptions
+from diloco_worker.training.settings import RANKS, resolve, say_once, unknown_variables
 from kit.paths import ROOT
 
 PARTS = ("protocol", "broker", "worker", "tools")
@@ -29,44 +25,93 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "server": ("tcp://10.0.0.1:8512",) * 2,
     "sync_every": ("20", 20),
     "worker_id": ("rtx", "rtx"),
+    "keys": ("a.key", "a.key"),
     "wire_dtype": ("fp16", "fp16"),
-    "num_fragments": ("1", 1),
-    "fragment_sync_delay": ("0", 0),
-    "fragment_update_alpha": ("0.5", 0.5),
-    "dylu": ("0", False),
+    "timeout": ("60", 60.0),
+    "expect": (
+        "num_fragments=4, fragment_update_alpha=0.5, dylu=no, mode=sync",
+        {"num_fragments": 4, "fragment_update_alpha": 0.5, "dylu": False, "mode": "sync"},
+    ),
     "heartbeat_interval": ("2.5", 2.5),
     "max_sync_retries": ("7", 7),
-    "timeout": ("60", 60.0),
+    "dylu": ("0", False),
+    "tied": ("a.w = b.w, a.v=b.v", [["a.w", "b.w"], ["a.v", "b.v"]]),
+    "extra": ("gpu=a100, site=berlin", {"gpu": "a100", "site": "berlin"}),
     "pin_memory": ("no", False),
     "keep_global_on": ("CPU", "cpu"),
-    "extra": ("gpu=a100, site=berlin", {"gpu": "a100", "site": "berlin"}),
+    "handle_signals": ("Exit", "exit"),
+    "audit": ("log.jsonl", "log.jsonl"),
 }
 ALL = {f"DILOCO_{name.upper()}": text for name, (text, _) in VARIABLES.items()}
+OPTIONS = {each.name for each in fields(WorkerOptions)}
 
 
-def test_every_keyword_has_a_variable_over_which_it_wins() -> None:
-    assert resolve({}, ALL) == Settings(**{name: value for name, (_, value) in VARIABLES.items()})
+def test_every_keyword_and_option_has_a_variable_over_which_it_wins() -> None:
+    settings = resolve({}, ALL)
+    assert {name: getattr(settings, name) for name in VARIABLES} == {
+        name: value for name, (_, value) in VARIABLES.items()
+    }
+    keywords = signature(DiLoCoWorker).parameters.keys() - {"model", "optimizer", "process_group"}
+    assert VARIABLES.keys() == keywords - {"options"} | OPTIONS
     assert resolve({"sync_every": 5}, ALL).sync_every == 5
-    assert resolve({"heartbeat_interval": 0}, ALL).heartbeat_interval == 0
+    for options in (WorkerOptions(heartbeat_interval=0), {"heartbeat_interval": 0}):
+        assert resolve({"options": options}, ALL).heartbeat_interval == 0
+
+
+def test_first_page_names_few_variables_and_the_page_of_names_each_option() -> None:
+    first, names = ((ROOT / "worker" / page).read_text() for page in ("README.md", "NAMES.md"))
+    assert len(set(re.findall(r"DILOCO_[A-Z_]*[A-Z]", first))) <= 8
+    assert all(f"| `{option}` |" in names for option in OPTIONS)
 
 
 @pytest.mark.parametrize("variables", [{}, {"DILOCO_SYNC_EVERY": " "}])
 def test_without_anything_the_broker_decides(variables: dict[str, str]) -> None:
     settings = resolve({}, variables)
-    assert settings == Settings()
     assert settings.wants == {}
     assert (settings.max_sync_retries, settings.timeout) == (3, 600.0)
 
 
 def test_only_what_was_asked_for_is_insisted_on() -> None:
-    streaming = {"num_fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
-    for asked in ({"sync_every": 5}, {**streaming, "dylu": True}, {"fragment_sync_delay": "auto"}):
-        assert resolve({**asked, "timeout": 3.0}, {}).wants == asked
-    assert resolve({}, {"DILOCO_FRAGMENT_SYNC_DELAY": "auto"}).wants == {
-        "fragment_sync_delay": "auto"
-    }
+    expected = {"num_fragments": 3, "fragment_sync_delay": "auto", "dylu": True}
+    asked = {"sync_every": 5, "wire_dtype": "int8", "expect": expected, "timeout": 3.0}
+    assert resolve(asked, {}).wants == {"sync_every": 5, "wire_dtype": "int8", **expected}
     # Staying out of Dynamic Local Updates is the worker's own affair.
-    assert resolve({"dylu": False}, {}).wants == {}
+    assert resolve({"options": WorkerOptions(dylu=False)}, {}).wants == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "wanted", "place"),
+    [
+        ({"num_fragments": 3}, {"expect": {"num_fragments": 3}}, "expect"),
+        ({"fragment_sync_delay": "auto"}, {"expect": {"fragment_sync_delay": "auto"}}, "expect"),
+        ({"fragment_update_alpha": 0.5}, {"expect": {"fragment_update_alpha": 0.5}}, "expect"),
+        ({"dylu": True}, {"expect": {"dylu": True}}, "expect"),
+        ({"dylu": False}, {"options": {"dylu": False}}, "WorkerOptions"),
+        ({"pin_memory": False}, {"options": {"pin_memory": False}}, "WorkerOptions"),
+        ({"extra": {"gpu": "a100"}}, {"options": {"extra": {"gpu": "a100"}}}, "WorkerOptions"),
+    ],
+)
+def test_keyword_that_has_moved_works_and_says_where_it_is_now(
+    old: dict[str, Any], wanted: dict[str, Any], place: str
+) -> None:
+    (name,) = old
+    both: dict[str, dict[str, Any]]
+    both = {"expect": {"mode": "sync"}, "options": {"max_sync_retries": 1}}
+    with pytest.warns(DeprecationWarning, match=f"{name} .*{place}") as warned:
+        worker = a_worker(**both, **old)
+    assert [each.filename for each in warned] == [__file__]
+    new = {place: {**both[place], **wanted.get(place, {})} for place in both}
+    assert worker._settings == a_worker(**new)._settings
+
+
+def test_variable_of_a_keyword_that_has_moved_is_expected_with_a_warning(
+    warned: Callable[[], list[str]],
+) -> None:
+    variables = {"DILOCO_NUM_FRAGMENTS": "4", "DILOCO_FRAGMENT_SYNC_DELAY": "auto"}
+    expected = {"num_fragments": 4, "fragment_sync_delay": "auto"}
+    assert resolve({}, variables).wants == expected
+    assert resolve({"expect": {"num_fragments": 2}}, variables).wants["num_fragments"] == 2
+    assert [sentence.split()[0] for sentence in warned()] == list(variables)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +127,11 @@ def test_only_what_was_asked_for_is_insisted_on() -> None:
         ("DILOCO_SERVER", "tcp://:8512", "tcp://"),
         ("DILOCO_SERVER", "tcp://host:99999", "tcp://"),
         ("DILOCO_DYLU", "maybe", "1 or 0"),
-        ("DILOCO_FRAGMENT_UPDATE_ALPHA", "1.5", "from 0 to 1"),
+        ("DILOCO_HANDLE_SIGNALS", "maybe", "'exit'"),
+        ("DILOCO_EXPECT", "num_fragments", "num_fragments=4"),
+        ("DILOCO_EXPECT", "num_fragment=4", "num_fragments"),
         ("DILOCO_EXTRA", "gpu", "gpu=a100"),
         ("DILOCO_WORKER_ID", "x" * 65, "64 printable"),
-        (
-            "DILOCO_FRAGMENT_SYNC_DELAY",
-            "soon",
-            "DILOCO_FRAGMENT_SYNC_DELAY is 'soon'",
-        ),
     ],
 )
 def test_value_that_cannot_work_is_named_with_its_variable(
@@ -108,25 +150,23 @@ def test_value_that_cannot_work_is_named_with_its_variable(
         ({"sync_every": "5"}, "sync_every is '5'"),
         ({"sync_every": True}, "it must be a whole number"),
         ({"timeout": float("inf")}, "timeout is inf"),
-        ({"dylu": 1}, "dylu is 1"),
-        ({"fragment_update_alpha": -0.1}, "fragment_update_alpha is -0.1"),
-        (
-            {"fragment_sync_delay": "soon"},
-            "fragment_sync_delay is 'soon'",
-        ),
         ({"process_group": object()}, "process_group"),
         ({"worker_id": "a\nb"}, "worker_id is"),
         ({"worker_id": 7}, "worker_id is 7"),
         ({"server": 5}, "server is 5"),
         ({"server": "tcp://*:8512"}, "must be an address like"),
         ({"wire_dtype": ["bf16"]}, r"wire_dtype is \['bf16'\]"),
-        ({"num_fragments": 0}, "num_fragments is 0"),
-        ({"extra": ["a"]}, r"extra is \['a'\]"),
-        (
-            {"extra": {"lr": torch.tensor(1.0)}},
-            r"extra is {'lr': tensor.*",
-        ),
-        ({"audit": 7}, "audit is 7"),
+        ({"expect": ["num_fragments"]}, "expect is"),
+        ({"expect": {"num_fragments": torch.tensor(1)}}, "expect is"),
+        ({"expect": {"sync_every": 5}}, "sync_every is a keyword"),
+        ({"expect": {"num_fragment": 5}}, "did you mean num_fragments"),
+        ({"options": 5}, "options is 5"),
+        ({"options": {"extr": {}}}, "did you mean extra"),
+        ({"options": {"dylu": 1}}, "dylu is 1"),
+        ({"options": {"extra": ["a"]}}, r"extra is \['a'\]"),
+        ({"options": {"extra": {"lr": torch.tensor(1.0)}}}, r"extra is {'lr': tensor.*"),
+        ({"options": {"tied": ["a.w", "b.w"]}}, r"tied is \['a.w', 'b.w'\]"),
+        ({"options": {"audit": 7}}, "audit is 7"),
     ],
 )
 def test_keyword_that_cannot_work_is_one_sentence(keywords: dict[str, Any], words: str) -> None:
@@ -182,8 +222,8 @@ def test_only_the_first_process_of_a_launcher_says_that_it_trains_alone(
     [
         ("DILOCO_SERVR", "did you mean DILOCO_SERVER?"),
         ("DILOCO_SYNC_STEPS", "did you mean DILOCO_SYNC_EVERY?"),
-        ("DILOCO_FRAGMENTS", "did you mean DILOCO_NUM_FRAGMENTS?"),
-        ("DILOCO_QQQ", "worker/README.md has the list"),
+        ("DILOCO_KEEP_ON", "did you mean DILOCO_KEEP_GLOBAL_ON?"),
+        ("DILOCO_QQQ", "worker/NAMES.md"),
     ],
 )
 def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one(

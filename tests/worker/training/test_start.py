@@ -127,7 +127,12 @@ def test_start_that_fails_at_any_line_leaves_nothing_behind(
     others, before = threads(), sys.gettrace()
     for place in range(1, 1000):
         worker = DiLoCoWorker(
-            model, optimizer, server=broker.address, worker_id="me", audit=log, timeout=PATIENCE_S
+            model,
+            optimizer,
+            server=broker.address,
+            worker_id="me",
+            timeout=PATIENCE_S,
+            options={"audit": log},
         )
         made = set(optimizer._optimizer_step_post_hooks)  # with the worker
         sys.settrace(fails_at(place))

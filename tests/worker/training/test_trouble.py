@@ -25,7 +25,7 @@ LATER = {"fragment_sync_delay": 2}
 
 def test_what_a_worker_says_of_itself_is_what_it_said_at_first(training: ScriptedTraining) -> None:
     about: dict[str, Any] = {"gpu": "a100"}
-    training.begins(extra=about)
+    training.begins(options={"extra": about})
     about["model"] = {"no message": "changes"}
     training.broker.restart()
     assert training.broker.welcomes(version(0)).extra == {"gpu": "a100"}

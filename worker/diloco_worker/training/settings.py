@@ -1,28 +1,31 @@
-"""DILOCO_* variables: what a keyword is when the script does not give it.
+"""What a script asks of its worker: keywords, options, and the DILOCO_* variables behind them.
 
-A keyword that is given wins over its variable. An empty variable counts as not set.
+Each keyword of `DiLoCoWorker` and each field of `WorkerOptions` has the variable DILOCO_<NAME>. What the
+script gives wins over its variable; an empty variable counts as not set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from diloco_protocol import UsageError
+from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.addresses import several
 from diloco_protocol.clients import address_file
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.dtypes import WIRE_DTYPES
+from diloco_protocol.errors import check_names, did_you_mean
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 from diloco_protocol.ranges import MOST
 from diloco_protocol.roles import Role
@@ -32,12 +35,8 @@ from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
 
-DEFAULT_RETRIES = 3
-DEFAULT_TIMEOUT_S = 600.0
-AUTO = "auto"  # fragment_sync_delay: replies are merged as soon as they are here
-
 PREFIX = "DILOCO_"
-# Variables of this project that are no keyword of a worker: of displays, tests.
+# Variables of this project that are not keywords of a worker: of displays, launchers, tests.
 OTHER_VARIABLES = (
     "DILOCO_FEED",
     "DILOCO_UPDATE_SNAPSHOTS",
@@ -49,6 +48,8 @@ OTHER_VARIABLES = (
 )
 # What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# `handle_signals`: SIGTERM ends the script at once.
+EXIT = "exit"
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Kind:
 
 
 def keyword(kind: Kind, default: Any = None) -> Any:
-    """A field that is a keyword of a worker, with a variable behind it."""
-    return field(default=default, metadata={"kind": kind})
+    """A field with a variable behind it. `default` holds where neither the script nor that says."""
+    return field(default=None, metadata={"kind": kind, "default": default})
 
 
 def whole(least: int) -> Kind:
@@ -74,15 +75,9 @@ def whole(least: int) -> Kind:
     return Kind(int, f"a whole number, {least} or more", holds)
 
 
-def number(most: float = math.inf) -> Kind:
-    """A finite number from 0 to this."""
-    limits = ", 0 or more" if most == math.inf else f" from 0 to {most:g}"
-
-    def holds(value: Any) -> bool:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and 0 <= value <= most and math.isfinite(value)
-
-    return Kind(float, f"a number{limits}", holds)
+def _seconds(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value >= 0 and math.isfinite(value)
 
 
 def _truth(text: str) -> bool:
@@ -97,6 +92,14 @@ def _pairs(text: str) -> dict[str, str]:
     if not all(equals and key.strip() for key, equals, _ in parts):
         raise ValueError(text)
     return {key.strip(): value.strip() for key, _, value in parts}
+
+
+def _plain(text: str) -> Any:
+    """The value of a configuration field that a variable names: a number, a truth value or a word."""
+    for read in (int, float, _truth):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text
 
 
 def _is_small_dict(value: Any) -> bool:
@@ -115,7 +118,16 @@ def _can_be_sent(value: Any) -> bool:
     return isinstance(value, float | None)
 
 
+def _are_groups(value: Any) -> bool:
+    groups = value if isinstance(value, list | tuple) else [None]
+    return all(
+        isinstance(group, list | tuple) and all(isinstance(name, str) for name in group)
+        for group in groups
+    )
+
+
 SWITCH = Kind(_truth, "True or False (in a variable 1 or 0)", lambda value: isinstance(value, bool))
+SECONDS = Kind(float, "a number, 0 or more", _seconds)
 ADDRESS = Kind(
     str,
     address_file.ADDRESS,
@@ -128,66 +140,29 @@ _ID = Kind(
 )
 _WIRE_DTYPE = Kind(str, f"one of {', '.join(WIRE_DTYPES)}", lambda value: value in WIRE_DTYPES)
 _PLACE = Kind(str.lower, f"one of {', '.join(PLACES)}", lambda value: value in PLACES)
-_DELAY = Kind(
-    lambda text: AUTO if text.lower() == AUTO else int(text),
-    f"{whole(0).what}, or 'auto'",
-    lambda value: value == AUTO or whole(0).holds(value),
+_FILE = Kind(str, "the path of a file", lambda value: isinstance(value, str | Path))
+_SIGNALS = Kind(
+    lambda text: EXIT if text.lower() == EXIT else _truth(text),
+    f"True, False or {EXIT!r} (in a variable 1, 0 or {EXIT})",
+    lambda value: isinstance(value, bool) or value == EXIT,
 )
-# Displays show it.
 _EXTRA = Kind(
     _pairs,
     "a dict with text keys, and texts or numbers as values (in a variable pairs like "
     "gpu=a100,site=berlin)",
     _is_small_dict,
 )
-_FILE = Kind(str, "the path of a file", lambda value: isinstance(value, str | Path))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a worker asks for. None means: what the broker says."""
-
-    server: Given | None = keyword(ADDRESS)  # noqa: RUF009  a field, as below
-    sync_every: int | None = keyword(whole(1))
-    worker_id: str | None = keyword(_ID)
-    wire_dtype: str | None = keyword(_WIRE_DTYPE)
-    num_fragments: int | None = keyword(whole(1))
-    fragment_sync_delay: int | str | None = keyword(_DELAY)
-    fragment_update_alpha: float | None = keyword(number(most=1))
-    dylu: bool | None = keyword(SWITCH)
-    heartbeat_interval: float | None = keyword(number())
-    max_sync_retries: int = keyword(whole(0), DEFAULT_RETRIES)
-    timeout: float = keyword(number(), DEFAULT_TIMEOUT_S)
-    keys: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as above
-    extra: Mapping[str, Any] | None = keyword(_EXTRA)
-    pin_memory: bool | None = keyword(SWITCH)
-    keep_global_on: str | None = keyword(_PLACE)
-    handle_signals: bool | None = keyword(SWITCH)
-    audit: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as above
-
-    @property
-    def wants(self) -> dict[str, Any]:
-        """The fields of the run's configuration that this worker insists on."""
-        names = ["sync_every", "wire_dtype", "num_fragments"]
-        names += ["fragment_sync_delay", "fragment_update_alpha"]
-        if self.dylu:  # False is this worker's own affair
-            names.append("dylu")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each DILOCO_* variable that is set and that nothing in this project reads."""
-    keywords = {each.name.upper() for each in fields(Settings)}
-    known = {PREFIX + keyword for keyword in keywords} | set(OTHER_VARIABLES)
-    sentences = []
-    for name in sorted(environ.keys() - known):
-        if name.startswith(PREFIX) and environ[name].strip():
-            near = get_close_matches(name.removeprefix(PREFIX).upper(), sorted(keywords), n=1)
-            advice = (
-                f"did you mean {PREFIX}{near[0]}?" if near else "worker/README.md has the list."
-            )
-            sentences.append(f"{name} is set, but there is no such variable; {advice}")
-    return sentences
+_EXPECT = Kind(
+    lambda text: {name: _plain(value) for name, value in _pairs(text).items()},
+    "a dict of the run's configuration (in a variable pairs like num_fragments=4,mode=sync)",
+    _is_small_dict,
+)
+_TIED = Kind(
+    lambda text: [[name.strip() for name in group.split("=")] for group in text.split(",")],
+    "groups of names like [['embed.weight', 'head.weight']] (in a variable "
+    "embed.weight=head.weight)",
+    _are_groups,
+)
 
 
 P = ParamSpec("P")
@@ -195,20 +170,98 @@ T = TypeVar("T")
 
 
 def suggesting(function: Callable[P, T]) -> Callable[P, T]:
-    """Let this method raise a UsageError for an unknown keyword, with the nearest that it has."""
+    """Let this function raise UsageError for an unknown keyword, with the nearest that it has."""
     known = sorted(inspect.signature(function).parameters.keys() - {"self"})
-    owner = function.__qualname__.partition(".")[0]
+    owner = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
-        for name in keywords:
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
-                raise UsageError(f"{owner} has no keyword {name!r:.80}; {advice}")
+        check_names(owner, "keyword", keywords, known)
         return function(*arguments, **keywords)
 
     return checked
+
+
+def _suggesting_class(cls: type[T]) -> type[T]:
+    setattr(cls, "__init__", suggesting(getattr(cls, "__init__")))  # noqa: B009, B010  for mypy
+    return cls
+
+
+@_suggesting_class
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What few scripts set: `DiLoCoWorker(..., options=WorkerOptions(audit="audit.jsonl"))`.
+
+    A field that is None takes what its variable DILOCO_<FIELD> says, else the default named here.
+
+    Attributes:
+        heartbeat_interval: seconds, 0: none. Default: 30, or a third of what the broker tolerates if
+            that is less.
+        max_sync_retries: how often the connection may break at one boundary before training goes on with
+            the delta in flight. Default: 3.
+        dylu: False takes no part in Dynamic Local Updates and keeps the run's H. Default: True.
+        tied: with a `process_group`, groups of names of one tensor that several parts of a pipeline
+            have. Default: none.
+        extra: a small dict, shown in displays. Default: empty.
+        pin_memory: False leaves memory of the host unpinned that a CUDA device is copied to or from.
+            Default: pinned where the model is on one.
+        keep_global_on: where the global parameters are kept in fp32: "cpu", the default, or "cuda", on
+            the model's device.
+        handle_signals: what SIGTERM does. True, the default: `should_stop` becomes True, boundaries no
+            longer wait, and a script that makes two more steps is ended by SystemExit behind the second.
+            "exit": SystemExit at once, for scripts that never look at `should_stop` and whose steps are
+            long. False: SIGTERM is left alone.
+        audit: a file that gets a JSON line for each push. Default: none.
+    """
+
+    heartbeat_interval: float | None = keyword(SECONDS)
+    max_sync_retries: int | None = keyword(whole(0), 3)
+    dylu: bool | None = keyword(SWITCH)
+    tied: Sequence[Sequence[str]] | None = keyword(_TIED)
+    extra: Mapping[str, Any] | None = keyword(_EXTRA)
+    pin_memory: bool | None = keyword(SWITCH)
+    keep_global_on: str | None = keyword(_PLACE)
+    handle_signals: bool | str | None = keyword(_SIGNALS)
+    audit: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as the others
+
+
+@dataclass(frozen=True)
+class Settings(WorkerOptions):
+    """All that a worker is asked for: the keywords of `DiLoCoWorker` beside its options."""
+
+    server: Given | None = keyword(ADDRESS)  # noqa: RUF009  a field
+    sync_every: int | None = keyword(whole(1))
+    worker_id: str | None = keyword(_ID)
+    keys: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field
+    wire_dtype: str | None = keyword(_WIRE_DTYPE)
+    timeout: float = keyword(SECONDS, 600.0)
+    expect: Mapping[str, Any] | None = keyword(_EXPECT)
+
+    @property
+    def wants(self) -> dict[str, Any]:
+        """What the broker compares with its configuration when this worker joins."""
+        own = {"sync_every": self.sync_every, "wire_dtype": self.wire_dtype}
+        asked = {**own, **(self.expect or {})}
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+OPTIONS = [each.name for each in fields(WorkerOptions)]
+# Of `DiLoCoWorker`, besides what it trains.
+KEYWORDS = {each.name for each in fields(Settings)} - {*OPTIONS} | {"process_group", "options"}
+# What `expect` may name: a worker may have an H and a wire dtype of its own, by keywords.
+EXPECTABLE = {each.name for each in fields(RunConfig)} - KEYWORDS
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each DILOCO_* variable that is set and that nothing in this project reads."""
+    ours = [PREFIX + each.name.upper() for each in fields(Settings)]
+    known = {*ours, *OTHER_VARIABLES, *(PREFIX + name.upper() for name in MOVED_TO_EXPECT)}
+    return [
+        f"{name} is set, but there is no such variable{did_you_mean(name.upper(), ours)} "
+        "worker/NAMES.md has the list."
+        for name in sorted(environ.keys() - known)
+        if name.startswith(PREFIX) and environ[name].strip()
+    ]
 
 
 def warn_of_silence(server: Given | None) -> None:
@@ -240,10 +293,14 @@ def say_once(sentence: str, level: int) -> None:
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
     """Merge keywords (None where the script is silent) with the environment, and check each value.
 
+    Args:
+        given: keywords of `DiLoCoWorker`, of which others than those of `Settings` are left alone.
+
     Raises:
         UsageError: a value that cannot be read or cannot work, naming where it came from.
     """
     environ = os.environ if environ is None else environ
+    given = {**vars(options_of(given)), **given}
     values: dict[str, Any] = {}
     for each in fields(Settings):
         kind: Kind = each.metadata["kind"]
@@ -252,16 +309,42 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
             source = PREFIX + each.name.upper()
             text = environ.get(source, "").strip()
             if not text:
+                values[each.name] = each.metadata["default"]
                 continue
             try:
                 value = kind.read(text)
             except ValueError:
                 raise _wrong(source, text, kind) from None
         check(value, kind, source)
-        values[each.name] = (
-            ",".join(several(value)) if isinstance(value, str) and kind is ADDRESS else value
-        )
+        is_address = isinstance(value, str) and kind is ADDRESS
+        values[each.name] = ",".join(several(value)) if is_address else value
+    expect = values["expect"] = {**_old_variables(environ), **(values["expect"] or {})}
+    if own := sorted(KEYWORDS & expect.keys()):
+        raise UsageError(f"{own[0]} is a keyword: DiLoCoWorker(..., {own[0]}=...), not in expect.")
+    check_names("expect", "key", expect, EXPECTABLE)
     return Settings(**values)
+
+
+def handed_on(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that a callback takes for its `DiLoCoWorker`; raises UsageError for unknown ones."""
+    keywords = dict(given)
+    _move_old_keywords(keywords)
+    check_names(owner, "keyword", keywords, KEYWORDS)
+    return keywords
+
+
+def options_of(given: Mapping[str, Any]) -> WorkerOptions:
+    """The options among the keywords, where they may be a mapping of fields too.
+
+    Raises:
+        UsageError: they are neither, or a field does not exist.
+    """
+    options = given.get("options")
+    if isinstance(options, Mapping):
+        return WorkerOptions(**options)
+    if not isinstance(options, WorkerOptions | None):
+        raise UsageError(f"options is {options!r:.80}; it must be a WorkerOptions.")
+    return options or WorkerOptions()
 
 
 def check(value: object, kind: Kind, source: str) -> None:
@@ -272,6 +355,48 @@ def check(value: object, kind: Kind, source: str) -> None:
 
 def _wrong(source: str, value: object, kind: Kind) -> UsageError:
     return UsageError(f"{source} is {value!r:.80}; it must be {kind.what}.")
+
+
+# Keywords that have moved, and their variables: they work until release 1.0.
+
+# From `DiLoCoWorker` to its `expect`; `dylu` as well, where it was True. The others went to `options`.
+MOVED_TO_EXPECT = ("num_fragments", "fragment_sync_delay", "fragment_update_alpha")
+
+
+def takes_old_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Let `DiLoCoWorker.__init__` take keywords that have moved."""
+
+    @wraps(function)
+    def moving(*arguments: P.args, **keywords: P.kwargs) -> T:
+        _move_old_keywords(keywords)
+        return function(*arguments, **keywords)
+
+    return moving
+
+
+def _move_old_keywords(given: dict[str, Any]) -> None:
+    """Put keywords that have moved where they belong now, each with a DeprecationWarning."""
+    for name in [each for each in given if each in (*MOVED_TO_EXPECT, *OPTIONS)]:
+        value = given.pop(name)
+        if name in MOVED_TO_EXPECT or (name == "dylu" and value):
+            given["expect"] = {name: value, **(given.get("expect") or {})}
+            now = f"expect={{{name!r}: {value!r:.40}}}"
+        else:
+            given["options"] = replace(options_of(given), **{name: value})
+            now = f"options=WorkerOptions({name}={value!r:.40})"
+        # The script is above two functions of ours, and this one.
+        warnings.warn(f"{name} has moved; write {now}.", DeprecationWarning, stacklevel=4)
+
+
+def _old_variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What is expected by variables of keywords that have moved to `expect`."""
+    found = {}
+    for name in MOVED_TO_EXPECT:
+        variable = PREFIX + name.upper()
+        if text := environ.get(variable, "").strip():
+            found[name] = _plain(text)
+            warn_once(f"{variable} goes with release 1.0; set DILOCO_EXPECT={name}={text} instead.")
+    return found
 
 
 def worker_keys(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from diloco_lab.chaos.audit import log_of, read_lines
 from diloco_tools.demo.data import training_batches
 from diloco_tools.demo.model import GPTConfig, Recipe, build_model, build_optimizer, inner_step
-from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
+from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters, WorkerOptions
 
 CONTEXT = 32  # bytes that the model sees at once: half of the demo's, so that rounds are short
 BATCH = 4
@@ -70,7 +70,12 @@ class DrillWorker:
         count = StepCount(Path(steps))
         optimizer.register_step_post_hook(count)  # before the hook's, so it is called before
         with DiLoCoWorker(
-            model, optimizer, server=server, worker_id=worker, audit=audit, timeout=PATIENCE_S
+            model,
+            optimizer,
+            server=server,
+            worker_id=worker,
+            timeout=PATIENCE_S,
+            options=WorkerOptions(audit=audit),
         ) as diloco:
             for tokens, targets in training_batches(text, BATCH, CONTEXT, seed):
                 if self._is_asked():

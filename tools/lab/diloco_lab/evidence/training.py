@@ -23,7 +23,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_lab.evidence.trial import MODELS, Trial
 from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import Text, batch_seed, training_batches
-from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker import DiLoCoClient, DiLoCoWorker, WorkerOptions
 
 # Seconds that one worker may wait for another: a busy machine, or one that sleeps; then something hangs.
 PATIENCE_S = 3600.0
@@ -269,7 +269,7 @@ class Worker:
             worker_id=f"worker-{number}",
             sync_every=trial.steps_between(number) if trial.dylu else None,
             timeout=PATIENCE_S,
-            handle_signals=False,
+            options=WorkerOptions(handle_signals=False),
         )
 
     def work(self) -> None:

@@ -312,12 +312,12 @@ class DiLoCoWorker(RunView):
 
     # During training.
 
+    @settings.suggesting
     def report(
         self,
         loss: float | Tensor | None = None,
         tokens: int | Tensor | None = None,
         samples: int | Tensor | None = None,
-        **extra: Any,
     ) -> None:
         """Tell how training goes; at each step or now and then. Cheap, also with CUDA tensors.
 
@@ -326,16 +326,15 @@ class DiLoCoWorker(RunView):
             tokens: that this step was computed from; they are added up. A run may weigh each
                 contribution by them.
             samples: the same in training examples.
-            extra: kept in `reported`; the wire has no place for them yet.
 
         Raises:
             UsageError: a value that is not a single number, a count that is negative, not finite, or
-                makes more than 2**53 - 1 in all, a misspelt keyword. A loss may be NaN.
+                makes more than 2**53 - 1 in all, an unknown keyword. A loss may be NaN.
         """
         if self._unstarted is not None:
             self._unstarted.warn()
         if self._link is not None:
-            self._reports.add(loss, tokens, samples, extra)
+            self._reports.add(loss, tokens, samples)
             self._steps.reported()
 
     def force_sync(self) -> bool:

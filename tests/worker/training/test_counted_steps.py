@@ -226,8 +226,8 @@ def test_what_is_reported_on_an_accelerator_is_read_now_and_then(
 ) -> None:
     reports = Reports()
     with on_an_accelerator(monkeypatch):
-        reports.add(torch.tensor(9.0), torch.tensor(3), None, {})
-        reports.add(torch.tensor(2.5), torch.tensor(4), None, {})
+        reports.add(torch.tensor(9.0), torch.tensor(3), None)
+        reports.add(torch.tensor(2.5), torch.tensor(4), None)
     reports.read(LOOK_S - 1)
     assert reports.totals == Work()
     reports.read(LOOK_S)
@@ -241,11 +241,11 @@ def test_count_on_an_accelerator_that_makes_no_sense_is_dropped_with_a_warning(
 ) -> None:
     reports = Reports()
     with on_an_accelerator(monkeypatch):
-        reports.add(None, torch.tensor(-7), None, {})
+        reports.add(None, torch.tensor(-7), None)
     reports.read(0, at_once=True)
     assert (reports.totals, "tokens" in str(reports.problem)) == (Work(), True)
     assert [each.levelno for each in caplog.records] == [logging.WARNING]
-    reports.add(None, 5, None, {})
+    reports.add(None, 5, None)
     assert reports.totals == Work(tokens=5)
 
 
@@ -283,21 +283,23 @@ def test_counts_that_no_message_has_room_for_are_refused_and_the_worker_goes_on(
     assert (getattr(push, what), push.loss) == (2**53 - 1, None), "what is refused changes nothing"
 
 
-def test_misspelt_keyword_of_a_report_is_refused(training: ScriptedTraining) -> None:
+def test_unknown_keyword_of_a_report_is_refused_with_the_nearest(
+    training: ScriptedTraining,
+) -> None:
     worker = training.begins()
-    for name in ("token", "tokes", "n_tokens", "num_samples", "sample", "sampels", "losss", "los"):
-        with pytest.raises(UsageError, match=r"did you mean (loss|tokens|samples)"):
-            worker.report(**{name: 5})
-    assert worker.reported == {}
-
-
-def test_extra_values_are_not_taken_for_misspelt_keywords(training: ScriptedTraining) -> None:
-    """As those of a GAN, which reports no `loss`."""
-    worker = training.begins()
-    names = "d_loss g_loss loss_d loss_1 l_loss val_loss loss2 dloss losses tokens_s samples_s lr"
-    extra = dict.fromkeys(names.split(), 1.0)
-    worker.report(**extra)  # type: ignore[arg-type]
-    assert worker.reported == extra
+    names = {
+        "loss": ("los", "d_loss", "loss2", "losses"),
+        "tokens": ("token", "tokes", "n_tokens", "num_tokens", "ntokens", "tokens_s"),
+        "samples": ("sample", "sampels", "num_samples"),
+    }
+    for meant, given in names.items():
+        for name in given:
+            with pytest.raises(UsageError, match=f"'{name}'; did you mean {meant}"):
+                worker.report(**{name: 5})
+    with pytest.raises(UsageError, match="'lr'"):
+        worker.report(tokens=3, lr=0.1)  # type: ignore[call-arg]
+    push = training.round(H, 1)
+    assert (push.loss, push.tokens) == (None, 0), "what is refused changes nothing"
 
 
 # Nothing is learnt.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from itertools import takewhile
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -18,19 +17,6 @@ from diloco_worker.training.settings import warn_once
 
 logger = logging.getLogger("diloco.worker")
 
-# The keywords of a report; others are extra values.
-COUNTED = ("loss", "tokens", "samples")
-# Names under which other libraries report a count.
-ALIASES = {
-    "n_tokens": "tokens",
-    "num_tokens": "tokens",
-    "ntokens": "tokens",
-    "token_count": "tokens",
-    "n_samples": "samples",
-    "num_samples": "samples",
-    "nsamples": "samples",
-    "sample_count": "samples",
-}
 # Seconds between two looks at a loss that lies on an accelerator: each look waits for its kernels.
 LOOK_S = 5.0
 # Weight of the newest step in the moving average of the pace: about the last twenty steps.
@@ -48,7 +34,6 @@ class Reports:
     def __init__(self) -> None:
         self.loss: float | None = None
         self.counts = {"tokens": 0, "samples": 0}
-        self.extra: dict[str, Any] = {}
         self.problem: str | None = None  # why a value on an accelerator was dropped, a sentence
         self._pending: dict[str, Tensor] = {}  # on an accelerator, by the names of `add`
         self._read_at = 0.0
@@ -63,17 +48,15 @@ class Reports:
         loss: float | Tensor | None,
         tokens: int | Tensor | None,
         samples: int | Tensor | None,
-        extra: dict[str, Any],
     ) -> None:
         """Take a report. Changes nothing where it raises.
 
         Raises:
             UsageError: a tensor that is not a single value, a value that is not a number, a count that
-                is negative, not finite or above `ranges.MOST`, a misspelt keyword.
+                is negative, not finite or above `ranges.MOST`.
         """
         every = {"loss": loss, "tokens": tokens, "samples": samples}
         given: dict[str, object] = {n: value for n, value in every.items() if value is not None}
-        _check_spelling(extra, given)
         later: dict[str, Tensor] = {}
         now: dict[str, float] = {}
         for name, value in given.items():
@@ -87,7 +70,6 @@ class Reports:
         for name, new in later.items():
             earlier = self._pending.get(name)
             self._pending[name] = new.clone() if earlier is None else earlier + new
-        self.extra.update(extra)
 
     def _read(self, name: str, value: object) -> float:
         """A loss, or what a count will be with this value; raises UsageError."""
@@ -163,35 +145,6 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         pass
     raise UsageError(f"report({name}=...) got a {type(value).__name__}; give a single real number.")
-
-
-def _check_spelling(extra: Iterable[str], given: Iterable[str]) -> None:
-    """Raise UsageError for an extra value that is probably meant for a keyword which is not given."""
-    missing = [keyword for keyword in COUNTED if keyword not in given]
-    for name in extra:
-        for keyword in missing:
-            if ALIASES.get(name) == keyword or _is_misspelling(name, keyword):
-                raise UsageError(
-                    f"report({name:.80}=...) would be an extra value; did you mean {keyword}?"
-                )
-
-
-def _is_misspelling(name: str, keyword: str) -> bool:
-    """Whether one letter is missing, wrong or added, or two neighbours are swapped.
-
-    A name that contains the keyword has a meaning of its own (`gloss`, `loss2`), unless the keyword's
-    first or last letter is only doubled.
-    """
-    if keyword in name:
-        return name in (keyword[0] + keyword, keyword + keyword[-1])
-    same = takewhile(lambda letters: letters[0] == letters[1], zip(name, keyword, strict=False))
-    start = len(list(same))
-    written, meant = name[start:], keyword[start:]
-    return (
-        written in (meant[1:], meant[1::-1] + meant[2:])
-        or meant == written[1:]
-        or meant[1:] == written[1:]
-    )
 
 
 class Pace:

@@ -5,15 +5,11 @@ In a worker of several processes it is the same in all of them, as of the last s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from diloco_protocol import RunConfig
 from diloco_protocol.messages import Progress
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.ports import RunFacts
-from diloco_worker.training.reports import Reports
 from diloco_worker.transport.link import Link
 
 
@@ -22,7 +18,6 @@ class RunView:
 
     _link: Link | None
     _driver: Driver | None
-    _reports: Reports
     _counters: SyncMetrics
     _step: int
 
@@ -72,8 +67,3 @@ class RunView:
     def sync_count(self) -> int:
         """Pseudo-gradients of this worker that are in the global parameters."""
         return self._counters.rounds
-
-    @property
-    def reported(self) -> Mapping[str, Any]:
-        """The `extra` values of `report`, the latest of each."""
-        return dict(self._reports.extra)

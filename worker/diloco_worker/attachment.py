@@ -37,6 +37,7 @@ from diloco_worker.owner import (
     parameters_of,
 )
 from diloco_worker.session.restarts import RUN_IS_OVER, WRONG_USAGE
+from diloco_worker.training.settings import EXIT, WorkerOptions, resolve
 
 # Of a parameter group, what a step changes parameters by besides the gradients.
 RATES = ("lr", "weight_decay")
@@ -131,7 +132,10 @@ class Attachment:
     def _attach(self) -> None:
         first, *others = self._optimizers
         model = self._model = owner_of(first, living_modules(), *others)
-        worker = DiLoCoWorker(model, self._optimizers)
+        # The script does not look at `should_stop`.
+        is_chosen = resolve({}).handle_signals is not None
+        options = None if is_chosen else WorkerOptions(handle_signals=EXIT)
+        worker = DiLoCoWorker(model, self._optimizers, options=options)
         tensors = ModelTensors.of_module(model)
         before = checksums(tensors)
         worker.start()

@@ -154,7 +154,9 @@ class DiLoCoWorker(RunView):
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
         self._audit: PushLog | None = None
-        self._termination = Termination(self._wake)
+        self._termination = Termination(
+            self._wake, at_once=self._settings.handle_signals == settings.EXIT
+        )
         self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
         # What a `data.WorkQueue` of this worker speaks to.
@@ -248,6 +250,7 @@ class DiLoCoWorker(RunView):
         opened() if ranks is None else ranks.agreed(opened)
         self._resumption = self._carried = None
         self._steps.start()
+        self._termination.is_training = True
         self._pace.resume(self._clock())
         return self
 
@@ -294,6 +297,7 @@ class DiLoCoWorker(RunView):
     def _close(self, reason: str, *, failed: bool = False, hasty: bool = False) -> None:
         """Leave, telling the broker why. `hasty`: the process is about to end."""
         self._steps.stop()
+        self._termination.is_training = False
         if self._unstarted is not None:
             self._unstarted.over()
         link = self._link
@@ -374,10 +378,10 @@ class DiLoCoWorker(RunView):
 
     @property
     def should_stop(self) -> bool:
-        """True once the broker has said that the run is over, or SIGTERM has come.
+        """True once the broker has said that the run is over, or SIGTERM was received.
 
-        A broker that only restarts ends no script: see `stop_reason`. A script that never looks at this
-        is ended by SIGTERM with SystemExit.
+        A broker that only restarts ends no script: see `stop_reason`. Behind the second optimizer step
+        that ends with SIGTERM received, the script has not looked here, and gets SystemExit.
         """
         return self.stop_reason is not None
 
@@ -390,13 +394,11 @@ class DiLoCoWorker(RunView):
         again when it is back. Whoever trains on although the run is over trains alone in the same way,
         and is in the run again if its broker comes back.
         """
-        self._termination.is_watched = True
-        self._termination.tell()
-        return self._facts.stop_reason or self._termination.reason
+        return self._facts.stop_reason if self._driver else self._termination.reason
 
     @property
     def run_is_over(self) -> bool:
-        """True once the broker has said so. Unlike `should_stop` it leaves SIGTERM to this worker."""
+        """True once the broker has said so."""
         return self._facts.is_over
 
     @property
@@ -526,6 +528,7 @@ class DiLoCoWorker(RunView):
         self._guarded(lambda: driver.after_step(self._step))
         self._publish()
         self._pace.resume(self._clock())
+        self._termination.step_ended(self._facts.is_asked)
 
     def _between_steps(self, action: Callable[[], bool]) -> bool:
         """Something that the script asks for between two steps; its time is no training."""

@@ -42,6 +42,9 @@ torch.manual_seed(0)
 manners = sys.argv[1]
 if manners == "stubborn":
     sigterm.ECHO_S = 0.0  # a second signal is meant, however soon
+if manners == "brief":
+    waiting = sigterm.Termination.waiting
+    sigterm.Termination.waiting = lambda self: print("waits", flush=True) or waiting(self)
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 steps = 0
@@ -53,9 +56,16 @@ try:
             steps += 1
             print("step", steps, flush=True)
             threading.Event().wait(0.01)
-            if manners != "blind" and diloco.should_stop and manners != "stubborn":
+            if manners == "brief" and steps == 202:
+                break
+            if diloco.should_stop and manners == "stubborn":
+                print("pays no heed", flush=True)
+                threading.Event().wait(600)
+            if diloco.should_stop and manners == "polite":
                 print("stops because", diloco.stop_reason, flush=True)
                 break
+            if manners == "slow" and steps == 6:
+                threading.Event().wait(600)
     print("after the with", flush=True)
 finally:
     print("unwound", flush=True)
@@ -77,14 +87,17 @@ def serving(**options: Any) -> Broker:
     ("number", "manners", "code"),
     [
         (signal.SIGTERM, "polite", 0),
-        (signal.SIGTERM, "blind", EXIT_CODE),
+        (signal.SIGTERM, "careless", EXIT_CODE),
         (signal.SIGINT, "polite", -signal.SIGINT),
     ],
 )
 def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
     processes: Processes, number: signal.Signals, manners: str, code: int, at_a_boundary: bool
 ) -> None:
-    """A script that looks stops by itself; the first round may wait for a worker that never comes."""
+    """A script that minds `should_stop` ends by itself, one that only reads it behind its next step.
+
+    The first round may wait for a worker that never comes.
+    """
     with serving(workers=2 if at_a_boundary else 1) as broker:
         worker = processes.run("train.py", manners, DILOCO_SERVER=broker.address)
         worker.says("step 3" if at_a_boundary else "step 6")
@@ -106,6 +119,30 @@ def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
     assert ("KeyboardInterrupt" in worker.output) == (not is_term)
 
 
+def test_sigterm_ends_a_script_in_mid_step_where_it_is_asked_to(processes: Processes) -> None:
+    with serving() as broker:
+        variables = {"DILOCO_SERVER": broker.address, "DILOCO_HANDLE_SIGNALS": "exit"}
+        worker = processes.run("train.py", "slow", **variables)
+        worker.says("step 6")
+        worker.gets(signal.SIGTERM)
+        assert worker.ends(SOON_S) == EXIT_CODE
+        state = broker._loop.core.state
+        until(lambda: len(state.members) == 0 and state.totals.deaths == 0)
+    assert "unwound" in worker.output
+
+
+def test_sigterm_ends_a_worker_that_waits_for_its_last_push(processes: Processes) -> None:
+    options = ("--sync-every", "200", "--fragment-sync-delay", "3", "--heartbeat-timeout", "0")
+    broker, address = processes.serve(*options)
+    worker = processes.run("train.py", "brief", DILOCO_SERVER=address)
+    worker.says("step 6")
+    broker.gets(signal.SIGSTOP)
+    worker.says("waits")
+    worker.gets(signal.SIGTERM)
+    assert worker.ends(SOON_S) == EXIT_CODE
+    assert "unwound" in worker.output
+
+
 def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(processes: Processes) -> None:
     worker = processes.run("train.py", "polite", DILOCO_SERVER=a_free_address())
     worker.says("aiting")
@@ -123,7 +160,7 @@ def test_sigterm_that_comes_again_or_is_left_alone_ends_the_process_at_once(
         worker.says("step 6")
         worker.gets(signal.SIGTERM)
         if not is_left_alone:
-            worker.says("Received SIGTERM")  # and the script does not care
+            worker.says("pays no heed")
             worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == -signal.SIGTERM
     assert "unwound" not in worker.output
@@ -206,7 +243,8 @@ def test_signal_in_a_merge_leaves_no_torn_model(
     """The exit checkpoint of a script would else have one layer of a version and not the other."""
     (processes.folder / "torn.py").write_text(TORN)
     with serving() as broker:
-        worker = processes.run("torn.py", str(int(number)), DILOCO_SERVER=broker.address)
+        variables = {"DILOCO_SERVER": broker.address, "DILOCO_HANDLE_SIGNALS": "exit"}
+        worker = processes.run("torn.py", str(int(number)), **variables)
         assert worker.ends(SOON_S) == code
     assert "copied 4 whole True" in worker.output
 
@@ -235,7 +273,7 @@ def test_echo_of_a_sigterm_is_ignored_and_a_second_wish_is_not(
     """systemd sends one to the script as well, and `diloco-worker run` gives its own on."""
     now = [50.0]
     termination = Termination(lambda: None, lambda: now[0])
-    termination.is_watched = True
+    termination.is_training = True
     termination.install()
     ended: list[int] = []
     monkeypatch.setattr(os, "kill", lambda _, number: ended.append(number))
@@ -253,7 +291,7 @@ def test_echo_of_a_sigterm_is_ignored_and_a_second_wish_is_not(
 def termination() -> Iterator[Termination]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     made = Termination(lambda: None)
-    made.is_watched = True
+    made.is_training = True
     made.install()
     yield made
     made.restore()
@@ -320,7 +358,7 @@ import os, signal, sys, threading
 from diloco_worker.transport.sigterm import Termination
 
 termination = Termination(lambda: None)
-termination.is_watched = True
+termination.is_training = True
 termination.install()
 ready, tell = os.pipe()
 child = os.fork()

@@ -65,7 +65,7 @@ class GroupPorts(LocalPorts):
         reason = self._facts.stop_reason
         if self._is_asked and not self._facts.is_over:
             reason = "SIGTERM asks a process of this worker to end"
-        return replace(self._facts, stop_reason=reason)
+        return replace(self._facts, stop_reason=reason, is_asked=self._is_asked)
 
     def checksums(self) -> Mapping[str, tuple[int, ...]]:
         problem: str | None = None

@@ -36,6 +36,7 @@ class RunFacts:
     """What a script may ask about the run."""
 
     stop_reason: str | None = None  # why the script should stop; None while it should not
+    is_asked: bool = False  # a process of this worker received SIGTERM
     is_over: bool = False  # the run is
     save_order: int = 0  # the number of the newest order to save
     progress: Progress = field(default_factory=Progress)
@@ -110,6 +111,7 @@ class LocalPorts:
         link = self.link
         return RunFacts(
             stop_reason=self.termination.reason or link.stopping,
+            is_asked=self.termination.is_asked,
             is_over=link.stopping is not None,
             save_order=link.save_order,
             progress=link.run_progress,

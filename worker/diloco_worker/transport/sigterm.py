@@ -1,13 +1,15 @@
 """SIGTERM and Ctrl-C while a worker is in a run: the script ends in order, and the broker is told.
 
-A script that looks at `should_stop` is told there, and ends its loop by itself. In one that never has,
-the signal raises SystemExit in the main thread, as Ctrl-C raises KeyboardInterrupt, so that the `with`
-is left. A second signal does what the first would have done without us: it ends the process at once.
-Not so an echo of the first: systemd sends SIGTERM to each process of a service, and `diloco-worker run`
-gives its own on.
+After SIGTERM `should_stop` is True, and a script that looks at it ends its loop by itself. One that
+makes another step although it could have looked is ended: the step raises SystemExit, as Ctrl-C raises
+KeyboardInterrupt, so that the `with` is left. While the worker joins or leaves, and with `at_once`,
+SIGTERM raises it in the main thread wherever that is. A second SIGTERM does what the first would have
+done without us: it ends the process at once. Not so an echo of the first: systemd sends SIGTERM to each
+process of a service, and `diloco-worker run` gives its own on.
 
-Neither breaks off what the worker is doing between two steps: it comes behind it, or at once while the
-worker only waits. So a loop that goes on after Ctrl-C, as in a notebook, goes on with a whole model.
+Neither signal breaks off what the worker is doing between two steps: it comes behind it, or at once
+while the worker only waits. So a loop that goes on after Ctrl-C, as in a notebook, goes on with a whole
+model.
 """
 
 from __future__ import annotations
@@ -32,16 +34,26 @@ ECHO_S = 1.0
 class Termination:
     """Takes SIGTERM between `install` and `restore`, if nobody else does.
 
-    `wake` ends a wait of the main thread. It is called in the handler, so it must take no lock.
+    Args:
+        wake: ends a wait of the main thread. It is called in the handler, so it must take no lock.
+        at_once: end the script in mid-step, too.
     """
 
     def __init__(
-        self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        at_once: bool = False,
     ) -> None:
         self.is_asked = False  # whether SIGTERM was received
         self._asked_at = 0.0
         self._clock = clock
-        self.is_watched = False  # the script looks at `should_stop`
+        self._ends_at_once = at_once
+        self.is_training = (
+            False  # the script makes steps, and can look at `should_stop` behind each
+        )
+        self._could_look = False  # a step has ended with `should_stop`
         self._is_told = False
         self._holds = 0
         self._waits = 0
@@ -60,6 +72,18 @@ class Termination:
         if self.is_asked and not self._is_told:
             self._is_told = True
             logger.warning("Received SIGTERM; leaving the run.")
+
+    def step_ended(self, is_asked: bool) -> None:
+        """A step has ended; raises SystemExit behind the second in a row that was asked to be the last.
+
+        Args:
+            is_asked: a process of this worker received SIGTERM, which all of them know alike.
+        """
+        if is_asked:
+            self.tell()
+        if is_asked and self._could_look and self._pid is not None:
+            raise SystemExit(EXIT_CODE)
+        self._could_look = is_asked
 
     def install(self) -> None:
         """Take SIGTERM from here on: in the main thread, where it does what it does by default."""
@@ -141,5 +165,5 @@ class Termination:
             raise KeyboardInterrupt
 
     def _end(self) -> None:
-        if self._pid is not None and not self.is_watched:
+        if self._pid is not None and (self._ends_at_once or not self.is_training):
             raise SystemExit(EXIT_CODE)

@@ -104,7 +104,7 @@ def trained(
     with Broker(config) as broker, stream:
         model = an_mlp(0).model.cuda()
         optimizer = sgd(model)
-        with DiLoCoWorker(model, optimizer, broker.address, **options) as hook:
+        with DiLoCoWorker(model, optimizer, broker.address, options=options) as hook:
             for number in range(3 * plan.sync_every):
                 optimizer.zero_grad()
                 model(batch(0, number).cuda()).pow(2).mean().backward()

@@ -183,7 +183,7 @@ def calm(cluster: Made, tmp_path_factory: pytest.TempPathFactory) -> float:
     result = run.ends()
     assert result.error is None
     assert result.metrics is not None
-    assert result.metrics["rounds"] == ROUNDS
+    assert result.metrics["pushes"] == ROUNDS
     assert result.metrics["worker"] == "island-0"
     assert len(result.islands) == 2
     assert result.checkpoint is not None
@@ -225,7 +225,7 @@ def test_same_name_goes_on_where_the_run_was(cluster: Made, tmp_path: Path, calm
     assert first.error is None and result.error is None
     second.is_sound(calm)
     assert result.metrics is not None
-    assert result.metrics["rounds"] == ROUNDS - 60
+    assert result.metrics["pushes"] == ROUNDS - 60
 
 
 def test_island_of_two_processes_is_one_worker(cluster: Made, tmp_path: Path, calm: float) -> None:

@@ -109,7 +109,7 @@ def trained(
                 optimizer.zero_grad()
                 model(batch(0, number).cuda()).pow(2).mean().backward()
                 optimizer.step()
-            assert hook.sync_metrics.rounds >= 3 and hook.sync_metrics.last_error is None
+            assert hook.sync_metrics.pushes >= 3 and hook.sync_metrics.last_error is None
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 

@@ -152,8 +152,8 @@ def test_what_is_logged_reaches_the_loggers(callback: Fit, trainer: Fit, tmp_pat
     made.fit(module_of(), batches())
     (file,) = tmp_path.glob("log/*/metrics.csv")
     names, *lines = [line.split(",") for line in file.read_text().splitlines()]
-    rounds = [float(line[names.index("diloco/rounds")]) for line in lines]
-    assert rounds == [0] * (H - 1) + [1] * H + [2]
+    pushes = [float(line[names.index("diloco/pushes")]) for line in lines]
+    assert pushes == [0] * (H - 1) + [1] * H + [2]
     assert {"diloco/round", "diloco/bytes_up", "diloco/seconds_waited"} <= set(names)
 
 

@@ -156,10 +156,10 @@ def test_what_is_logged_reaches_those_that_report(trainer: MakeTrainer) -> None:
     reporter = Reporter()
     made.callback_handler.callbacks.insert(1, reporter)  # where those of report_to stand
     made.train()
-    rounds = [log["diloco/rounds"] for log in reporter.heard if "loss" in log]
-    assert rounds == [0] * (H - 1) + [1] * H + [2]
+    pushes = [log["diloco/pushes"] for log in reporter.heard if "loss" in log]
+    assert pushes == [0] * (H - 1) + [1] * H + [2]
     assert {"diloco/round", "diloco/bytes_up", "diloco/seconds_waited"} <= set(reporter.heard[0])
-    assert made.state.log_history[-1]["diloco/rounds"] == 2
+    assert made.state.log_history[-1]["diloco/pushes"] == 2
 
 
 def test_the_trainer_stops_and_saves_when_the_run_ends(

@@ -376,5 +376,5 @@ def train_and_measure(
             if step % EVERY == 0:
                 seen["worker"].append(memory_kib("self"))
                 seen["broker"].append(memory_kib(broker))
-    rounds, peak = diloco.sync_metrics.rounds, memory_kib("self", "VmHWM")
+    rounds, peak = diloco.sync_metrics.pushes, memory_kib("self", "VmHWM")
     out.write_text(json.dumps({"seen": seen, "rounds": rounds, "peak": peak}))

@@ -194,7 +194,7 @@ def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
                     pushes.append((worker, fragment, hooks[worker].sync_metrics.staleness))
             versions = shown
         got = Outcome(histories, observer.pull().tensors)
-        rounds = [hook.sync_metrics.rounds for hook in hooks]
+        rounds = [hook.sync_metrics.pushes for hook in hooks]
     # The broker says which fragment each begins with.
     begins = [next(f for w, f, _ in pushes if w == worker) for worker in range(WORKERS)]
     wanted, sent = asynchronous(trainees(WORKERS, adamw), order, plan, delayed, begins)

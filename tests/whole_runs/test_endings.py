@@ -41,4 +41,4 @@ def test_workers_finish_the_last_round_and_the_broker_leaves_the_model(
             result = processes.result(name)
             assert result["steps"] == 24
             assert result["weights"][:2] == pytest.approx(sums, abs=1e-5)
-            assert result["metrics"]["rounds"] == "4"
+            assert result["metrics"]["pushes"] == "4"

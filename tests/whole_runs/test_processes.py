@@ -21,7 +21,7 @@ def test_two_workers_train_to_the_same_parameters(processes: Processes) -> None:
     assert [worker.ends() for worker in workers] == [0, 0]
     a, b = processes.result("a"), processes.result("b")
     assert a["weights"] == b["weights"]
-    assert a["metrics"]["rounds"] == "5"
+    assert a["metrics"]["pushes"] == "5"
     broker.gets(signal.SIGTERM)
     assert broker.ends(10) == 0
     assert "Round 4 closed" in broker.output
@@ -35,7 +35,7 @@ def test_workers_may_start_before_the_broker(processes: Processes) -> None:
     _, bound = processes.serve("--sync-every", "10", bind=address)
     assert bound == address
     assert worker.ends() == 0
-    assert processes.result("early")["metrics"]["rounds"] == "2"
+    assert processes.result("early")["metrics"]["pushes"] == "2"
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_run_goes_on_when_the_broker_is_restarted(
     for name in ("a", "b"):
         result = processes.result(name)
         assert result["steps"] == 300, "a script that looks at should_stop makes all of its steps"
-        assert int(result["metrics"]["rounds"]) > 4
+        assert int(result["metrics"]["pushes"]) > 4
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_run_ends_for_workers_behind_relays_as_for_the_others(opened: ExitStack)
     tree.ends()
     for each in tree.trainers.values():
         assert each.metrics is not None
-        assert (each.metrics.rounds, each.metrics.unsynced_steps) == (4, 0)
+        assert (each.metrics.pushes, each.metrics.unsynced_steps) == (4, 0)
     for relay in (tree.deep, tree.middle, tree.north):
         thread = relay._thread
         assert thread is not None

@@ -81,5 +81,5 @@ def test_worker_follows_a_broker_that_moves(processes: Processes, tmp_path: Path
     assert worker.ends() == 0, worker.output
     result = processes.result("a")
     assert result["steps"] == 200
-    assert int(result["metrics"]["rounds"]) > 10
+    assert int(result["metrics"]["pushes"]) > 10
     assert all(torch.isfinite(torch.tensor(result["weights"])))

@@ -26,7 +26,7 @@ def test_two_workers_train_by_the_example(processes: Processes, name: str) -> No
     for output in two_train(processes, name, *options):
         first, *_, last = losses(output)
         assert last < first, output
-        assert "after 4 rounds" in output
+        assert "after 4 pushes" in output
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_example_ends_with_the_code_for_a_run_that_is_over(processes: Processes)
     broker = processes.broker(**{**BROKER, "workers": 1, "max_rounds": 2})
     child = started(processes, "plain_loop.py", "a", broker.address())
     assert child.ends(within=90) == RUN_IS_OVER, child.output
-    assert "after 2 rounds" in child.output
+    assert "after 2 pushes" in child.output
 
 
 @pytest.mark.slow

@@ -578,7 +578,7 @@ class DiLoCoWorker(RunView):
                 steps_per_s=self._pace.steps_per_s,
                 loss=self._reports.loss,
                 tokens=self._reports.counts["tokens"],
-                merge_delay=self._counters.merge_delay if self._counters.rounds else None,
+                merge_delay=self._counters.merge_delay if self._counters.pushes else None,
                 warning=None if warning is None else warning[:MAX_WARNING_LENGTH],
                 saved=self._saved or None,
             )

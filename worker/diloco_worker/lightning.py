@@ -34,7 +34,7 @@ from diloco_worker.transport.whereabouts import Given
 logger = logging.getLogger("diloco.worker")
 
 # Of `sync_metrics`, what is logged.
-LOGGED = ("rounds", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
+LOGGED = ("pushes", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
 # What the names of strategies say that keep no whole model, or step without torch's hooks.
 REFUSED = ("DeepSpeed", "FSDP", "ModelParallel", "XLA")
 OF_EACH = "processes"  # in a checkpoint of several, the states of all of them
@@ -53,7 +53,7 @@ class DiLoCoCallback(Callback):
         diloco: the `DiLoCoWorker`, from `on_train_start` on; None before.
 
     Logged with what the module logs, each as diloco/NAME: `round` of the run, `global_loss`, and of this
-    worker `rounds`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`. When the
+    worker `pushes`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`. When the
     run ends the Trainer stops; one with `min_steps` or `min_epochs` makes these first, alone. When an
     operator asks for a save, a Trainer with a `ModelCheckpoint` puts `asked-step=N.ckpt` beside its own.
 

@@ -36,7 +36,7 @@ logger = logging.getLogger("diloco.worker")
 
 STATE_FILE = "diloco.pt"  # in a checkpoint of the Trainer
 # Of `sync_metrics`, what is logged.
-LOGGED = ("rounds", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
+LOGGED = ("pushes", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
 # By model, the callback that is in a run with it: one whose training broke off has not left.
 _callbacks: weakref.WeakKeyDictionary[nn.Module, DiLoCoCallback] = weakref.WeakKeyDictionary()
 
@@ -53,7 +53,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
 
     Logged with what the Trainer logs, each as diloco/NAME: `round` of the run, `global_loss`, and of
-    this worker `rounds`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`.
+    this worker `pushes`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`.
 
     With several processes (torchrun) all of them are one worker, as with `process_group="world"`.
 

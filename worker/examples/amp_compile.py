@@ -41,4 +41,4 @@ with DiLoCoWorker(model, optimizer) as diloco:
             print(f"step {step}, loss {loss.item():.3f}", flush=True)
         if diloco.should_stop:
             break
-print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.rounds} rounds")
+print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.pushes} pushes")

@@ -71,4 +71,4 @@ with diloco:
             print(f"step {done}, loss {loss.item():.3f}", flush=True)
         if done % options.save_every == 0:
             save()
-print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.rounds} rounds")
+print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.pushes} pushes")

@@ -41,6 +41,6 @@ with DiLoCoWorker(model, optimizer) as diloco:
             print(f"step {step}, loss {loss.item():.3f}", flush=True)
         if diloco.should_stop:
             break
-print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.rounds} rounds")
+print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.pushes} pushes")
 if diloco.run_is_over:
     sys.exit(RUN_IS_OVER)  # diloco-worker run does not start it again

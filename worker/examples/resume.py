@@ -58,6 +58,6 @@ with diloco:
         if done % options.save_every == 0:
             save()
     save()
-print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.rounds} rounds")
+print(f"done with a loss of {loss.item():.3f} after {diloco.sync_metrics.pushes} pushes")
 if diloco.run_is_over:
     sys.exit(RUN_IS_OVER)  # diloco-worker run does not start it again

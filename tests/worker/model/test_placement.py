@@ -165,7 +165,7 @@ def test_only_what_travels_comes_from_a_device_to_the_host(
             model(torch.ones(2, 256).to(THERE)).pow(2).sum().backward()
             optimizer.step()
             assert OtherDevice.to_host == pytest.approx(256 * 400 * bytes_each, rel=0.01)
-        assert hook.sync_metrics.rounds == 3 and hook.sync_metrics.last_error is None
+        assert hook.sync_metrics.pushes == 3 and hook.sync_metrics.last_error is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_run_is_the_same_wherever_model_and_global_parameters_are(
                 optimizer.zero_grad()
                 model(batch(0, number).to(device)).pow(2).mean().backward()
                 optimizer.step()
-            assert hook.sync_metrics.rounds >= 2 and hook.sync_metrics.last_error is None
+            assert hook.sync_metrics.pushes >= 2 and hook.sync_metrics.last_error is None
         return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
 
     wanted = trained(HOST)
@@ -218,4 +218,4 @@ def test_checkpoint_of_a_worker_is_for_the_host(
         later.load_state_dict(saved)
         with later:
             each.step()
-            assert later.sync_metrics.rounds == 2
+            assert later.sync_metrics.pushes == 2

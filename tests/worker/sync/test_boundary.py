@@ -63,7 +63,7 @@ def test_reply_is_merged_and_training_goes_on() -> None:
     assert training.outcomes == ["counted"]
     assert training.ended[0].version == version(1)
     assert training.said.endswith("has 4 steps of this worker, norm 1, staleness 0; waited 2.5 s.")
-    assert (training.metrics.rounds, training.metrics.seconds_waited) == (1, 2.5)
+    assert (training.metrics.pushes, training.metrics.seconds_waited) == (1, 2.5)
     assert training.steps(H).pushes[-1].base == version(1)
 
 
@@ -146,7 +146,7 @@ def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes() -> No
     training.receives(1, counted=training.pushes[0]).steps(1)
     training.receives(5).steps(1)
     assert training.outcomes == ["counted"]
-    assert (training.state.fragments[0].version, training.metrics.rounds) == (version(5), 1)
+    assert (training.state.fragments[0].version, training.metrics.pushes) == (version(5), 1)
 
 
 def test_version_that_comes_without_a_flight_moves_the_model() -> None:
@@ -308,7 +308,7 @@ def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() 
     training.receives(1, counted=push.push)
     assert not training.waits()
     assert training.outcomes == []
-    assert training.metrics.rounds == 1
+    assert training.metrics.pushes == 1
     (base,) = training.state.training_bases(Work())
     assert (base.version, base.in_flight) == (version(0), push), "a checkpoint goes on from here"
 

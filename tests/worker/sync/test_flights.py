@@ -46,7 +46,7 @@ def test_training_goes_on_until_the_reply_is_here(on_the_way: int) -> None:
     training.steps(1)
     assert training.outcomes == ["counted"]
     metrics = training.metrics
-    assert (metrics.rounds, metrics.merge_delay, metrics.late_merges) == (1, on_the_way, 0)
+    assert (metrics.pushes, metrics.merge_delay, metrics.late_merges) == (1, on_the_way, 0)
     assert metrics.seconds_waited == 0
     assert "Synchronised: version 1 (round 0, fragment 0) has 4 steps" in training.said
     assert f"merged {on_the_way} step" in training.said

@@ -50,7 +50,7 @@ def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
         training.done()
         assert training.values == 100 * (number + 1)
     metrics = training.metrics
-    health = {"rounds": 3, "rejected": 0, "retries": 0, "unsynced_steps": 0, "last_error": None}
+    health = {"pushes": 3, "rejected": 0, "retries": 0, "unsynced_steps": 0, "last_error": None}
     assert dict(metrics) | health == dict(metrics)
     assert metrics.bytes_up > 3 * 48 < metrics.bytes_down
     assert metrics.seconds_waited > 0
@@ -146,8 +146,21 @@ def test_without_a_server_everything_is_a_no_op() -> None:
         descent.steps(2)
     for name, value in descent.model.state_dict().items():
         assert torch.allclose(value, before[name] - 2)
-    assert dict(worker.sync_metrics)["rounds"] == 0
+    assert dict(worker.sync_metrics)["pushes"] == 0
     DiLoCoWorker(descent.model, descent.optimizer).load_state_dict(state)
+
+
+def test_old_name_of_pushes_is_read_from_checkpoints_and_by_scripts() -> None:
+    descent = Descent()
+    state = DiLoCoWorker(descent.model, descent.optimizer).state_dict()
+    state["metrics"] = {"rounds": 3, "bytes_up": 7}
+    worker = DiLoCoWorker(descent.model, descent.optimizer)
+    worker.load_state_dict(state)
+    metrics = worker.sync_metrics
+    assert (metrics.pushes, metrics.bytes_up, worker.sync_count) == (3, 7, 3)
+    with pytest.warns(DeprecationWarning, match="pushes"):
+        assert metrics.rounds == metrics["rounds"] == 3
+    assert "rounds" not in dict(metrics)
 
 
 def test_counters_go_on_from_a_checkpoint(training: ScriptedTraining) -> None:

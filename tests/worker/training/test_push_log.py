@@ -145,5 +145,5 @@ def test_full_disk_ends_the_record_and_not_the_training(
         pytest.skip("this system has no /dev/full")
     training.begins(options={"audit": "/dev/full"})
     training.round(H, 1)
-    assert training.metrics.rounds == 1
+    assert training.metrics.pushes == 1
     assert caplog.text.count("audit log /dev/full could not be written") == 1

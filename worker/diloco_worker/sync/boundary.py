@@ -36,7 +36,7 @@ from diloco_worker.sync.state import SyncState
 async def after_step(state: SyncState, step: int) -> None:
     """An optimizer step has been taken. Returns when training may go on."""
     state.step = step
-    counted = state.metrics.rounds
+    counted = state.metrics.pushes
     await poll(state)
     _offer_frozen(state)
     for fragment in state.by_age():
@@ -45,7 +45,7 @@ async def after_step(state: SyncState, step: int) -> None:
     state.set_pace()
     if state.schedule.is_due(step) and not state.link.has_ended:
         await _use_slot(state)
-    if state.metrics.rounds != counted:
+    if state.metrics.pushes != counted:
         # Displays count inner steps from here; the next heartbeat may be half a minute away.
         _beat(state)
     _log_counted(state)
@@ -499,7 +499,7 @@ def _has_counted(
     state: SyncState, fragment: Fragment, in_flight: InFlight, arrival: Arrival
 ) -> None:
     metrics = state.metrics
-    metrics.rounds += 1
+    metrics.pushes += 1
     metrics.staleness = fragment.staleness
     metrics.merge_delay = state.step - in_flight.began
     state.ports.push_ended(in_flight.push_id, fragment.number, arrival.version)

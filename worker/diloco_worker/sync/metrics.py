@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ LINE_S = 1.0
 class SyncMetrics(Mapping[str, Any]):
     """Counters of one worker. Attributes and items are the same: `dict(metrics)` works."""
 
-    rounds: int = 0  # pseudo-gradients of this worker that are in a version it received
+    pushes: int = 0  # pseudo-gradients of this worker that are in a version it received
     bytes_up: int = 0  # sent to the broker, headers included
     bytes_down: int = 0
     seconds_waited: float = 0.0  # training stood still to synchronise; joining is not in it
@@ -39,8 +40,14 @@ class SyncMetrics(Mapping[str, Any]):
         """A copy of all of it, by name."""
         return dict(self)
 
+    @property
+    def rounds(self) -> int:
+        """The old name of `pushes`, until release 1.0. (`round` of a worker is that of the run.)"""
+        warnings.warn("rounds is called pushes now.", DeprecationWarning, stacklevel=2)
+        return self.pushes
+
     def __getitem__(self, name: str) -> Any:
-        return vars(self)[name]
+        return self.rounds if name == "rounds" else vars(self)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(vars(self))

@@ -66,4 +66,4 @@ class RunView:
     @property
     def sync_count(self) -> int:
         """Pseudo-gradients of this worker that are in the global parameters."""
-        return self._counters.rounds
+        return self._counters.pushes

@@ -83,7 +83,10 @@ class Saved:
             raise UsageError("This is not the state of a DiLoCoWorker: the list is empty.")
         state = states[0]
         try:
-            counters = SyncMetrics(**state["metrics"])
+            metrics = dict(state["metrics"])
+            if "rounds" in metrics:  # the name until `round` meant that of the run alone
+                metrics["pushes"] = metrics.pop("rounds")
+            counters = SyncMetrics(**metrics)
             step, cycle_start = int(state["local_step"]), int(state.get("cycle_start", 0))
             saved = [each["resume"] for each in states if each.get("resume") is not None]
             plains = [plain for each in saved for plain in states_in(each)]

@@ -228,7 +228,7 @@ class DiLoCoRun:
         with self._counting:
             self.outcome.bytes_up += metrics["bytes_up"]
             self.outcome.bytes_down += metrics["bytes_down"]
-            self.outcome.pushes += metrics["rounds"]
+            self.outcome.pushes += metrics["pushes"]
             self.outcome.rejected += metrics["rejected"]
 
 

@@ -116,7 +116,7 @@ class Trainer:
         self._optimizer.step()
         ended = time.monotonic()
         after = self._diloco.sync_metrics
-        if after.rounds != before.rounds + 1:
+        if after.pushes != before.pushes + 1:
             raise RuntimeError(f"the round did not count: {after.last_error}")
         return {
             "began": self._began,

@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import UsageError
-from diloco_protocol.messages import Heartbeat
+from diloco_protocol import Kind, RunConfig, UsageError
+from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker.group.beginning import (
     begin_together,
     same_resumption,
@@ -44,13 +44,11 @@ from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
-from diloco_worker.training.global_view import in_the_model
+from diloco_worker.training.ports import RunFacts
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
-from diloco_worker.training.run_view import RunView
 from diloco_worker.training.saved_state import Saved
-from diloco_worker.training.shard import shard
 from diloco_worker.training.stay import Stay
 from diloco_worker.training.unit_line import UnitLine
 from diloco_worker.transport import own_log, uncaught
@@ -70,7 +68,7 @@ LINK_PATIENCE_S = 5.0
 MAX_WARNING_LENGTH = 300
 
 
-class DiLoCoWorker(RunView):
+class DiLoCoWorker:
     """Keeps a model in step with the other workers of a run. A context manager.
 
     Args:
@@ -366,22 +364,79 @@ class DiLoCoWorker(RunView):
             return False
         return self._between_steps(self._driver.load)
 
-    def global_parameters(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
         """`with diloco.global_parameters():` the model has those that this worker received last.
 
         Evaluate them there, and make no step. Nothing is sent, and local steps are not lost: afterwards
-        the model is what it was. Costs a copy of what is trained, on its device.
+        the model is what it was, bit for bit. Costs a copy of what is trained, on its device.
         """
-        if self._driver is None or self._tensors is None:
-            return nullcontext()
-        return in_the_model(self._tensors, self._driver.bases)
+        driver, tensors = self._driver, self._tensors
+        if driver is None or tensors is None:
+            yield
+            return
+        tensors.begin_view()
+        trained = [each for entry, each in tensors.live() if entry.kind is not Kind.FROZEN]
+        local = [tensor.clone() for tensor in trained]
+        try:
+            for state in driver.bases:
+                tensors.put(state)
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, values in zip(trained, local, strict=True):
+                    tensor.copy_(values)
+
+    # The run, and this worker in it.
+
+    @property
+    def config(self) -> RunConfig | None:
+        """How the run is trained, as the broker says; None before joining."""
+        return self._link.config if self._link else None
+
+    @property
+    def sync_every(self) -> int | None:
+        """H in use, which Dynamic Local Updates may change from cycle to cycle; None before joining."""
+        return self._driver.state.schedule.sync_every if self._driver else None
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is, by the version that came last; all 0 before joining.
+
+        A worker that comes late places its learning-rate schedule by `progress.steps`: optimizer steps
+        that one which was there from the beginning has behind it.
+        """
+        return self._facts.progress
+
+    @property
+    def round(self) -> int:
+        """Rounds that the run has made; in asynchronous mode pushes that were applied."""
+        return self.progress.rounds
+
+    @property
+    def global_loss(self) -> float | None:
+        """Mean of the losses that the workers have reported with the last round; None before.
+
+        In asynchronous mode of the latest loss of each worker.
+        """
+        return self._facts.loss
+
+    @property
+    def local_step(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    @property
+    def sync_count(self) -> int:
+        """Pseudo-gradients of this worker that are in the global parameters."""
+        return self._counters.pushes
 
     @property
     def should_stop(self) -> bool:
         """True once the broker has said that the run is over, or SIGTERM was received.
 
-        A broker that only restarts ends no script: see `stop_reason`. Behind the second optimizer step
-        that ends with SIGTERM received, the script has not looked here, and gets SystemExit.
+        A broker that only restarts ends no script: see `stop_reason`. Look here after each step: the
+        second one that ends after SIGTERM raises SystemExit.
         """
         return self.stop_reason is not None
 
@@ -443,7 +498,14 @@ class DiLoCoWorker(RunView):
         """
         if self._settings.server is not None and self._link is None:
             raise UsageError("shard is known once the worker has started; ask within the `with`.")
-        return shard(self._link)
+        chosen = settings.chosen_shard(os.environ)
+        given = chosen or (self._link.shard if self._link is not None else (0, 1))
+        if given is None:
+            raise UsageError(
+                f"This broker gives its workers no shares of the data; set {settings.SHARD_INDEX} and "
+                f"{settings.NUM_SHARDS}."
+            )
+        return given
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to go on after a restart, for the checkpoint of the script.
@@ -513,6 +575,11 @@ class DiLoCoWorker(RunView):
         self.load_state_dict(saved_state(checkpoint, name, self._chosen_id, rank, count))
 
     # Steps, and what comes between them.
+
+    @property
+    def _facts(self) -> RunFacts:
+        """What is known of the run; at all ranks of a worker the same."""
+        return self._driver.ports.facts if self._driver else RunFacts()
 
     def _wake(self) -> None:
         if self._link is not None:

@@ -29,8 +29,13 @@ from diloco_protocol.roles import Role
 from diloco_worker.auto import SEED_OFFSET
 from diloco_worker.cli.python_command import with_auto
 from diloco_worker.session.restarts import RUN_IS_OVER, Restarts
-from diloco_worker.training.settings import resolve, worker_keys
-from diloco_worker.training.shard import COUNT, INDEX, shard
+from diloco_worker.training.settings import (
+    NUM_SHARDS,
+    SHARD_INDEX,
+    chosen_shard,
+    resolve,
+    worker_keys,
+)
 from diloco_worker.transport.end_file import VARIABLE
 from diloco_worker.transport.training_program import TrainingProgram
 
@@ -157,11 +162,11 @@ def _settings(
     server = server_of(None, server, default=None)
     own = resolve({"server": server, "keys": keys, "worker_id": worker_id})
     given = {"DILOCO_SERVER": str(own.server)}
-    shards = zip((INDEX, COUNT), (shard_index, num_shards), strict=True)
+    shards = zip((SHARD_INDEX, NUM_SHARDS), (shard_index, num_shards), strict=True)
     given |= {name: str(value) for name, value in shards if value is not None}
-    index, count = shard(None, os.environ | given)
+    chosen = chosen_shard(os.environ | given)
     if slot is None:
-        slot = index if count > 1 else 0
+        slot = chosen[0] if chosen is not None else 0
     name = own.worker_id or f"{_host()}-{slot}"
     file = own.keys and _key_file(Path(own.keys).expanduser().absolute(), name)
     if file:

@@ -36,12 +36,13 @@ from diloco_worker.transport.whereabouts import Given
 logger = logging.getLogger("diloco.worker")
 
 PREFIX = "DILOCO_"
+SHARD_INDEX, NUM_SHARDS = "DILOCO_SHARD_INDEX", "DILOCO_NUM_SHARDS"
 # Variables of this project that are not keywords of a worker: of displays, launchers, tests.
 OTHER_VARIABLES = (
     "DILOCO_FEED",
     "DILOCO_UPDATE_SNAPSHOTS",
-    "DILOCO_SHARD_INDEX",
-    "DILOCO_NUM_SHARDS",
+    SHARD_INDEX,
+    NUM_SHARDS,
     "DILOCO_END_FILE",
     own_log.VARIABLE,
     "DILOCO_SEED_OFFSET",
@@ -397,6 +398,27 @@ def _old_variables(environ: Mapping[str, str]) -> dict[str, Any]:
             found[name] = _plain(text)
             warn_once(f"{variable} goes with release 1.0; set DILOCO_EXPECT={name}={text} instead.")
     return found
+
+
+def chosen_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Index and count of the share of the data that the environment names; None where it names none.
+
+    Raises:
+        UsageError: one of the variables is missing, or they name no share.
+    """
+    told = [environ.get(name, "").strip() for name in (SHARD_INDEX, NUM_SHARDS)]
+    if not any(told):
+        return None
+    try:
+        index, count = (int(text) for text in told)
+    except ValueError:
+        index, count = -1, 0
+    if not 0 <= index < count:
+        raise UsageError(
+            f"{SHARD_INDEX} is {told[0]!r:.40} and {NUM_SHARDS} is {told[1]!r:.40}; they must be an "
+            "index from 0 and a number above it, or both be left out."
+        )
+    return index, count
 
 
 def worker_keys(

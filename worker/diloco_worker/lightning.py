@@ -27,14 +27,12 @@ from torch import Tensor
 from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.training.data_order import give_own_order
-from diloco_worker.training.reports import report_loss
+from diloco_worker.training.reports import figures, report_loss
 from diloco_worker.training.settings import handed_on, resolve
 from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
 
-# Of `sync_metrics`, what is logged.
-LOGGED = ("pushes", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
 # What the names of strategies say that keep no whole model, or step without torch's hooks.
 REFUSED = ("DeepSpeed", "FSDP", "ModelParallel", "XLA")
 OF_EACH = "processes"  # in a checkpoint of several, the states of all of them
@@ -124,12 +122,7 @@ class DiLoCoCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if loss is not None:
             report_loss(worker.report, loss)
-        metrics = worker.sync_metrics
-        figures = {name: float(metrics[name]) for name in LOGGED} | {"round": float(worker.round)}
-        if worker.global_loss is not None:
-            figures["global_loss"] = worker.global_loss
-        named = {f"diloco/{name}": value for name, value in figures.items()}
-        pl_module.log_dict(named, on_step=True, on_epoch=False, batch_size=1)
+        pl_module.log_dict(figures(worker), on_step=True, on_epoch=False, batch_size=1)
         if worker.should_save:
             _save(trainer, worker)
         reason = worker.stop_reason

@@ -28,15 +28,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from diloco_protocol import UsageError
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.training.data_order import give_own_order
-from diloco_worker.training.reports import report_loss
+from diloco_worker.training.reports import figures, report_loss
 from diloco_worker.training.settings import WorkerOptions, handed_on, resolve
 from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
 
 STATE_FILE = "diloco.pt"  # in a checkpoint of the Trainer
-# Of `sync_metrics`, what is logged.
-LOGGED = ("pushes", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
 # By model, the callback that is in a run with it: one whose training broke off has not left.
 _callbacks: weakref.WeakKeyDictionary[nn.Module, DiLoCoCallback] = weakref.WeakKeyDictionary()
 
@@ -238,22 +236,14 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
         self._global_parameters.close()
         self._shows_global = False
 
-    def _figures(self) -> dict[str, float]:
-        diloco = self.diloco
-        if diloco is None or not self._is_in_a_run:
-            return {}
-        metrics = diloco.sync_metrics
-        figures = {name: metrics[name] for name in LOGGED} | {"round": diloco.round}
-        if diloco.global_loss is not None:
-            figures["global_loss"] = diloco.global_loss
-        return {f"diloco/{name}": value for name, value in figures.items()}
-
     def _log_figures(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """Add this worker's figures to what is being logged, and to the last entry of the history."""
-        figures = self._figures()
-        logs.update(figures)
+        if self.diloco is None:
+            return
+        found = figures(self.diloco)
+        logs.update(found)
         if state.log_history:
-            state.log_history[-1].update(figures)
+            state.log_history[-1].update(found)
 
     def _leave(self, *, failed: bool = False) -> None:
         self._hide_global()

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,12 +15,17 @@ from diloco_protocol.ranges import MOST
 from diloco_worker.session.news import Work
 from diloco_worker.training.settings import warn_once
 
+if TYPE_CHECKING:
+    from diloco_worker.hook import DiLoCoWorker
+
 logger = logging.getLogger("diloco.worker")
 
 # Seconds between two looks at a loss that lies on an accelerator: each look waits for its kernels.
 LOOK_S = 5.0
 # Weight of the newest step in the moving average of the pace: about the last twenty steps.
 PACE_WEIGHT = 0.05
+# Of `sync_metrics`, what the callbacks of frameworks log.
+LOGGED = ("pushes", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
 
 
 class Reports:
@@ -107,6 +112,17 @@ class Reports:
                 if self.problem is None:
                     logger.warning("%s", error)
                 self.problem = str(error)
+
+
+def figures(worker: DiLoCoWorker) -> dict[str, float]:
+    """What a framework's logs get of a run; nothing where the worker is in none."""
+    if worker.config is None:
+        return {}
+    metrics = worker.sync_metrics
+    found = {name: metrics[name] for name in LOGGED} | {"round": worker.round}
+    if worker.global_loss is not None:
+        found["global_loss"] = worker.global_loss
+    return {f"diloco/{name}": float(value) for name, value in found.items()}
 
 
 def report_loss(report: Callable[..., None], loss: object) -> None:

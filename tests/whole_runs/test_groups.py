@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from diloco_worker import DiLoCoWorker
-from kit.islands import Island, a_batch, language
+from diloco_worker.transport.sigterm import EXIT_CODE
+from kit.islands import Island, a_batch, language, spread
 from kit.process_kit import PATIENCE_S, Processes, a_free_address
 
 pytestmark = pytest.mark.slow
@@ -157,6 +159,36 @@ def test_processes_that_ask_for_different_things_are_told_so(
     assert all(island.ends())
     for each in island.ranks:
         assert "sync_every is None in process 0 of this worker and 2 in process 1" in each.output
+
+
+def train_on(kind: str, address: str, name: str, out: str, _: dict[str, Any]) -> None:
+    """A script that reads `should_stop` and goes on."""
+    model = language()
+    _, called, group, _ = spread(kind, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with DiLoCoWorker(model, optimizer, address, worker_id=name, process_group=group) as diloco:
+        try:
+            for step in range(100_000):
+                words = a_batch(name, step)
+                loss = nn.functional.cross_entropy(called(words).flatten(0, 1), words.flatten())
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                print(f"step {step}, stop: {diloco.should_stop}", flush=True)
+        finally:
+            Path(out).write_text(str(diloco.local_step))
+
+
+def test_sigterm_to_one_process_ends_all_at_one_step_where_the_script_goes_on(
+    processes: Processes, tmp_path: Path
+) -> None:
+    broker = processes.broker(workers=1, save_dir=None, sync_every=4)
+    island = Island(processes, tmp_path, "ddp", 2, broker.address(), "a", script=train_on)
+    island.ranks[1].says("step 6")
+    island.ranks[1].gets(signal.SIGTERM)
+    assert island.ends() == [EXIT_CODE] * 2, "\n".join(each.output for each in island.ranks)
+    assert len({island.out(rank).read_text() for rank in (0, 1)}) == 1
+    assert all(each.output.count("stop: True") == 1 for each in island.ranks)
 
 
 # Two workers in one launch: each is a part of a larger mesh.

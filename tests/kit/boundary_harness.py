@@ -68,6 +68,7 @@ class Trainer:
     totals: Work = field(default_factory=Work)
     step: int = 0
     calls: list[str] = field(default_factory=list)
+    polls: int = 0
     events: list[Event] = field(default_factory=list)  # for the session
     offered: list[Offered] = field(default_factory=list)
     merged: list[Merge] = field(default_factory=list)
@@ -238,7 +239,11 @@ class Trainer:
             raise KeyboardInterrupt
         self.calls.append(name)
 
+    def has_news(self) -> bool:
+        return bool(self._turns or self._arrivals or self._rejections)
+
     def poll(self) -> Poll:
+        self.polls += 1
         news = News(tuple(self._turns), self._arrivals, self._rejections)
         self._turns, self._arrivals, self._rejections = [], {}, {}
         return Poll(news, self.link, self.totals)

@@ -168,6 +168,9 @@ class Training:
 
     # The ports.
 
+    def has_news(self) -> bool:
+        return self.worker.has_news
+
     def poll(self) -> Poll:
         self._check()
         state = self.state

@@ -50,6 +50,15 @@ def test_at_a_slot_the_delta_is_frozen_offered_and_waited_for() -> None:
     assert push.wire_dtype == training.config.wire_dtype
 
 
+def test_inner_step_costs_no_poll_unless_something_has_arrived() -> None:
+    training = trainer()
+    before = training.polls
+    training.steps(H - 2)
+    assert training.polls == before
+    training.receives(1).steps(1)
+    assert (training.polls, training.outcomes) == (before + 1, ["moved"])
+
+
 def test_reply_is_merged_and_training_goes_on() -> None:
     training = at_the_boundary()
     (push,) = training.pushes

@@ -67,6 +67,9 @@ class GroupPorts(LocalPorts):
             reason = "SIGTERM asks a process of this worker to end"
         return replace(self._facts, stop_reason=reason, is_asked=self._is_asked)
 
+    def has_news(self) -> bool:
+        return True  # only the leader knows, and all of them poll together
+
     def checksums(self) -> Mapping[str, tuple[int, ...]]:
         problem: str | None = None
         sums: Mapping[str, tuple[int, ...]] = {}
@@ -157,12 +160,12 @@ class LeaderPorts(GroupPorts):
         return self.poll()
 
     @property
-    def _has_lost_a_rank(self) -> bool:
-        return self.link.lost_process is not None and not self._is_leaving
+    def _has_changed(self) -> bool:
+        return self._has_lost_a_rank or super()._has_changed
 
     @property
-    def _has_news(self) -> bool:
-        return self._has_lost_a_rank or super()._has_news
+    def _has_lost_a_rank(self) -> bool:
+        return self.link.lost_process is not None and not self._is_leaving
 
     def leave(self, steps: Callable[[], object], *, hasty: bool) -> None:
         """The others wait until this process has left, and hear nothing over the group any more."""

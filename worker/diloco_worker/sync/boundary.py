@@ -36,6 +36,8 @@ from diloco_worker.sync.state import SyncState
 async def after_step(state: SyncState, step: int) -> None:
     """An optimizer step has been taken. Returns when training may go on."""
     state.step = step
+    if state.is_calm and not state.ports.has_news():
+        return
     counted = state.metrics.pushes
     await poll(state)
     _offer_frozen(state)

@@ -178,6 +178,13 @@ class Fragment:
         self.version, self.ledger, self.in_flight = base.version, base.ledger, base.in_flight
         self.dropped = base.dropped
 
+    def is_calm(self, step: int) -> bool:
+        """There is nothing to do for it after this step, unless something has arrived."""
+        if self.merge is not None or self.reply is not None or self.rejection is not None:
+            return False
+        push = self.in_flight
+        return push is None or (push.is_offered and next_action(push, step) is Action.GO_ON)
+
     @property
     def is_over(self) -> bool:
         """The in-flight push has ended; a merge brings the model in line with it."""

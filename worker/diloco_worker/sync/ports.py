@@ -40,6 +40,9 @@ class Ports(Protocol):
 
     # The link.
 
+    def has_news(self) -> bool:
+        """Whether something has arrived since the last poll."""
+
     def poll(self) -> Poll:
         """What has arrived since the last poll, and how the link stands."""
 

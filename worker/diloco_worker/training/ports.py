@@ -133,8 +133,11 @@ class LocalPorts:
 
     # The link.
 
+    def has_news(self) -> bool:
+        return self._has_arrivals
+
     def poll(self) -> Poll:
-        news = self.link.take_news() if self._has_news else NO_NEWS
+        news = self.link.take_news() if self._has_arrivals else NO_NEWS
         return Poll(news, self._described(), self.reports.totals)
 
     async def wait(self, seconds: float) -> Poll:
@@ -144,14 +147,14 @@ class LocalPorts:
     def _listen(self, seconds: float) -> None:
         """Block until there may be something for `poll`."""
         with self.termination.waiting():
-            self.link.wait_for(lambda: self._has_news or self._has_changed, seconds)
+            self.link.wait_for(lambda: self._has_arrivals or self._has_changed, seconds)
 
     def _described(self) -> LinkState:
         self._shown = self.link.described(self.termination.reason)
         return self._shown
 
     @property
-    def _has_news(self) -> bool:
+    def _has_arrivals(self) -> bool:
         return self.link.has_news or bool(self.link.turns)
 
     @property

@@ -377,6 +377,9 @@ class _Training:
         question = worker.question
         self._of_fragment = question.parameters / question.fragments / GIGA
 
+    def has_news(self) -> bool:
+        return bool(self._worker.inbox.turns) or self._worker.inbox.has_news
+
     def poll(self) -> Poll:
         return Poll(self._worker.inbox.take_news(), self._worker.link_state(), Work())
 

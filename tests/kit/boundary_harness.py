@@ -106,15 +106,16 @@ class Trainer:
             step=self.step,
             cycle_start=cycle_start,
             metrics=self.metrics,
-            clock=lambda: self.now,
-            draw=self._draw,
         )
         if not bases:
             self.is_welcome()
             self.does(boundary.poll)
         return self
 
-    def _draw(self) -> int:
+    def clock(self) -> float:
+        return self.now
+
+    def draw(self) -> int:
         self._ids += 1
         return self._ids
 
@@ -259,9 +260,10 @@ class Trainer:
         self._called(type(event).__name__)
         self.events.append(event)
 
-    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
         self._called("offer")
         self.offered.append(Offered(in_flight.push, is_new))
+        return self.link.reconnections
 
     def check_model(self) -> None:
         self._called("check_model")

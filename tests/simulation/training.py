@@ -137,7 +137,7 @@ class Training:
             yield None
 
     def _begins(self) -> SyncState:
-        worker, habits, world = self.worker, self.worker.habits, self.worker.world
+        worker, habits = self.worker, self.worker.habits
         layout = worker.session.layout
         assert layout is not None
         taken = {number: worker.inbox.take(number) for number in list(worker.inbox.arrivals)}
@@ -162,11 +162,15 @@ class Training:
             step=habits.first_step,
             cycle_start=0,
             metrics=SyncMetrics(),
-            clock=lambda: world.now,
-            draw=lambda: world.dice.getrandbits(64),
         )
 
     # The ports.
+
+    def clock(self) -> float:
+        return self.worker.world.now
+
+    def draw(self) -> int:
+        return self.worker.world.dice.getrandbits(64)
 
     def has_news(self) -> bool:
         return self.worker.has_news
@@ -187,8 +191,9 @@ class Training:
         self._check()
         self.worker.command(event)
 
-    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
         self.notify(Offer(in_flight.push))
+        return self.worker.session.connection.reconnections
 
     def check_model(self) -> None:
         self._check()

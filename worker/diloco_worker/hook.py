@@ -219,7 +219,7 @@ class DiLoCoWorker:
         if resumption is not None:
             checks.append(partial(resumption.check_model, tensors))
         if ranks is not None:
-            same_resumption(ranks, resumption, self._step)
+            same_resumption(ranks, resumption, self._step, self._cycle_start)
             checks = [partial(ranks.agreed, check) for check in checks]
         for check in checks:
             check()

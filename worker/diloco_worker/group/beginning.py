@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,7 @@ from diloco_worker.model.placement import CPU
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.session.compatibility import Terms, cut
+from diloco_worker.session.news import Arrival
 from diloco_worker.training import start
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.resumption import Resumption
@@ -37,7 +39,7 @@ from diloco_worker.transport.lanes.words import Meeting
 # that it has failed.
 WAIT, TERMS, BEGIN, FAIL = "wait", "terms", "begin", "fail"
 
-NO_WAY = (
+UNREACHABLE_LEADER = (
     "The processes of this worker are on several machines, and MASTER_ADDR is {reach!r}, by which the "
     "others cannot find the first of them; set it to an address of that machine that all can reach."
 )
@@ -49,7 +51,7 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
     Raises:
         UsageError: they do not; at all of them.
     """
-    names = ("server", "dylu", "keep_global_on")
+    names = ("server", "dylu", "keep_global_on", "timeout", "max_sync_retries")
     asked = {**{name: getattr(settings, name) for name in names}, **settings.wants}
     if callable(asked["server"]):
         asked["server"] = "a function"  # only the leader calls it
@@ -71,13 +73,15 @@ def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> st
     return found
 
 
-def same_resumption(ranks: Ranks, resumption: Resumption | None, step: int) -> None:
+def same_resumption(
+    ranks: Ranks, resumption: Resumption | None, step: int, cycle_start: int
+) -> None:
     """See that all processes go on from a checkpoint of one moment, or none from any.
 
     Raises:
         UsageError: they do not; at all of them.
     """
-    told = ranks.gather([step, None if resumption is None else resumption.moment])
+    told = ranks.gather([[step, cycle_start], resumption and resumption.moment])
     missing = [rank for rank, (_, moment) in enumerate(told) if moment is None]
     if missing and len(missing) < len(told):
         raise UsageError(
@@ -87,8 +91,8 @@ def same_resumption(ranks: Ranks, resumption: Resumption | None, step: int) -> N
     for rank, (at, moment) in enumerate(told):
         if (at, moment) != told[0]:
             raise UsageError(
-                f"Process 0 of this worker goes on at step {told[0][0]}, and process {rank} at step "
-                f"{at}, or from another state; load in each what was saved at the same moment."
+                f"Process 0 of this worker goes on at step {told[0][0][0]}, and process {rank} at "
+                f"step {at[0]}, or from another state; load in each what was saved at the same moment."
             )
 
 
@@ -126,7 +130,7 @@ class Initial:
         assert self._tag is not None, "there are no frozen parameters"
         return self._tag
 
-    def let_go(self, fragments: Sequence[int]) -> None:
+    def release(self, fragments: Sequence[int]) -> None:
         """Training stands on versions of these now."""
         for fragment in fragments:
             self._states.pop(fragment, None)
@@ -139,7 +143,7 @@ def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
         machines = set(ranks.gather(words.machine()))
         if len(machines) > 1 and len(hub.meeting.addresses) == 1:
             ranks.broadcast(None)
-            raise UsageError(NO_WAY.format(reach=reach))
+            raise UsageError(UNREACHABLE_LEADER.format(reach=reach))
         ranks.broadcast(hub.meeting.plain())
         initial = Initial()
         session = stay.session(processes=ranks.count)
@@ -152,51 +156,55 @@ def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
         if link.lost_process is not None:
             raise GroupBroken(f"{link.lost_process}; this worker has not begun.")
 
-    try:
+    with _failing_together(ranks):
         link = stay.link(session, capture=initial.capture, tag_of=initial.tag, hub=hub)
         start.await_model(link, stay.patience(), only_terms=True, tick=tick)
         terms = link.terms
         assert terms is not None
-        told = [asdict(terms.config), list(terms.plan), link.shard, link.has_forgotten]
+        has_forgotten = link.has_forgotten
+        told = [asdict(terms.config), list(terms.plan), link.shard, has_forgotten]
         ranks.broadcast([TERMS, *told])
-    except GroupBroken:
-        raise
-    except Exception as error:
-        ranks.broadcast([FAIL, str(error)])
-        raise
-    if link.has_forgotten:
+    if has_forgotten:
         stay.resumption = None
     tensors.set_layout(terms.layout)
     ranks.gather(None)  # all of them have room for what comes
     numbers = tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners)
     link.share_out(tensors.owners, tensors.shares, numbers)
     initial.put(*_own_values(stay, ranks, tensors, terms))
+    with _failing_together(ranks):
+        arrived = start.await_versions(link, stay.patience(), tick=tick)
+    has_forgotten = link.has_forgotten  # it may have rejoined meanwhile
+    ranks.broadcast([BEGIN, has_forgotten])
+    if has_forgotten:
+        stay.resumption = None
+    driver = stay.driver(LeaderPorts(**_of_group(stay, ranks, link, arrived)))
+    initial.release([part.fragment for part in terms.layout.fragments])
+    return driver
+
+
+@contextmanager
+def _failing_together(ranks: Ranks) -> Iterator[None]:
+    """What fails at the leader fails at all ranks."""
     try:
-        start.await_model(link, stay.patience(), tick=tick)
+        yield
     except GroupBroken:
         raise
     except Exception as error:
         ranks.broadcast([FAIL, str(error)])
         raise
-    ranks.broadcast([BEGIN, link.has_forgotten])  # it may have rejoined meanwhile
-    if link.has_forgotten:
-        stay.resumption = None
-    driver = stay.driver(LeaderPorts(**_of_group(stay, ranks, link)))
-    initial.let_go([part.fragment for part in terms.layout.fragments])
-    return driver
 
 
-def _of_group(stay: Stay, ranks: Ranks, link: Any) -> dict[str, Any]:
+def _of_group(stay: Stay, ranks: Ranks, link: Any, arrived: dict[int, Arrival]) -> dict[str, Any]:
     """The arguments of the ports of a rank."""
-    timeout = stay.settings.timeout
-    return {**stay.of_ports(link), "ranks": ranks, "metrics": stay.metrics, "timeout": timeout}
+    of_group = {"ranks": ranks, "metrics": stay.metrics, "timeout": stay.settings.timeout}
+    return {**stay.of_ports(link, arrived), **of_group}
 
 
 def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
     ranks.gather(words.machine())
     told = ranks.broadcast()
     if told is None:
-        raise UsageError(NO_WAY.format(reach=os.environ.get("MASTER_ADDR")))
+        raise UsageError(UNREACHABLE_LEADER.format(reach=os.environ.get("MASTER_ADDR")))
     meeting = Meeting.from_plain(told)
     lane = LaneThread(meeting, ranks.rank, stay.keys)
     link = LaneLink(lane)
@@ -216,7 +224,7 @@ def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
     (has_forgotten,) = _heard(ranks, BEGIN)
     if has_forgotten:
         stay.resumption = None
-    return stay.driver(FollowerPorts(**_of_group(stay, ranks, link)))
+    return stay.driver(FollowerPorts(**_of_group(stay, ranks, link, {})))
 
 
 def _heard_terms(stay: Stay, ranks: Ranks, tensors: SpreadTensors, link: LaneLink) -> Terms:

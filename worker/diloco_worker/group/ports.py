@@ -18,6 +18,7 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Heartbeat, Progress, Push, Released, decode, encode
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.spread.ranks import STEP, GroupBroken, Ranks
+from diloco_worker.model.spread.saved_share import OF_FLIGHT
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.session.compatibility import Terms
 from diloco_worker.session.connection import Phase
@@ -54,11 +55,11 @@ class GroupPorts(LocalPorts):
         self._facts = RunFacts()  # as of the last poll
         self._is_asked = False  # a rank of this worker is to end
 
-    def begin(self, deed: str) -> None:
-        if deed == STEP:
+    def meet(self, call: str) -> None:
+        if call == STEP:
             self._is_asked = self.ranks.meet(STEP, float(self.termination.is_asked)) > 0
         else:
-            self.ranks.meet(deed)
+            self.ranks.meet(call)
 
     @property
     def facts(self) -> RunFacts:
@@ -75,7 +76,7 @@ class GroupPorts(LocalPorts):
         sums: Mapping[str, tuple[int, ...]] = {}
         try:
             sums = super().checksums()
-        except UsageError as error:
+        except (UsageError, GroupBroken) as error:  # of this rank, or of another one
             problem = str(error)
         for found in self.ranks.gather(problem):
             if found is not None:
@@ -84,7 +85,10 @@ class GroupPorts(LocalPorts):
 
     def to_save(self, plain: Plain) -> Plain:
         assert isinstance(self.tensors, SpreadTensors)
-        return self.tensors.shared_out(plain, self.reports.counts)
+        # The leader may have left, and heard more of the broker since than the others.
+        common = self.ranks.broadcast(without_vectors(plain) if self.ranks.leads else None)
+        own = plain if self.ranks.leads else with_vectors(common, plain)
+        return self.tensors.shared_out(own, self.reports.counts)
 
     def draw(self) -> int:
         drawn: int = self.ranks.broadcast(super().draw() if self.ranks.leads else None)
@@ -150,8 +154,13 @@ class LeaderPorts(GroupPorts):
         found = replace(super().poll(), totals=self._totals)
         self._facts = super(GroupPorts, self).facts
         if not self._is_leaving:
-            self.ranks.broadcast([*_plain_poll(found), _plain_facts(self._facts)])
+            self.ranks.broadcast([*_plain_poll(found), asdict(self._facts)])
         return found
+
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
+        reconnections = super().offer(in_flight, is_new=is_new)
+        self.ranks.broadcast(reconnections)
+        return reconnections
 
     async def wait(self, seconds: float) -> Poll:
         self._listen(seconds if self._is_leaving else min(seconds, POLL_EVERY_S))
@@ -171,26 +180,26 @@ class LeaderPorts(GroupPorts):
         """The others wait until this process has left, and hear nothing over the group any more."""
         self._is_leaving = True
         super().leave(steps, hasty=hasty)
-        self.link.say_at_the_end(msgpack.packb(asdict(self.metrics)))
+        last = {"metrics": asdict(self.metrics), "facts": asdict(self._facts)}
+        self.link.say_at_the_end(msgpack.packb(last))
 
 
 class FollowerPorts(GroupPorts):
     """The ports of the other ranks: the leader speaks to the broker, the script's log and displays."""
 
     @property
-    def lane(self) -> LaneThread:
+    def lane_link(self) -> LaneLink:
         link: Any = self.link
         assert isinstance(link, LaneLink)
-        return link.lane
+        return link
+
+    @property
+    def lane(self) -> LaneThread:
+        return self.lane_link.lane
 
     def link_state(self) -> LinkState:
-        self._shown = self._link_of(self.ranks.broadcast())
+        self._shown = _link_of(self.ranks.broadcast())
         return self._shown
-
-    def _link_of(self, plain: Any) -> LinkState:
-        config = self._shown.config if self._shown is not None else self.link.config
-        assert config is not None
-        return _link_of(plain, config)
 
     def take(self, fragments: Sequence[int]) -> list[Arrival]:
         return [_arrival_of(each) for each in self.ranks.broadcast()]
@@ -216,19 +225,21 @@ class FollowerPorts(GroupPorts):
             self.lane.buffers.set_base(fragment, base, came_as)
 
     def poll(self) -> Poll:
-        *plain, facts = self.ranks.broadcast()
+        news, link, totals, facts = self.ranks.broadcast()
         self._facts = _facts_of(facts)
-        news, link, totals = plain
-        self._shown = self._link_of(link)
+        self._shown = _link_of(link)
+        self.lane_link.polled(self._shown)
         return Poll(_news_of(news), self._shown, Work(*totals))
 
     async def wait(self, seconds: float) -> Poll:
         return self.poll()  # the leader polls again when it has waited
 
-    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
         delta = self.fragments[in_flight.push.fragment].delta
         assert delta is not None
         self.lane.lay_out(in_flight.push_id, delta.wire)
+        reconnections: int = self.ranks.broadcast()
+        return reconnections
 
     async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         arrival = merge.arrival
@@ -240,7 +251,7 @@ class FollowerPorts(GroupPorts):
         """The leader logs it."""
 
     def trouble(self, text: str, cause: BaseException | None = None) -> None:
-        self.link.last_error = text
+        self.lane_link.leader_error = text  # the leader logs it
 
     def leave(self, steps: Callable[[], object], *, hasty: bool) -> None:
         """The leader waits for what is in flight; some of it goes over the connection of this rank.
@@ -250,20 +261,24 @@ class FollowerPorts(GroupPorts):
         patience = HASTY_S if hasty else self.timeout
         self.lane.wait_for_the_end(patience + LEADER_LEAVES_WITHIN_S)
         if self.lane.last_word:
-            for name, value in msgpack.unpackb(self.lane.last_word).items():
+            last = msgpack.unpackb(self.lane.last_word)
+            self._facts = _facts_of(last["facts"])
+            for name, value in last["metrics"].items():
                 setattr(self.metrics, name, value)
 
 
 class LaneLink:
-    """What stands in a follower for the leader's link; the rest comes with the leader's polls."""
+    """What a follower has instead of a link to the broker: its lane, and what the leader polled."""
 
     def __init__(self, lane: LaneThread) -> None:
         self.lane = lane
-        self.terms: Terms | None = None  # until the leader tells
+        self.terms: Terms | None = None  # until the leader broadcasts them
         self.shard: tuple[int, int] | None = None
-        self.progress: Heartbeat | None = None  # nobody asks
+        self.progress: Heartbeat | None = None  # the leader sends its own
         self.bytes_up = self.bytes_down = self.retries = self.reconnections = 0
         self.own_error: str | None = None
+        self.leader_error: str | None = None
+        self.stopping: str | None = None  # why the run is over
         self.dropped_units: dict[str, Any] = {}
         self.results: dict[int, Any] = {}
 
@@ -277,7 +292,7 @@ class LaneLink:
 
     @property
     def last_error(self) -> str | None:
-        return self.own_error or self.lane.last_error
+        return self.own_error or self.lane.last_error or self.leader_error
 
     @last_error.setter
     def last_error(self, text: str | None) -> None:
@@ -286,6 +301,12 @@ class LaneLink:
     @property
     def has_ended(self) -> bool:
         return self.lane.has_ended
+
+    def polled(self, link: LinkState) -> None:
+        """The leader's link stands like this."""
+        self.stopping, self.leader_error = link.over, link.last_error
+        if self.terms is not None and self.terms.config != link.config:
+            self.terms = replace(self.terms, config=link.config)
 
     def tell(self, event: Event) -> None:
         """Only the leader speaks to the broker; raises UsageError for what only it may ask for."""
@@ -376,14 +397,35 @@ def _plain_link(link: LinkState) -> dict[str, Any]:
     return {**plain, **sets, "phase": link.phase.value, "config": config}
 
 
-def _link_of(plain: Mapping[str, Any], config: RunConfig) -> LinkState:
+def _link_of(plain: Mapping[str, Any]) -> LinkState:
     sets = {name: frozenset(plain[name]) for name in ("uploaded", "put_off")}
+    config = RunConfig(**plain["config"])
     return LinkState(**{**plain, **sets, "phase": Phase(plain["phase"]), "config": config})
-
-
-def _plain_facts(facts: RunFacts) -> dict[str, Any]:
-    return asdict(facts)
 
 
 def _facts_of(plain: Mapping[str, Any]) -> RunFacts:
     return RunFacts(**{**plain, "progress": Progress(**plain["progress"])})
+
+
+# What is saved of a worker: the same at all ranks, and the vectors of each one's share.
+
+
+def without_vectors(plain: Plain) -> Plain:
+    fragments = []
+    for each in plain["fragments"]:
+        push = each["flight"]
+        if push is not None:
+            push = {**push, **dict.fromkeys((*OF_FLIGHT, "codes"))}
+        fragments.append({**each, "base": None, "flight": push, "residual": None, "gains": []})
+    return {**plain, "fragments": fragments, "checksums": {}}
+
+
+def with_vectors(common: Plain, own: Plain) -> Plain:
+    fragments = []
+    for each, mine in zip(common["fragments"], own["fragments"], strict=True):
+        vectors = {name: mine[name] for name in ("base", "residual", "gains")}
+        push = each["flight"]
+        if push is not None:
+            push = {**push, **{name: mine["flight"][name] for name in (*OF_FLIGHT, "codes")}}
+        fragments.append({**each, **vectors, "flight": push})
+    return {**common, "fragments": fragments, "checksums": own["checksums"]}

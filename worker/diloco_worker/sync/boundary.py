@@ -1,9 +1,10 @@
 """What happens after each optimizer step: freezing, waiting and merging, over all fragments.
 
 With P fragments there are P *slots* in each cycle of H steps (Streaming DiLoCo, Douillard et al. 2025,
-arXiv 2501.18512). At a slot a fragment's delta is frozen and offered to the broker; when its reply is
-merged says `fragment.next_action`. In between it costs the training thread nothing: the link sends and
-receives meanwhile. `schedule` says whose turn it is and who may be waited for.
+arXiv 2501.18512). At a slot a fragment's delta is frozen and offered to the broker, and
+`fragment.next_action` says after which step its reply is merged. In between it costs the training thread
+nothing: the link sends and receives meanwhile. `schedule` says whose turn it is and who may be waited
+for.
 
 A boundary reads and changes a `SyncState`, and does the rest through its ports. It may be interrupted
 anywhere (Ctrl-C, an exception): what was decided and not done is done after the next step.
@@ -77,7 +78,7 @@ async def load(state: SyncState) -> bool:
     for fragment in state.fragments:
         ports.notify(RequestVersion(fragment.number))
     newest: dict[int, Arrival] = {}
-    patience = Patience(state.clock)
+    patience = Patience(state.ports.clock)
     found = ports.poll()
     while True:
         for number, arrival in state.take_in(found).arrivals.items():
@@ -115,7 +116,7 @@ async def leave(state: SyncState, *, hasty: bool = False) -> None:
     """
     timeout = state.options.timeout
     limit = min(HASTY_S, timeout) if hasty else timeout
-    state.leaving = Leaving(state.clock() + limit, limit, hasty)
+    state.leaving = Leaving(state.ports.clock() + limit, limit, hasty)
     for fragment in state.fragments:
         if fragment.is_partial:
             await settle(state, fragment)
@@ -188,7 +189,7 @@ def _wait_again(state: SyncState, in_flight: InFlight) -> None:
 
 async def _freeze(state: SyncState, fragment: Fragment) -> bool:
     """Freeze what was learnt since the fragment's last freeze. Returns whether it can be sent."""
-    began, config, ports = state.clock(), state.link.config, state.ports
+    began, config, ports = state.ports.clock(), state.link.config, state.ports
     state.totals = ports.read_reports()
     work = state.work(fragment)
     _warn_of_weights(state, work, config)
@@ -198,7 +199,7 @@ async def _freeze(state: SyncState, fragment: Fragment) -> bool:
     frozen = await ports.freeze(
         Push(
             session=b"",
-            push_id=state.draw(),
+            push_id=ports.draw(),
             fragment=fragment.number,
             chunks=fragment.chunks,
             wire_dtype=dtype,
@@ -211,11 +212,10 @@ async def _freeze(state: SyncState, fragment: Fragment) -> bool:
         )
     )
     state.restart_work(fragment)
-    state.metrics.seconds_waited += state.clock() - began
+    state.metrics.seconds_waited += state.ports.clock() - began
     if isinstance(frozen, Push):
         merge_at, wait_at = merge_steps(config, state.schedule.sync_every, state.step)
-        reconnections = state.link.reconnections
-        fragment.froze(InFlight(frozen, state.step, merge_at, wait_at, reconnections))
+        fragment.froze(InFlight(frozen, state.step, merge_at, wait_at))
         _warn_of_zeros(state, fragment, frozen)
         return True
     state.metrics.rejected += 1
@@ -239,7 +239,9 @@ def offer(state: SyncState, fragment: Fragment, *, is_new: bool = True) -> None:
     assert in_flight is not None
     if is_new and schedule.fragment == fragment.number and schedule.turn() is TurnState.FREE:
         schedule.push()
-    state.ports.offer(in_flight, is_new=is_new)
+    reconnections = state.ports.offer(in_flight, is_new=is_new)
+    if is_new:
+        in_flight.reconnections = reconnections
     in_flight.is_offered = True
 
 
@@ -314,8 +316,8 @@ async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
     """
     if fragment.in_flight is None:
         return False
-    began, leaving, ports = state.clock(), state.leaving, state.ports
-    patience = Patience(state.clock)
+    began, leaving, ports = state.ports.clock(), state.leaving, state.ports
+    patience = Patience(state.ports.clock)
     ports.show_waiting()
     found = ports.poll()
     while True:
@@ -325,7 +327,7 @@ async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
         if in_flight is None or fragment.is_partial:
             break
         reason = _why_not(state, fragment)
-        left = None if leaving is None else leaving.until - state.clock()
+        left = None if leaving is None else leaving.until - state.ports.clock()
         if leaving is not None and left is not None and left <= 0:
             reason = reason or f"it took longer than {leaving.limit:g} s"
         if reason is not None or not _is_worth_it(state, fragment.number, in_flight):
@@ -336,7 +338,7 @@ async def _wait_for(state: SyncState, fragment: Fragment) -> bool:
             ports.log(f"Waiting for {what}; {state.link.description}.", is_warning=True)
         pause = patience.pause(min(_silent_in(state), state.lines.due_in))
         found = await ports.wait(pause if left is None else min(pause, left))
-    state.metrics.seconds_waited += state.clock() - began
+    state.metrics.seconds_waited += state.ports.clock() - began
     if in_flight is not None and not fragment.is_partial:
         _stop_waiting(state, fragment, in_flight, reason)
     return outcome is Outcome.COUNTED

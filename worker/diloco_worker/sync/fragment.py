@@ -1,4 +1,4 @@
-"""One fragment between freezing a delta and merging its reply: what has come, and what becomes of it.
+"""One fragment between freezing a delta and merging its reply: what has arrived, and how it is settled.
 
 The *base* is the version that the next delta is measured from. An *in-flight push* is a frozen delta;
 its *reply* is a version that contains it. Training may go on in between (tau steps in Streaming DiLoCo,
@@ -32,7 +32,7 @@ MOST_KEPT = 2
 
 
 class Outcome(str, Enum):
-    """What a look at a fragment has brought."""
+    """The outcome of settling a fragment."""
 
     NOTHING = "nothing"
     COUNTED = "counted"  # the in-flight push is in the version that is the base now
@@ -94,10 +94,10 @@ class InFlight:
     """A frozen delta under way; its values are with the tensors."""
 
     push: Push  # the offer: push id, the version it was computed from, what was done for it
-    began: int  # the optimizer step behind which it was frozen
-    apply_at: int  # the step behind which its reply is merged, not earlier
-    wait_at: int  # the step behind which training waits for the reply
-    reconnections: int = 0  # of the link, when the in-flight push began
+    began: int  # the optimizer step after which it was frozen
+    apply_at: int  # the first step after which its reply may be merged
+    wait_at: int  # the step after which training waits for the reply
+    reconnections: int = 0  # of the link, when it was offered first
     is_detached: bool = False  # training has ceased to wait for it
     is_offered: bool = False  # the link has it
 
@@ -127,7 +127,7 @@ class Dropped:
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """What a look has brought. Not in the model before somebody has brought it there."""
+    """A decision that is not yet applied to the model."""
 
     outcome: Outcome
     in_flight: InFlight | None = None  # the one that was under way
@@ -156,7 +156,7 @@ class TrainingBase:
 
 @dataclass(eq=False, repr=False)
 class Fragment:
-    """See the head of this module."""
+    """The state of one fragment; its tensors are in `sync.merge`."""
 
     number: int
     worker_id: str
@@ -209,7 +209,7 @@ class Fragment:
         self.in_flight = in_flight
 
     def next_merge(self, step: int, *, now: bool = False, touch_model: bool = True) -> Merge | None:
-        """What is to be done about the model behind this step; first what was broken off. None: nothing.
+        """The merge that is due after this step, first one that was broken off; None where none is.
 
         `now` takes a reply although its apply point has not come. Without `touch_model`, for the end of
         training, the model is left as it is, if it is whole.

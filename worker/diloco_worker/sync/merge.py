@@ -52,7 +52,7 @@ class SavedFeedback:
 
 @dataclass(eq=False, repr=False)
 class FragmentValues:
-    """See the head of this module. Belongs to the training thread."""
+    """The tensors of one fragment. Belongs to the training thread."""
 
     part: FragmentLayout
     tensors: ModelTensors
@@ -120,8 +120,8 @@ class FragmentValues:
             delta.anchor = self.tensors.capture(self.part)
 
     def apply(self, merge: Merge, step: int) -> None:
-        """Bring the model in line, behind this step. Broken off, it goes on when called again."""
-        if merge is self._last_merge:  # interrupted behind it
+        """Bring the model in line, after this step. Broken off, it goes on when called again."""
+        if merge is self._last_merge:  # interrupted after it
             self._change = None
             return
         change = self._change

@@ -69,7 +69,7 @@ class SyncLines:
     _unsaid: int = 0
 
     def counted(self, push: Push, arrival: Arrival, staleness: int, delay: int) -> None:
-        """A push is in a version, and that in the model, `delay` optimizer steps behind its slot."""
+        """A push is in a version, and that in the model, `delay` optimizer steps after its slot."""
         made = [f"round {arrival.released.round}"] if self.has_rounds else []
         made += [f"fragment {push.fragment}"] if self.has_fragments else []
         where = f" ({', '.join(made)})" if made else ""

@@ -36,7 +36,13 @@ class MergeFailed(Exception):
 
 
 class Ports(Protocol):
-    """See the module docstring. A port may be interrupted (Ctrl-C): the next boundary goes on."""
+    """What a boundary calls. A port may be interrupted (Ctrl-C): the next boundary goes on."""
+
+    def clock(self) -> float:
+        """Seconds, monotonic."""
+
+    def draw(self) -> int:
+        """A random number below 2**64, for a push id."""
 
     # The link.
 
@@ -52,8 +58,11 @@ class Ports(Protocol):
     def notify(self, event: Event) -> None:
         """Hand an event to the session."""
 
-    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
-        """Have the link push a frozen delta. `is_new`: no earlier process has offered it."""
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
+        """Have the link push a frozen delta. `is_new`: no earlier process has offered it.
+
+        Returns how often the worker has joined again up to now.
+        """
 
     # The model.
 
@@ -70,7 +79,7 @@ class Ports(Protocol):
         """Bring the model in line after this optimizer step.
 
         Raises:
-            MergeFailed: see there.
+            MergeFailed: it could not be changed; a part of it may have been (`has_begun`).
         """
 
     def has_begun(self, fragment: int, merge: Merge) -> bool:

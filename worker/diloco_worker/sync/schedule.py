@@ -56,7 +56,7 @@ class SchedulePlace:
 
 
 class RoundSchedule:
-    """See the head of this module. Raises UsageError where H is below P.
+    """The cycle and the cursor of one worker. Raises UsageError where H is below P.
 
     `step` is that of now, `cycle_start` the step after which the cycle at hand began.
     """

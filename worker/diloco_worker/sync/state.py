@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 
 from diloco_protocol import Code
@@ -18,7 +18,7 @@ from diloco_worker.sync.schedule import RoundSchedule
 
 @dataclass(kw_only=True)
 class SyncState:
-    """See the head of this module. Belongs to the training thread."""
+    """Everything a boundary decides by. Belongs to the training thread."""
 
     worker_id: str
     ports: Ports
@@ -30,8 +30,6 @@ class SyncState:
     step: int  # the optimizer step that has been taken last
     cycle_start: InitVar[int]  # the optimizer step after which the cycle of slots began
     metrics: SyncMetrics  # what happens is counted in them
-    clock: Callable[[], float]  # seconds, monotonic
-    draw: Callable[[], int]  # returns a random number below 2**64 (push ids)
     fragments: list[Fragment] = field(init=False)  # in order
     schedule: RoundSchedule = field(init=False)
     lines: SyncLines = field(init=False)
@@ -55,7 +53,7 @@ class SyncState:
             cycle_start=cycle_start,
         )
         self.lines = SyncLines(
-            self.clock,
+            self.ports.clock,
             self.metrics.seconds_waited,
             has_rounds=self.schedule.common,
             has_fragments=len(self.fragments) > 1,

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Driver:
-    """See the module docstring. Every fragment of the layout has arrived at the link."""
+    """What the hook drives, once it has joined and the run's parameters are here."""
 
     worker_id: str
     ports: LocalPorts
@@ -48,6 +48,7 @@ class Driver:
     resumption: InitVar[Resumption | None]  # what to go on from; the model is as it was then
     turns: Turns | None = None  # the workers of this process that are stepped in turn
     state: SyncState = field(init=False)  # what the boundary decides by
+    has_left: bool = False
 
     def __post_init__(self, step: int, cycle_start: int, resumption: Resumption | None) -> None:
         ports, terms = self.ports, self.ports.link.terms
@@ -81,8 +82,6 @@ class Driver:
             step=step,
             cycle_start=cycle_start,
             metrics=self.metrics,
-            clock=ports.clock,
-            draw=ports.draw,
         )
         if resumption is None:
             finish(boundary.poll(self.state))
@@ -110,7 +109,7 @@ class Driver:
         """
         state, ports, terms = self.state, self.ports, self.ports.link.terms
         assert terms is not None
-        ports.begin(SAVE)
+        ports.meet(SAVE)
         try:
             problem = "A merge was interrupted; save again after the next step."
             sums = None if state.is_partial else ports.checksums()
@@ -131,7 +130,7 @@ class Driver:
                 each.saved_feedback,
             )
             for base, each in zip(
-                state.training_bases(ports.reports.totals), ports.fragments, strict=True
+                state.training_bases(ports.read_reports()), ports.fragments, strict=True
             )
         )
         place = state.schedule.place
@@ -147,22 +146,29 @@ class Driver:
 
     def after_step(self, step: int) -> None:
         """An optimizer step has been taken. Returns when training may go on."""
-        self.ports.begin(STEP)
+        self.ports.meet(STEP)
         self.ports.reports.read(self.ports.clock())
         self._run(lambda: boundary.after_step(self.state, step))
 
     def force(self) -> bool:
         """Make the boundary now. Returns whether the delta is in a version."""
-        self.ports.begin(FORCE)
+        if self.has_left:
+            return False
+        self.ports.meet(FORCE)
         return bool(self._run(lambda: boundary.force(self.state)))
 
     def load(self) -> bool:
         """Put the newest version into the model; False where it does not arrive."""
-        self.ports.begin(LOAD)
+        if self.has_left:
+            return False
+        self.ports.meet(LOAD)
+        if self.turns is not None:
+            self.turns.steps_here(self.state)
         return finish(boundary.load(self.state))
 
     def leave(self, *, hasty: bool) -> None:
         """Wait for what is in flight."""
+        self.has_left = True
         if self.turns is not None:
             hasty = self.turns.leave(self.state) or hasty
         self.ports.leave(lambda: finish(boundary.leave(self.state, hasty=hasty)), hasty=hasty)

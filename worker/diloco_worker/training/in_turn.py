@@ -68,7 +68,7 @@ class _Worker:
     result: Any = None  # of the last boundary
     has_warned: bool = False
 
-    def goes_on(self) -> None:
+    def resume(self) -> None:
         """Run the boundary until it waits, or to its end."""
         assert self.boundary is not None
         self.ports.suspends = True
@@ -85,10 +85,10 @@ class _Worker:
     def is_over(self) -> bool:
         """Whether the boundary that was put off, if any, has come to its end by now."""
         if self.boundary is not None:
-            self.goes_on()
+            self.resume()
         return self.boundary is None
 
-    def listens(self, seconds: float) -> None:
+    def listen(self, seconds: float) -> None:
         """Wait for news of this worker, and take them in. What goes wrong is this worker's own."""
         try:
             self.ports.listen(seconds)
@@ -108,7 +108,7 @@ class _Worker:
 
 @dataclass(eq=False)
 class Turns:
-    """The workers of a run in this process; see the module docstring."""
+    """The workers of a run that live in this process."""
 
     patience: float  # seconds of waiting before `RunStandsStill`
     why: Callable[[], str]  # what the run waits for, the end of a sentence
@@ -140,15 +140,19 @@ class Turns:
                 each.boundary.close()
         return bool(self._of_this_thread())
 
+    def steps_here(self, state: SyncState) -> None:
+        """This thread steps the worker from now on."""
+        self._of(state).thread = threading.get_ident()
+
     def run(self, state: SyncState, steps: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """Run a boundary up to where it waits for others of this thread; returns what it returns."""
+        self.steps_here(state)
         worker = self._of(state)
-        worker.thread = threading.get_ident()
         if not worker.is_over():
-            self._has_overtaken(worker)
+            self._warn_of_overtaking(worker)
             return None
         worker.boundary, worker.result = steps(), None
-        worker.goes_on()
+        worker.resume()
         self._wait()
         result: T | None = worker.result
         return result
@@ -161,7 +165,7 @@ class Turns:
         began = time.monotonic()
         while waiting := self._waiting_for_others():
             for each in waiting:
-                each.listens(SLICE_S)
+                each.listen(SLICE_S)
             still_waiting = self._waiting_for_others()
             if not all(each in still_waiting for each in waiting):
                 began = time.monotonic()
@@ -171,9 +175,9 @@ class Turns:
     def _waiting_for_others(self) -> list[_Worker]:
         """Workers at a boundary for whose round all workers of this thread have pushed."""
         mine = self._of_this_thread()
-        return [each for each in mine if each.boundary is not None and not self._behind(each)]
+        return [each for each in mine if each.boundary is not None and not self._yet_to_push(each)]
 
-    def _behind(self, worker: _Worker) -> list[_Worker]:
+    def _yet_to_push(self, worker: _Worker) -> list[_Worker]:
         """The workers of its thread that have yet to push for the round that it waits for."""
         round_ = worker.awaited_round
         if round_ is None:
@@ -189,10 +193,10 @@ class Turns:
             mine = [each for each in self._workers if each.thread == here]
         return [each for each in mine if not each.ports.link.has_ended]
 
-    def _has_overtaken(self, worker: _Worker) -> None:
+    def _warn_of_overtaking(self, worker: _Worker) -> None:
         if not worker.has_warned:
             worker.has_warned = True
-            names = ", ".join(sorted(each.worker_id for each in self._behind(worker)))
+            names = ", ".join(sorted(each.worker_id for each in self._yet_to_push(worker)))
             worker.ports.trouble(
                 f"{worker.worker_id} makes steps while its round waits for {names}: step the workers of "
                 "one thread in turn. These steps are kept on top of the merge."

@@ -53,13 +53,13 @@ class LocalPorts:
     publish: Callable[[bool], None]  # makes the next heartbeat; True: training waits
     audit: PushLog
     termination: Termination
-    clock: Callable[[], float]  # seconds, monotonic
+    clock: Callable[[], float]
     placement: Placement  # of the vectors
+    arrived: dict[int, Arrival]  # of each fragment, the version to begin with
     fragments: list[FragmentValues] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._shown: LinkState | None = None  # as of the last poll
-        self._constants = Constants(self.tensors)
 
     # Before training.
 
@@ -68,9 +68,8 @@ class LocalPorts:
         return self._described()
 
     def take(self, fragments: Sequence[int]) -> list[Arrival]:
-        """The versions that have arrived of these fragments. Each has arrived."""
-        arrivals = [self.link.take(fragment) for fragment in fragments]
-        return [each for each in arrivals if each is not None]
+        """The versions of these fragments to begin with."""
+        return [self.arrived.pop(fragment) for fragment in fragments]
 
     def values_of(self, arrival: Arrival) -> FlatState | None:
         """The values of a version that has arrived, as far as they are this process's."""
@@ -80,7 +79,8 @@ class LocalPorts:
     def stand_on(
         self, saved: Sequence[SavedFragment], layout: ModelLayout, config: RunConfig
     ) -> None:
-        """Training of each fragment goes on from here."""
+        """Training of each fragment goes on from here, with the model as it is now."""
+        self._constants = Constants(self.tensors)
         self.fragments = [
             FragmentValues(
                 self.tensors.share_of(part),
@@ -103,8 +103,8 @@ class LocalPorts:
 
     # The script and its hook.
 
-    def begin(self, deed: str) -> None:
-        """The script calls this now; see `model.spread.ranks`."""
+    def meet(self, call: str) -> None:
+        """The script makes this call now; the ranks of a worker make it together."""
 
     @property
     def facts(self) -> RunFacts:
@@ -164,15 +164,15 @@ class LocalPorts:
     def notify(self, event: Event) -> None:
         self.link.tell(event)
 
-    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
         if is_new:
             self.audit.frozen(in_flight)
         delta = self.fragments[in_flight.push.fragment].delta
         assert delta is not None
         self.link.offer(in_flight.push, delta.wire)
+        return self.link.reconnections
 
     def draw(self) -> int:
-        """A random push id."""
         return secrets.randbits(64)
 
     # The model.

@@ -24,6 +24,7 @@ from diloco_protocol.messages import Join, Message, encode
 from diloco_worker.model.model_manifest import unwrapped
 from diloco_worker.model.model_parts import parts_of
 from diloco_worker.session.connection import Phase
+from diloco_worker.session.news import Arrival
 from diloco_worker.session.session import Session
 from diloco_worker.sync.patience import Patience
 from diloco_worker.training.settings import warn_once
@@ -263,6 +264,17 @@ def await_model(
     if link.refused_for_good:
         assert link.refusal is not None
         raise link.refusal
+
+
+def await_versions(
+    link: Link, patience: Patience, *, tick: Callable[[], object] = lambda: None
+) -> dict[int, Arrival]:
+    """`await_model`, then take a version of every fragment. Returns them by fragment."""
+    while True:
+        await_model(link, patience, tick=tick)
+        arrived = link.take_all()  # None if the connection broke since, and the run is lost
+        if arrived is not None:
+            return arrived
 
 
 def _advice(link: Link) -> str:

@@ -12,6 +12,7 @@ from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.session.events import Resume
+from diloco_worker.session.news import Arrival
 from diloco_worker.session.session import Session
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Patience
@@ -59,16 +60,16 @@ class Stay:
         link = self.link(
             session, capture=self.tensors.capture, tag_of=partial(frozen_tag, self.tensors)
         )
-        start.await_model(link, self.patience())
+        arrived = start.await_versions(link, self.patience())
         assert link.layout is not None
         if link.has_forgotten:
             self.resumption = None
         self.tensors.set_layout(link.layout)
         turns = RUNS.get(str(self.server))
         if turns is None:
-            return self.driver(LocalPorts(**self.of_ports(link)))
+            return self.driver(LocalPorts(**self.of_ports(link, arrived)))
         self.settings = turns.bounded(self.settings)
-        return self.driver(InTurnPorts(**self.of_ports(link)), turns)
+        return self.driver(InTurnPorts(**self.of_ports(link, arrived)), turns)
 
     def patience(self) -> Patience:
         return Patience(self.clock, first=FIRST_WORD_S)
@@ -115,7 +116,7 @@ class Stay:
         if self.settings.handle_signals is not False:
             self.termination.install()
 
-    def of_ports(self, link: Link) -> dict[str, Any]:
+    def of_ports(self, link: Link, arrived: dict[int, Arrival]) -> dict[str, Any]:
         """The arguments of the ports of any process."""
         return {
             "tensors": self.tensors,
@@ -126,6 +127,7 @@ class Stay:
             "termination": self.termination,
             "clock": self.clock,
             "placement": self.placement,
+            "arrived": arrived,
         }
 
     def driver(self, ports: LocalPorts, turns: Turns | None = None) -> Driver:

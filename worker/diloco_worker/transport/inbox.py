@@ -86,6 +86,15 @@ class Inbox:
         with self.condition:
             return self.arrivals.pop(fragment, None)
 
+    def take_all(self) -> dict[int, Arrival] | None:
+        """By fragment, a complete version of each, once; None while one is missing."""
+        with self.condition:
+            layout, arrivals = self.layout, self.arrivals
+            if layout is None or any(p.fragment not in arrivals for p in layout.all if p.chunks):
+                return None
+            self.arrivals = {}
+            return arrivals
+
     def take_news(self) -> News:
         """All that has come since the last look, at one moment."""
         with self.condition:

@@ -114,12 +114,12 @@ class Worker:
         self._broker, self._connect, self._before_offer = broker, connect, before_offer
         self._marked = marked
         dice = random.Random(number + 1)
-        self._draw: Callable[[], int] = lambda: dice.getrandbits(64)
+        self.draw: Callable[[], int] = lambda: dice.getrandbits(64)
         self.worker_id = f"w{number}"
         self.record = Record()
         join = Join(self.worker_id, scene.pieces.manifest)
         # Heartbeats change nothing here: nobody is dropped.
-        self.session = Session(join, self._draw, heartbeat_interval=0)
+        self.session = Session(join, self.draw, heartbeat_interval=0)
         self.inbox = Inbox(self.session)
         self._executor = Executor(self.session, self.inbox, self, self, self._notice)
         self._payload = scene.pieces.payload(scene.question.wire_dtype)
@@ -317,8 +317,6 @@ class Worker:
             step=0,
             cycle_start=0,
             metrics=SyncMetrics(),
-            clock=self.now,
-            draw=self._draw,
         )
 
     def _steps_to_go(self, state: SyncState) -> int:
@@ -377,6 +375,12 @@ class _Training:
         question = worker.question
         self._of_fragment = question.parameters / question.fragments / GIGA
 
+    def clock(self) -> float:
+        return self._worker.now()
+
+    def draw(self) -> int:
+        return self._worker.draw()
+
     def has_news(self) -> bool:
         return bool(self._worker.inbox.turns) or self._worker.inbox.has_news
 
@@ -390,8 +394,9 @@ class _Training:
     def notify(self, event: events.Event) -> None:
         self._worker.feed(event)
 
-    def offer(self, in_flight: InFlight, *, is_new: bool) -> None:
+    def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
         self._worker.offers(in_flight.push)
+        return self._worker.session.connection.reconnections
 
     async def freeze(self, push: Push) -> Push:
         await _paused(Busy(self._worker.costs.freeze * self._of_fragment))

@@ -161,10 +161,10 @@ def test_processes_that_ask_for_different_things_are_told_so(
         assert "sync_every is None in process 0 of this worker and 2 in process 1" in each.output
 
 
-def train_on(kind: str, address: str, name: str, out: str, _: dict[str, Any]) -> None:
+def train_on(kind: str, address: str, name: str, out: str, options: dict[str, Any]) -> None:
     """A script that reads `should_stop` and goes on."""
     model = language()
-    _, called, group, _ = spread(kind, model)
+    _, called, group, *_ = spread(kind, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with DiLoCoWorker(model, optimizer, address, worker_id=name, process_group=group) as diloco:
         try:

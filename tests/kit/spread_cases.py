@@ -25,6 +25,7 @@ from diloco_worker.model.spread import slices
 from diloco_worker.model.spread.blocks import block_of, local
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from kit.other_device import THERE, OtherDevice
 from kit.spread_models import (
     Both,
     Layers,
@@ -73,6 +74,17 @@ def replicas_on_cuda_do_what_a_plain_worker_does(ranks: Ranks) -> None:
         for chunk_elements in (7, 1 << 19):
             both.cut(chunk_elements)
             both.assert_same_rounds(kept_on=torch.device("cuda"))
+
+
+@case(1, 2)
+def replicas_on_another_device_do_what_a_plain_worker_does(ranks: Ranks) -> None:
+    """What is a process's own is encoded and merged where it is."""
+    with OtherDevice():
+        for dtype in (torch.float32, torch.bfloat16):
+            both = Both(ranks, seeded(Layers).to(dtype), seeded(Layers).to(dtype).to(THERE))
+            for chunk_elements in (7, 1 << 19):
+                both.cut(chunk_elements)
+                both.assert_same_rounds()
 
 
 @case()

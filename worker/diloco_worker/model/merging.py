@@ -8,7 +8,7 @@ would have become then, and the steps that training has made in between stay on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,7 @@ class Change:
             for place in self.new.layout.places:
                 if place.entry.name not in self._done:
                     self._change(place, live[place.entry.name])
-            wait_for_copies(live)
+            wait_for_copies(tensor.device for tensor in live.values())
         except BaseException:
             self._break_off(live)
             raise
@@ -146,7 +146,7 @@ def _copy_in(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values.to(tensor.device, non_blocking=tensor.is_cuda))
 
 
-def wait_for_copies(tensors: Mapping[str, Tensor]) -> None:
-    """Wait until what is queued on their devices is done."""
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+def wait_for_copies(devices: Iterable[torch.device]) -> None:
+    """Wait until what is queued on those of them that have a queue is done."""
+    for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()

@@ -133,7 +133,7 @@ class ModelTensors:
             # Converted on its device, so that the copy to the host can be queued.
             source = tensor.to(target.dtype) if tensor.is_cuda else tensor
             target.copy_(source, non_blocking=tensor.is_cuda)
-        wait_for_copies(live)
+        wait_for_copies(tensor.device for tensor in live.values())
         return state
 
     def delta(self, base: FlatState, dtype_name: str, captured: FlatState | None = None) -> Delta:
@@ -142,12 +142,16 @@ class ModelTensors:
         Training started from `base`, rounded to the model's dtypes. The local values may be `captured`
         already: a model on the host is not read again then. Raises UsageError as `_checked` does.
         """
-        local: Mapping[str, Tensor] = self._live(base.layout)
-        device = accelerator_of(local.values()) if base.device == HOST else base.device
-        if device == HOST and captured is not None:
-            local = captured.by_name()
-        self._pins_wire = self.may_pin and device.type == "cuda"
+        device = self._device_for(base)
+        is_read = device == HOST and captured is not None
+        local = captured.by_name() if captured and is_read else self._live(base.layout)
         return encode(base.layout, local, dtype_name, base, self.room, device=device)
+
+    def _device_for(self, base: FlatState) -> torch.device:
+        """Where a delta from this base is worked out; `room` is for what comes from there."""
+        device = accelerator_of(self.devices) if base.device == HOST else base.device
+        self._pins_wire = self.may_pin and device.type == "cuda"
+        return device
 
     def bring_in(self, change: Change) -> None:
         """Change the model's own tensors, so that the optimizer's references stay valid.

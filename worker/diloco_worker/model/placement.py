@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from diloco_protocol import UsageError
 
@@ -62,6 +61,6 @@ class Placement:
         return cls(bool(on_cuda) and pin_memory is not False, base)
 
 
-def accelerator_of(tensors: Iterable[Tensor]) -> torch.device:
-    """The device that deltas of these tensors are worked out on: the first accelerator, or the host."""
-    return next((each.device for each in tensors if each.device.type not in _ON_HOST), HOST)
+def accelerator_of(devices: Iterable[torch.device]) -> torch.device:
+    """Where deltas of a model on these devices are worked out: the first accelerator, or the host."""
+    return next((each for each in devices if each.type not in _ON_HOST), HOST)

@@ -65,9 +65,10 @@ class Exchange:
     def gather(
         self, slice_: Slice, live: Live, error: Exception | None = None
     ) -> tuple[Values, Exception | None]:
-        """The values of the pieces that this process owns, in order, each of one dimension, on the host.
+        """The values of the pieces that this process owns, in order, each of one dimension.
 
-        They may share the memory of the model. With an error, what has failed here, now or before.
+        What this process has all of itself shares the memory of the model; what is put together is on
+        the host. With an error, what has failed here, now or before.
         """
         values: dict[Piece, Tensor] = {}
         if error is None:
@@ -108,7 +109,7 @@ class Exchange:
     def _take_own(self, slice_: Slice, live: Live, values: dict[Piece, Tensor]) -> None:
         for part in slice_.kept:
             held = self._read(live[part.piece.name][0], part)
-            if part.is_all and held.device.type == "cpu":
+            if part.is_all:
                 values[part.piece] = held
             else:
                 _room_in(values, part.piece)[part.where] = held.cpu()

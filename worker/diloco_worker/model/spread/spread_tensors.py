@@ -20,7 +20,7 @@ from diloco_protocol import ModelLayout, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_worker.model.encoding import Delta, Encoding
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.model.merging import Change
+from diloco_worker.model.merging import Change, wait_for_copies
 from diloco_worker.model.model_manifest import (
     dtype_name,
     live_tensors,
@@ -147,7 +147,8 @@ class SpreadTensors(ModelTensors):
         """
 
         def begin() -> Encoding:
-            encoding = Encoding(base.layout, dtype_name, base, self._buffers.take)
+            device = self._device_for(base)
+            encoding = Encoding(base.layout, dtype_name, base, self.room, device=device)
             if captured is not None:
                 for place in base.layout.places:
                     encoding.add(place, captured.of(place))
@@ -178,10 +179,11 @@ class SpreadTensors(ModelTensors):
         def change_them(_: None, values: Values) -> None:
             made.clear()
             for piece, value in values.items():
-                made[piece] = change.merged(piece.place, value).to("cpu", piece.dtype).view(-1)
+                made[piece] = change.merged(piece.place, value).to(piece.dtype).view(-1)
 
         layout = change.new.layout
         self._each_slice(layout, lambda: None, change_them, reads=change.reads, made=made)
+        wait_for_copies(self.devices)
 
     def look_at(self, take: Callable[[str, Tensor], object]) -> None:
         """Hand over, by name, what is trained or averaged: the pieces that this process owns.
@@ -198,9 +200,9 @@ class SpreadTensors(ModelTensors):
                 for piece, value in values.items():
                     place = places[0]
                     is_end = piece.place.stop == place.stop
-                    parts.append(value if is_end else value.clone())
+                    parts.append(value.cpu() if is_end else value.to("cpu", copy=True))
                     if is_end:
-                        take(place.entry.name, torch.cat(parts) if len(parts) > 1 else value)
+                        take(place.entry.name, torch.cat(parts) if len(parts) > 1 else parts[0])
                         parts.clear()
                         places.popleft()
 

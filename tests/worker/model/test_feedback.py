@@ -17,6 +17,7 @@ from diloco_protocol.tensors.codecs import decode_chunk
 from diloco_worker.model.feedback import Feedback, InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.spread.shares import share_of
 from diloco_worker.session.compatibility import cut
 from kit.scripted_broker import run_config
 
@@ -161,6 +162,15 @@ def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:
     assert bool(torch.isfinite(read(delta, 0)).all())
     feedback.settle(object(), (delta, EVERY), {})
     assert all(bool(torch.isfinite(each).all()) for each in feedback.chunks.values())
+
+
+def test_process_that_owns_no_chunk_has_nothing_to_send_and_nothing_left() -> None:
+    whole = layout()
+    share, _ = share_of(whole, [1] * whole.chunks, rank=0)
+    feedback = Feedback(share, room)
+    delta = feedback.joined(FlatState(share, {}, "int8"))
+    feedback.settle(object(), (delta, ()), {})
+    assert not feedback.chunks and not feedback.flat({}).vectors
 
 
 def test_what_is_saved_comes_back() -> None:

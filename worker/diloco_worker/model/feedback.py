@@ -102,7 +102,7 @@ class Feedback:
         """A delta that was frozen now, to go out with the residual."""
         self.is_used = True
         made = InFewBits(delta.layout, delta.vectors, delta.dtype, self.chunks, room=self.room)
-        if delta.vectors[Segment.PARAMETERS].device != HOST:
+        if any(vector.device != HOST for vector in delta.vectors.values()):
             for span in self.spans:
                 made.chunk(span.index)  # no other thread has to use the accelerator
         return made

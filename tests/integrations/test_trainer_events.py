@@ -15,6 +15,7 @@ from diloco_broker import Broker
 from diloco_protocol import UsageError
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.messages import Result
+from diloco_worker import WorkerOptions
 from kit import tiny_task
 from kit.integrations import needs
 from kit.whole_run import PATIENCE_S, make_config
@@ -216,6 +217,21 @@ def test_it_resumes_where_the_checkpoint_was_even_in_another_folder(
     second.train(resume_from_checkpoint=str(state.parent))
     diloco = hook_of(second)
     assert (diloco.local_step, diloco.sync_count) == (2 * H, 2)
+
+
+def test_keywords_are_checked_at_once_and_kept_in_the_checkpoint_as_plain_values() -> None:
+    from diloco_worker.transformers import DiLoCoCallback
+
+    options = WorkerOptions(audit=Path("a.jsonl"), dylu=False)
+    own = DiLoCoCallback("tcp://10.0.0.1:8512", expect={"mode": "sync"}, options=options)
+    kept = json.loads(json.dumps(own.state()))
+    assert kept["args"]["options"] == {"audit": "a.jsonl", "dylu": False}
+    assert DiLoCoCallback(**kept["args"]).state() == own.state()
+    with pytest.raises(UsageError, match="did you mean sync_every"):
+        DiLoCoCallback(sync_evry=3)
+    with pytest.warns(DeprecationWarning, match="pin_memory"):
+        moved = DiLoCoCallback(pin_memory=False)
+    assert moved.state()["args"]["options"] == {"pin_memory": False}
 
 
 def test_the_global_parameters_are_evaluated_if_asked(

@@ -119,14 +119,6 @@ def _can_be_sent(value: Any) -> bool:
     return isinstance(value, float | None)
 
 
-def _are_groups(value: Any) -> bool:
-    groups = value if isinstance(value, list | tuple) else [None]
-    return all(
-        isinstance(group, list | tuple) and all(isinstance(name, str) for name in group)
-        for group in groups
-    )
-
-
 SWITCH = Kind(_truth, "True or False (in a variable 1 or 0)", lambda value: isinstance(value, bool))
 SECONDS = Kind(float, "a number, 0 or more", _seconds)
 ADDRESS = Kind(
@@ -162,7 +154,7 @@ _TIED = Kind(
     lambda text: [[name.strip() for name in group.split("=")] for group in text.split(",")],
     "groups of names like [['embed.weight', 'head.weight']] (in a variable "
     "embed.weight=head.weight)",
-    _are_groups,
+    lambda value: isinstance(value, list | tuple) and not any(isinstance(v, str) for v in value),
 )
 
 

@@ -34,7 +34,7 @@ def checksums(tensors: ModelTensors) -> dict[str, tuple[int, ...]]:
     sums: dict[str, tuple[int, ...]] = {}
 
     def take(name: str, tensor: Tensor) -> None:
-        sums[name] = _of(tensor, (tensor.dtype, *_NARROWER.get(tensor.dtype, ())))
+        sums[name] = crc32_of(tensor, tensor.dtype, *_NARROWER.get(tensor.dtype, ()))
 
     tensors.look_at(take)
     return sums
@@ -58,12 +58,12 @@ def differing(tensors: ModelTensors, saved: Mapping[str, Sequence[int]]) -> list
 def _is_of(tensor: Tensor, saved: Sequence[int]) -> bool:
     dtypes = (tensor.dtype, *_NARROWER.get(tensor.dtype, ()))
     return any(
-        _of(tensor, (dtype,)) == (then,) and _fits(tensor, dtype)
+        crc32_of(tensor, dtype) == (then,) and _fits(tensor, dtype)
         for dtype, then in zip(dtypes, saved, strict=False)
     )
 
 
-def _of(tensor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
+def crc32_of(tensor: Tensor, *dtypes: torch.dtype) -> tuple[int, ...]:
     """One checksum for each dtype that the values are rounded to."""
     sums = [0] * len(dtypes)
     for piece in _pieces(tensor):

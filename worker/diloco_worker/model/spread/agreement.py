@@ -6,7 +6,6 @@ in the same run. All processes come to the same one, or raise the same UsageErro
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,10 @@ from torch import Tensor
 
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.manifest import summarise
-from diloco_protocol.tensors.codecs import as_bytes
+from diloco_worker.model.checksums import crc32_of
 from diloco_worker.model.model_manifest import require_sound
 from diloco_worker.model.spread.blocks import Block, block_of, local
 from diloco_worker.model.spread.ranks import Ranks
-
-# Elements of a tensor that are looked at in one go.
-PIECE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -105,17 +101,11 @@ def agree(
 def _said(entry: TensorEntry, tensor: Tensor) -> list[Any]:
     block, values = block_of(entry.name, tensor), local(tensor)
     # Parameters must begin alike; buffers are those of the first process.
-    checksum = _checksum(values) if entry.kind is not Kind.BUFFER and block.elements else None
+    is_compared = entry.kind is not Kind.BUFFER and block.elements
+    checksum = crc32_of(values, values.dtype)[0] if is_compared else None
     kind, shape = entry.kind.value, list(entry.shape)
     aliases = list(entry.aliases)
     return [entry.name, shape, entry.dtype, kind, aliases, block.offset, block.size, checksum]
-
-
-def _checksum(values: Tensor) -> int:
-    flat, total = values.reshape(-1), 0
-    for at in range(0, flat.numel(), PIECE_ELEMENTS):
-        total = zlib.crc32(as_bytes(flat[at : at + PIECE_ELEMENTS].cpu().contiguous()), total)
-    return total
 
 
 def _merged(

@@ -8,7 +8,6 @@ comes of such a process is put into no model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,35 +31,25 @@ class ProcessFailed(Exception):
     """Another process had nothing good to give; it says itself what has happened."""
 
 
-@dataclass(eq=False)
-class Buffers:
-    """Memory for exchanges, kept and used again."""
-
-    sent: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    room: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-
-    def reserve(self, sent: int, room: int, *, pinned: bool) -> None:
-        if self.sent.numel() < sent:
-            self.sent = torch.empty(sent, dtype=torch.uint8, pin_memory=pinned)
-        if self.room.numel() < room:
-            self.room = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
-
-
-@dataclass(eq=False)
 class Exchange:
     """Carries exchanges out for one process. Collective: all of them do the same slices in order."""
 
-    ranks: Ranks
-    buffers: Buffers = field(default_factory=Buffers)
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        # Memory that is used again: for what is sent, and for what comes.
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, slices: Sequence[Slice], *, pinned: bool) -> None:
         """Have memory for all of these. No collective."""
-        most_sent = most_room = 0
+        most_sent = most_received = 0
         for slice_ in slices:
             for sends, takes in (slice_.gathered, slice_.scattered):
                 most_sent = max(most_sent, sum(self._sizes(sends)))
-                most_room = max(most_room, sum(self._sizes(takes)))
-        self.buffers.reserve(most_sent, most_room, pinned=pinned)
+                most_received = max(most_received, sum(self._sizes(takes)))
+        if self._sent.numel() < most_sent:
+            self._sent = torch.empty(most_sent, dtype=torch.uint8, pin_memory=pinned)
+        if self._received.numel() < most_received:
+            self._received = torch.empty(most_received, dtype=torch.uint8, pin_memory=pinned)
 
     def gather(
         self, slice_: Slice, live: Live, error: Exception | None = None
@@ -79,7 +68,10 @@ class Exchange:
             def put(part: Part, came: Tensor) -> None:
                 _room_in(values, part.piece)[part.where] = came
 
-            error = self._move(sends, takes, self._reading(live), put, error)
+            def value_of(part: Part) -> Tensor:
+                return self._read(live[part.piece.name][0], part)
+
+            error = self._move(sends, takes, value_of, put, error)
         if error is not None:
             return {}, error
         return {piece: values[piece] for piece in slice_.pieces}, None
@@ -118,9 +110,6 @@ class Exchange:
         for part in slice_.kept:
             self._write(live[part.piece.name], part, values[part.piece][part.where])
 
-    def _reading(self, live: Live) -> Callable[[Part], Tensor]:
-        return lambda part: self._read(live[part.piece.name][0], part)
-
     def _move(
         self,
         sends: Sequence[Part],
@@ -131,30 +120,23 @@ class Exchange:
     ) -> Exception | None:
         """Send parts and put those that come. Both ends have one order. Returns the first error."""
         sizes, wanted = self._sizes(sends), self._sizes(takes)
-        sent = self.buffers.sent[: sum(sizes)]
-        room = self.buffers.room[: sum(wanted)]
+        sent, received = self._sent[: sum(sizes)], self._received[: sum(wanted)]
+
+        def fill() -> None:
+            for part, run in _laid_out(sent, sizes, sends, self.ranks.rank):
+                run.copy_(value_of(part))
+
+        def take() -> None:
+            for part, came in self._runs(received, wanted, takes):
+                put(part, came)
+
         if error is None:
-            error = _error_of(lambda: self._fill(sent, sizes, sends, value_of))
+            error = _error_of(fill)
         for at, size in zip(_starts(sizes), sizes, strict=True):
             if size:
                 sent[at] = _GOOD if error is None else _VOID
-        self.ranks.exchange(sent, sizes, room, wanted)
-
-        def take() -> None:
-            for part, came in self._runs(room, wanted, takes):
-                put(part, came)
-
+        self.ranks.exchange(sent, sizes, received, wanted)
         return error or _error_of(take)
-
-    def _fill(
-        self,
-        sent: Tensor,
-        sizes: Sequence[int],
-        sends: Sequence[Part],
-        value_of: Callable[[Part], Tensor],
-    ) -> None:
-        for part, run in _laid_out(sent, sizes, sends, self.ranks.rank):
-            run.copy_(value_of(part))
 
     def _runs(
         self, room: Tensor, sizes: Sequence[int], takes: Sequence[Part]

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib.metadata import entry_points
 
 import grimp
 import pytest
@@ -77,6 +78,17 @@ def test_pure_modules_load_no_tensors_or_sockets() -> None:
     code = f"import sys, {', '.join(PURE)}; print(*{HEAVY} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []
+
+
+def test_help_of_a_command_loads_no_torch() -> None:
+    """It takes seconds, and so would the shell's completion."""
+    scripts = entry_points(group="console_scripts")
+    ours = {each.module for each in scripts if each.module.startswith("diloco_")}
+    assert ours
+    modules = ", ".join(sorted(ours))
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False"]
 
 
 def test_a_core_opens_no_file_and_loads_no_code() -> None:

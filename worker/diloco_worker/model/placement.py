@@ -15,7 +15,6 @@ import torch
 from diloco_protocol import UsageError
 
 CPU, CUDA = "cpu", "cuda"
-PLACES = (CPU, CUDA)  # of the global parameters
 HOST = torch.device(CPU)
 # Where deltas are worked out on the host: mps has no fp64, and shares the host's memory.
 _ON_HOST = (CPU, "mps")

@@ -29,7 +29,6 @@ from diloco_protocol.errors import check_names, did_you_mean
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 from diloco_protocol.ranges import MOST
 from diloco_protocol.roles import Role
-from diloco_worker.model.placement import PLACES
 from diloco_worker.transport import own_log
 from diloco_worker.transport.whereabouts import Given
 
@@ -132,6 +131,7 @@ _ID = Kind(
     lambda value: isinstance(value, str) and is_worker_id(value),
 )
 _WIRE_DTYPE = Kind(str, f"one of {', '.join(WIRE_DTYPES)}", lambda value: value in WIRE_DTYPES)
+PLACES = ("cpu", "cuda")  # of the global parameters
 _PLACE = Kind(str.lower, f"one of {', '.join(PLACES)}", lambda value: value in PLACES)
 _FILE = Kind(str, "the path of a file", lambda value: isinstance(value, str | Path))
 _SIGNALS = Kind(

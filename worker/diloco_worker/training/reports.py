@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from diloco_protocol import UsageError
 from diloco_protocol.ranges import MOST
 from diloco_worker.session.news import Work
-from diloco_worker.training.settings import warn_once
-
-if TYPE_CHECKING:
-    from diloco_worker.hook import DiLoCoWorker
 
 logger = logging.getLogger("diloco.worker")
 
@@ -24,8 +20,6 @@ logger = logging.getLogger("diloco.worker")
 LOOK_S = 5.0
 # Weight of the newest step in the moving average of the pace: about the last twenty steps.
 PACE_WEIGHT = 0.05
-# Of `sync_metrics`, what the callbacks of frameworks log.
-LOGGED = ("pushes", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
 
 
 class Reports:
@@ -112,30 +106,6 @@ class Reports:
                 if self.problem is None:
                     logger.warning("%s", error)
                 self.problem = str(error)
-
-
-def figures(worker: DiLoCoWorker) -> dict[str, float]:
-    """What a framework's logs get of a run; nothing where the worker is in none."""
-    if worker.config is None:
-        return {}
-    metrics = worker.sync_metrics
-    found = {name: metrics[name] for name in LOGGED} | {"round": worker.round}
-    if worker.global_loss is not None:
-        found["global_loss"] = worker.global_loss
-    return {f"diloco/{name}": float(value) for name, value in found.items()}
-
-
-def report_loss(report: Callable[..., None], loss: object) -> None:
-    """Report the loss that a framework's trainer gives; warn once if it is not a single number.
-
-    Args:
-        report: that of a `DiLoCoWorker`.
-        loss: any value; a string is read as a number.
-    """
-    try:
-        report(loss=float(loss) if isinstance(loss, str) else loss)
-    except (UsageError, ValueError) as error:
-        warn_once(f"The broker gets no loss from this training: {error}")
 
 
 def _is_on_accelerator(name: str, value: Tensor) -> bool:

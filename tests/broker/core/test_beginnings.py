@@ -136,7 +136,9 @@ def test_feed_names_whom_the_first_parameters_come_from() -> None:
     assert "join" in stage.shown()["waiting_for"]
     stage.worker("new").joins()
     assert "earlier run" in stage.shown()["waiting_for"]
+    assert stage.shown()["why"]["left_s"] == RETURN_WITHIN_S
     stage.passes(RETURN_WITHIN_S + 0.1)
+    assert stage.shown()["why"]["left_s"] is None
     assert "file" in stage.shown()["waiting_for"]
     stage.worker("gpu-0").comes_with(holding(10))
     assert "gpu-0" in stage.shown()["waiting_for"]

@@ -74,6 +74,7 @@ class Limits:
 
     Attributes:
         held: why no round may close at all; None if one may.
+        held_until: when that times out (run time); None if only an event ends it.
         floor: the least number of contributions.
         grace_s: length of the grace period, in which the pushes of other workers still count.
     """
@@ -81,6 +82,7 @@ class Limits:
     held: Reason | None = None
     floor: int = 1
     grace_s: float = 0.0
+    held_until: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def decide(tally: Tally | None, limits: Limits, now: float) -> Decision:
 
 def _why_not(tally: Tally | None, limits: Limits, now: float) -> Why | None:
     if tally is None or limits.held not in (None, Reason.PAUSED):
-        return Why(limits.held or Reason.PARAMETERS, since=now)
+        return Why(limits.held or Reason.PARAMETERS, since=now, until=limits.held_until)
     needed, missing = max(1, limits.floor) - len(tally.here), tuple(sorted(tally.missing))
     if needed > 0 and tally.may_come < limits.floor:
         # Also in a paused run: the pause is the state of the run, and the lack shows only here.

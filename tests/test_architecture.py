@@ -46,9 +46,9 @@ CHANGED_BY = {
     "expected": "rounds.round",  # workers that an open round waits for
     "start": "members.seeding",
     "seeding": "members.seeding",  # the first parameters, in transfer
-    "manifest": "members.model_source",
-    "came_as": "members.model_source",
-    "checkpoint": "members.model_source",
+    "manifest": "members.run_model",
+    "came_as": "members.run_model",
+    "checkpoint": "members.run_model",
     "lots": "data.data_sets",  # units of the work queue that count with pushes under way
     "free": "data.data_sets",
     "owners": "members.shards",

@@ -339,7 +339,7 @@ class Stage:
 
     def provide(self) -> None:
         """Let the seed worker upload its parameters, if one was asked."""
-        seeding = self.state.model.seeding
+        seeding = self.state.seeding
         worker = self.state.members.named(seeding.worker_id)
         for fragment in seeding.wanted if worker else ():
             layout = self.state.versions[fragment].layout

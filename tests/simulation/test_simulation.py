@@ -16,7 +16,6 @@ from diloco_broker.core.effects import Effect, Step
 from diloco_broker.core.machine import Core
 from diloco_broker.core.members import seeding
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.members.model_source import RunModel
 from diloco_broker.core.rounds import asynchronous, collect, sequence, streaming
 from diloco_broker.core.rounds.round import Update
 from diloco_broker.core.rounds.streaming import StreamingRound
@@ -318,11 +317,11 @@ def without_the_version_that_waits(state: RunState, number: int) -> RunRecord:
 
 
 def the_oldest(
-    model: RunModel, members: Iterable[Member]
+    state: RunState, members: Iterable[Member]
 ) -> dict[int, tuple[Member, VersionId | None]]:
     holders = [member for member in members if all(member.versions[:1])]
     oldest = min(holders, key=lambda m: sum(v.counter for v in m.versions if v), default=None)
-    pieces = [f for f in model.all_fragments if f not in model.restored]
+    pieces = [f for f in state.model.all_fragments if f not in state.recovery.restored]
     held = dict(enumerate(oldest.versions)) if oldest else {}
     return {f: (oldest, held[f]) for f in pieces if f in held} if oldest else {}
 
@@ -366,10 +365,10 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
         (
             "streaming",
             ADOPT,
-            (RunModel, "sources", lambda *_: {}),
+            (seeding, "_sources", lambda *_: {}),
             f"{STUCK}|somebody here has version",
         ),
-        ("async", 0, (RunModel, "sources", the_oldest), "somebody here has version|stands still"),
+        ("async", 0, (seeding, "_sources", the_oldest), "somebody here has version|stands still"),
         (
             "carry",
             ADOPT,

@@ -80,7 +80,7 @@ def test_hub_and_relay_that_have_both_lost_them_take_those_that_workers_hold(rep
         hub.stop(restarting=True)
         empty = sites.hub(1, has_model=False, recover_wait=1.0, **dtypes)
         sites.relay(at_hub, 2, "north", dtype=None, bind=at_site)
-        until(lambda: empty._loop.core.state.model.is_running, "the hub has parameters")
+        until(lambda: empty._loop.core.state.is_running, "the hub has parameters")
         assert empty._loop.core.state.versions[0].version == version
         sites.push("b", number=2)
         after = sites.pull("a", "b")

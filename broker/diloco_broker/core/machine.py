@@ -26,7 +26,7 @@ from diloco_broker.core.members import (
     seeding,
 )
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.members.model_source import RunModel
+from diloco_broker.core.members.run_model import RunModel
 from diloco_broker.core.operations import (
     commands,
     ending,

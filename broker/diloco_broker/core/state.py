@@ -12,8 +12,9 @@ from diloco_broker.core.data.data_sets import DataSets
 from diloco_broker.core.events import Parent, Surroundings
 from diloco_broker.core.members.absences import Absences
 from diloco_broker.core.members.members import Member, Membership
-from diloco_broker.core.members.model_source import RunModel
+from diloco_broker.core.members.run_model import RunModel
 from diloco_broker.core.members.shards import Shards
+from diloco_broker.core.members.start import Recovery, Seeding, Start
 from diloco_broker.core.rounds.decision import Decision, Reason, Why
 from diloco_broker.core.rounds.round import Barrier, Phase, Update
 from diloco_broker.core.rounds.submissions import StagedUpdate, Submissions
@@ -273,6 +274,9 @@ class RunState:
     started_at: float
     epoch: str  # this life of the broker, 16 hexadecimal digits
     model: RunModel
+    start: Start = Start.WAITING_FOR_WORKERS  # how it gets its first parameters
+    seeding: Seeding = field(default_factory=Seeding)
+    recovery: Recovery = field(default_factory=Recovery)
     members: Membership = field(default_factory=Membership)
     absences: Absences = field(default_factory=Absences)
     shards: Shards = field(default_factory=Shards)  # who samples which part of the data
@@ -345,6 +349,10 @@ class RunState:
     def run_time(self) -> float:
         """Seconds of the core's clock, less those in which the run was held: `operations.holding`."""
         return self.now - self.held_s
+
+    @property
+    def is_running(self) -> bool:
+        return self.start is Start.RUNNING
 
     @property
     def run_config(self) -> RunConfig:

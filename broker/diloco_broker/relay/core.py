@@ -22,7 +22,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.members import permissions
-from diloco_broker.core.members.model_source import Start
+from diloco_broker.core.members.start import Start
 from diloco_broker.core.rounds.submissions import Submission
 from diloco_broker.core.sites.gate import Gate
 from diloco_broker.core.sites.told import PASSED_ON
@@ -290,14 +290,14 @@ class Relay:
 
     def _takes_gift(self, now: float) -> Commands:
         """A worker of the site may have given its parameters whole: they go up, and the site waits."""
-        session, model = self.session, self.site.state.model
+        session, site = self.session, self.site.state
         assert session is not None and session.terms is not None
         terms = session.terms
         pushes: dict[int, int] = {}
-        if model.is_running:
+        if site.is_running:
             held = held_by(self.site)
             yield from self._comes_back_with(held, terms)
-        elif model.start is Start.SEEDING and model.seeding.is_complete:
+        elif site.start is Start.SEEDING and site.seeding.is_complete:
             pushes, held = self._wanted, {}
         else:
             return

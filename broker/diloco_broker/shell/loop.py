@@ -294,7 +294,7 @@ class Loop:
             self._executor.feed(events.Tick(self.sockets.lost_a_connection()))
             gone, before = self.core.state.members.gone, self._gone_before
             self._gone_before = gone
-            if gone > before and not self.core.state.model.is_running:
+            if gone > before and not self.core.state.is_running:
                 self._calm_at = now + CALM_S  # somebody went who may have brought a part of a model
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
@@ -515,6 +515,6 @@ class Loop:
         with self.onlookers.failures.caught("feed"):
             self._look_at_outer()
         self.onlookers.publish()
-        if self.core.state.model.is_running:
+        if self.core.state.is_running:
             self.tensors.forget_sources()
         self._longest_turn_s = 0.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.members.model_source import SEED_PATIENCE_S
 from diloco_broker.core.members.seeding import RETURN_WITHIN_S
+from diloco_broker.core.members.start import SEED_PATIENCE_S
 from diloco_broker.core.versions.record import InitialModel
 from diloco_protocol.messages import Error, Push
 from diloco_protocol.version import VersionId

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Surroundings
-from diloco_broker.core.members import model_source
+from diloco_broker.core.members import run_model
 from diloco_broker.core.members.room import bytes_per_parameter
 from diloco_broker.core.rounds.streaming import MOST_PUSHES
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
@@ -97,7 +97,7 @@ def test_claim_of_somebody_who_is_gone_is_forgotten() -> None:
     stage = a_stage(1)
     claims_and_dies(stage)
     model = stage.state.model
-    assert (model.manifest, model.layout, model.run, model.seeding.versions) == (
+    assert (model.manifest, model.layout, model.run, stage.state.seeding.versions) == (
         None,
         None,
         None,
@@ -148,7 +148,7 @@ def test_manifest_is_packed_once_however_often_it_is_asked_for(
 ) -> None:
     stage, _ = alone()
     stage.asks("manifest")
-    monkeypatch.setattr(model_source, "describe", pytest.fail)
+    monkeypatch.setattr(run_model, "describe", pytest.fail)
     results = [stage.asks("manifest") for _ in range(3)]
     for result in results:
         assert from_plain(Manifest, result.data["manifest"], "manifest") == stage.manifest

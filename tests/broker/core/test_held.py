@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Received
-from diloco_broker.core.members.model_source import SEED_PATIENCE_S
+from diloco_broker.core.members.start import SEED_PATIENCE_S
 from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
 from diloco_protocol.messages import Lease, Promise
 from kit.core_harness import Stage, a_round, a_stage

@@ -257,7 +257,7 @@ class BrokerLife(RuleBasedStateMachine):
         return grant is not None and grant.standing is Standing.WAIT
 
     def _has_version(self) -> bool:
-        return hasattr(self, "stage") and self.stage.state.model.is_running
+        return hasattr(self, "stage") and self.stage.state.is_running
 
 
 TestBrokerLife = pytest.mark.slow(BrokerLife.TestCase)

@@ -38,12 +38,12 @@ def test_part_of_a_run_is_taken_once_and_a_new_run_begins_with_another_worker() 
     c = stage.worker("c").joins(versions=(None, HELD))
     c.held = (None, None)
     stage.passes(30.0)
-    assert stage.state.model.seeding.worker_id == "c"
+    assert stage.state.seeding.worker_id == "c"
     c.stage.kicks("c")
     c.session = None
     c.joins(versions=(None, None, HELD))  # there is no such fragment
     stage.passes(11.0)
-    assert stage.state.model.seeding.worker_id == "b"
+    assert stage.state.seeding.worker_id == "b"
     stage.provide()
     assert stage.state.round is not None and is_whole(stage)
 

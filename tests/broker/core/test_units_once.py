@@ -107,7 +107,7 @@ class Story:
                     if (worker.worker_id, fragment) not in given:
                         given.add((worker.worker_id, fragment))
                         worker.puppet.donates(fragment)
-            if self.stage.state.model.is_running:
+            if self.stage.state.is_running:
                 break
             self.stage.passes(1.0)
             self.stage.beats(*(each.worker_id for each in self.living))

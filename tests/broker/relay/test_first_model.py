@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_broker.core.events import ModelRefused
-from diloco_broker.core.members.model_source import SEED_PATIENCE_S
+from diloco_broker.core.members.start import SEED_PATIENCE_S
 from diloco_broker.core.sites.gate import Gate
 from diloco_broker.relay.core import held_by
 from diloco_protocol.errors import Code
@@ -52,8 +52,8 @@ def test_site_that_is_asked_begins_no_run_of_its_own() -> None:
     a = site.worker("a").joins()
     assert a.asked_for == [0]
     a.donates()
-    assert site.state.model.seeding.is_complete
-    assert not site.state.model.is_running
+    assert site.state.seeding.is_complete
+    assert not site.state.is_running
     assert a.got(Welcome).run is None
     assert site.state.round is None
 
@@ -67,8 +67,8 @@ def test_seed_worker_that_stands_still_is_passed_over() -> None:
         b.beats()
     assert b.asked_for == [0]
     b.donates()
-    assert site.state.model.seeding.is_complete
-    assert site.state.model.seeding.worker_id == "b"
+    assert site.state.seeding.is_complete
+    assert site.state.seeding.worker_id == "b"
 
 
 def test_worker_with_another_model_is_refused_while_the_site_is_asked() -> None:
@@ -86,7 +86,7 @@ def test_run_that_a_worker_holds_comes_before_what_a_newcomer_gives() -> None:
     holder = site.worker("a").comes_with(held)
     assert holder.asked_for == [0]
     holder.donates()
-    assert site.state.model.is_running
+    assert site.state.is_running
     there = held[0]
     assert there is not None
     found = held_by(site.core)

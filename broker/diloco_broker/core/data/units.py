@@ -45,7 +45,7 @@ def take(state: RunState, member: Member, message: Take) -> effects.Effects:
     except ValueError as error:
         yield member.tell(Result(message.request, False, f"{error}."))
         return
-    is_ready = state.model.is_running  # before that, a worker may still bring a newer version
+    is_ready = state.is_running  # before that, a worker may still bring a newer version
     stands_for = holds
     for units, lot in zip(lots, message.lots, strict=False):
         spans = units.get(message.name, Spans())

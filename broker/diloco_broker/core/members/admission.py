@@ -118,7 +118,7 @@ def _welcome(
         epoch=state.epoch,
         config=state.run_config,
         first_round=first_round,
-        run=state.model.run if state.model.is_running else None,
+        run=state.model.run if state.is_running else None,
         versions=tuple(each.version for each in state.versions.trained),
         feed=around.feed_address,
         plan=plan if state.config.num_fragments > 1 else (),
@@ -192,7 +192,7 @@ def _check_fit(state: RunState, join: messages.Join, manifest: Manifest) -> None
             f"The worker belongs to run {join.run}, which --fresh moved aside; restart the worker to "
             "join the new run.",
         )
-    run = state.model.run if state.model.run_is_settled else None
+    run = state.model.run if seeding.run_is_settled(state) else None
     if join.run is not None and run is not None and join.run != run:
         raise ProtocolError(
             Code.RUN_DIFFERS,
@@ -224,7 +224,7 @@ def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...] | None:
 
 def _check_manifest(state: RunState, manifest: Manifest) -> None:
     model = state.model
-    is_settled = len(state.members) or model.manifest_is_settled
+    is_settled = len(state.members) or seeding.manifest_is_settled(state)
     if model.manifest is not None and model.manifest != manifest and is_settled:
         clauses = differences(model.manifest, manifest)
         text = f"The worker's model differs from the run's: {summarise(clauses)}."

@@ -24,12 +24,12 @@ keeps everything.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.members import room
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.members.model_source import SEED_PATIENCE_S, FirstVersion, Seeding, Start
+from diloco_broker.core.members.start import SEED_PATIENCE_S, FirstVersion, Seeding, Start
 from diloco_broker.core.operations import progress
 from diloco_broker.core.rounds import sequence
 from diloco_broker.core.rounds.modes import mode_of
@@ -54,10 +54,10 @@ RETURN_WITHIN_S = 3.0
 
 def joined(state: RunState, member: Member) -> effects.Effects:
     """A worker has joined, or is back. If it holds a version, that run goes on instead of a new one."""
-    model, seeding = state.model, state.model.seeding
+    seeding = state.seeding
     if any(member.versions):
-        model.holder_lost_at = None
-    if any(member.versions) and model.start in (Start.SEEDING, Start.LOADING_FILE):
+        state.recovery.holder_lost_at = None
+    if any(member.versions) and state.start in (Start.SEEDING, Start.LOADING_FILE):
         why = f"{member.worker_id} holds a version of a run, which goes on instead of a new one."
         yield from abandon(state, why)
     elif member.worker_id == seeding.worker_id:
@@ -71,19 +71,18 @@ def joined(state: RunState, member: Member) -> effects.Effects:
 
 def lost(state: RunState, member: Member) -> None:
     """A worker is dead. If it holds a version that may be wanted, it is given time to come back."""
-    if any(member.versions) and not state.model.is_running:
-        state.model.holder_lost_at = state.run_time
+    if any(member.versions) and not state.is_running:
+        state.recovery.holder_lost_at = state.run_time
 
 
 def removed(state: RunState, member: Member) -> effects.Effects:
     """A worker is gone."""
-    model = state.model
-    if model.seeding.worker_id == member.worker_id:
+    if state.seeding.worker_id == member.worker_id:
         yield from abandon(state)
         yield from advance(state)
-    if not len(state.members) and not model.manifest_is_settled:
-        model.forget_manifest()
-        model.start, model.waits_for = Start.WAITING_FOR_WORKERS, ""
+    if not len(state.members) and not manifest_is_settled(state):
+        state.model.forget_manifest()
+        state.start, state.recovery.waits_for = Start.WAITING_FOR_WORKERS, ""
         state.versions.set_layout(())
 
 
@@ -92,12 +91,11 @@ def removed(state: RunState, member: Member) -> effects.Effects:
 
 def advance(state: RunState) -> effects.Effects:
     """Make the transition that is due, if one is."""
-    model = state.model
-    if model.is_running or model.manifest is None:
+    if state.is_running or state.model.manifest is None:
         return
     if not fence.may_release(state):  # another broker may have the run
         return
-    if model.start in (Start.ADOPTING, Start.SEEDING, Start.LOADING_FILE):
+    if state.start in (Start.ADOPTING, Start.SEEDING, Start.LOADING_FILE):
         yield from _continue_transfer(state)
     elif _run_exists(state):
         yield from _recover(state)
@@ -110,13 +108,23 @@ def _seeds(state: RunState, failures: float = math.inf) -> list[Member]:
     return [member for member in state.members if member.seed_failures < failures]
 
 
+def manifest_is_settled(state: RunState) -> bool:
+    """Whether parameters are here, so that no worker may bring another model."""
+    return state.start in (Start.LOADING_FILE, Start.RUNNING) or bool(state.recovery.restored)
+
+
+def run_is_settled(state: RunState) -> bool:
+    """Whether a run exists and no other one takes its place."""
+    return state.start in (Start.ADOPTING, Start.RUNNING) or bool(state.recovery.restored)
+
+
 def _run_exists(state: RunState) -> bool:
     holders = (member for member in _seeds(state) if any(member.versions))
-    return bool(state.model.restored) or any(holders)
+    return bool(state.recovery.restored) or any(holders)
 
 
 def _continue_transfer(state: RunState) -> effects.Effects:
-    seeding = state.model.seeding
+    seeding = state.seeding
     worker = state.members.named(seeding.worker_id)
     if seeding.is_complete and state.gate is None:  # a relay's parent begins the run
         yield from _begin_run(state)
@@ -130,18 +138,46 @@ def _recover(state: RunState) -> effects.Effects:
     if not model.checkpoint or state.config.recover == "adopt":
         if (yield from _waits(state, *_newer_holders(state))):
             return
-        sources = model.sources(_seeds(state, failures=1))
-        if not sources and not model.is_restored:
-            sources = model.sources(_seeds(state))
+        sources = _sources(state, _seeds(state, failures=1))
+        if not sources and not _is_restored(state):
+            sources = _sources(state, _seeds(state))
         if sources:
             worker, _ = next(iter(sources.values()))
             wanted = {f: version for f, (each, version) in sources.items() if each is worker}
             yield from _adopt_from(state, worker, wanted)
             return
-    if model.is_restored:
+    if _is_restored(state):
         yield from _continue_run(state)
     else:
         yield from _give_up_run(state)
+
+
+def _is_restored(state: RunState) -> bool:
+    """Whether every fragment of the run that exists is here."""
+    return state.recovery.restored.keys() >= set(state.model.all_fragments)
+
+
+def _sources(state: RunState, members: Sequence[Member]) -> dict[int, tuple[Member, VersionId]]:
+    """By fragment, the newest version that is newer than ours, and the first worker that holds it.
+
+    Of the run; if none is known, of that of the worker that has made the most rounds.
+    """
+    run, fragments = state.model.run or _newest_run(members), state.model.all_fragments
+    newest = {f: each.version.counter for f, each in state.recovery.restored.items()}
+    found: dict[int, tuple[Member, VersionId]] = {}
+    for member in members:
+        for fragment, held in enumerate(member.versions):
+            if held is None or held.run != run or fragment not in fragments:
+                continue
+            if held.counter > newest.get(fragment, -1):
+                found[fragment], newest[fragment] = (member, held), held.counter
+    return found
+
+
+def _newest_run(members: Sequence[Member]) -> str | None:
+    held = [[version for version in member.versions if version] for member in members]
+    newest = max(held, key=lambda versions: sum(v.counter + 1 for v in versions), default=[])
+    return newest[0].run if newest else None
 
 
 def _seek_new_run(state: RunState) -> effects.Effects:
@@ -159,39 +195,41 @@ def _seek_new_run(state: RunState) -> effects.Effects:
 
 def _waits(state: RunState, whom: str, until: float) -> Generator[effects.Effect, None, bool]:
     """Wait for these workers until then. Returns whether there is something to wait for."""
-    model = state.model
+    recovery = state.recovery
     if not whom or state.run_time >= until:
-        model.start, model.waits_for = Start.WAITING_FOR_WORKERS, ""
+        state.start, recovery.waits_for = Start.WAITING_FOR_WORKERS, ""
         return False
-    if model.start is not Start.WAITING_FOR_HOLDERS or model.waits_until != until:
+    if state.start is not Start.WAITING_FOR_HOLDERS or recovery.waits_until != until:
         then = "the run goes on" if _run_exists(state) else "a new run begins"
         left = until - state.run_time
         yield effects.info(f"Waiting {left:.1f} s at most for {whom}; then {then}.")
-    model.start, model.waits_for, model.waits_until = Start.WAITING_FOR_HOLDERS, whom, until
+    state.start = Start.WAITING_FOR_HOLDERS
+    recovery.waits_for, recovery.waits_until = whom, until
     return True
 
 
 def _newer_holders(state: RunState) -> tuple[str, float]:
     """Workers that may hold newer versions of the run than are here, and until when they may come."""
-    model, config = state.model, state.config
+    model, recovery, config = state.model, state.recovery, state.config
     if model.checkpoint:
         away = sorted(model.known.keys() - {member.worker_id for member in state.members})
         whom = f"workers of the run that may hold newer rounds: {summarise(away)}"
         return whom if away else "", state.recovers_from + config.recover_wait
     if len(state.members) >= config.workers:
         return "", 0.0
-    if model.waits_since is None:
-        model.waits_since = state.run_time
-    return "workers of the run that may hold newer rounds", model.waits_since + config.recover_wait
+    if recovery.waits_since is None:
+        recovery.waits_since = state.run_time
+    whom = "workers of the run that may hold newer rounds"
+    return whom, recovery.waits_since + config.recover_wait
 
 
 def _lost_holders(state: RunState) -> tuple[str, float]:
     """Workers that may hold a version of an earlier run, and until when they may come back."""
-    model, config = state.model, state.config
-    if model.holder_lost_at is not None:
+    config, lost_at = state.config, state.recovery.holder_lost_at
+    if lost_at is not None:
         whom = "the worker that holds the run and whose connection broke"
-        return whom, model.holder_lost_at + config.recover_wait
-    if config.has_new_address or model.moved_aside:  # workers of earlier runs would be refused
+        return whom, lost_at + config.recover_wait
+    if config.has_new_address or state.model.moved_aside:  # they would not come, or be refused
         return "", 0.0
     whom, wait = "workers that may come back with an earlier run", config.recover_wait
     if len(state.members) >= config.workers:
@@ -202,11 +240,9 @@ def _lost_holders(state: RunState) -> tuple[str, float]:
 # Uploads of a seed worker, and the model file.
 
 
-def _adopt_from(
-    state: RunState, worker: Member, wanted: Mapping[int, VersionId]
-) -> effects.Effects:
+def _adopt_from(state: RunState, worker: Member, wanted: dict[int, VersionId]) -> effects.Effects:
     model = state.model
-    model.run = next(version.run for version in wanted.values())
+    model.run = next(iter(wanted.values())).run
     whose = ", ".join(f"fragment {f} at version {wanted[f]}" for f in sorted(wanted))
     has = "is ahead of the checkpoint" if model.checkpoint else "has parameters of this run"
     instead = ", not the model file's" if model.initial is not None else ""
@@ -218,34 +254,33 @@ def _ask(
     state: RunState, worker: Member, start: Start, wanted: Mapping[int, VersionId | None]
 ) -> effects.Effects:
     patience_s = SEED_PATIENCE_S * 2**worker.seed_failures
-    state.model.start = start
-    state.model.seeding = Seeding(worker.worker_id, wanted, patience_s, state.run_time)
+    state.start = start
+    state.seeding = Seeding(worker.worker_id, wanted, patience_s, state.run_time)
     yield from _notify(state, worker)
 
 
 def _notify(state: RunState, worker: Member) -> effects.Effects:
     text = "The broker needs the parameters of this worker; send them."
-    for fragment in state.model.seeding.wanted:
+    for fragment in state.seeding.wanted:
         yield worker.tell(messages.Notice("donate", text, fragment))
 
 
 def _load_file(state: RunState) -> effects.Effects:
     model = state.model
-    model.start, model.run = Start.LOADING_FILE, f"{state.draw():016x}"
-    model.seeding = Seeding(wanted=dict.fromkeys(model.all_fragments))
+    state.start, model.run = Start.LOADING_FILE, f"{state.draw():016x}"
+    state.seeding = Seeding(wanted=dict.fromkeys(model.all_fragments))
     for fragment in model.all_fragments:
         chunks = state.versions[fragment].layout.chunks
         version = VersionId(model.run, 0, state.draw())
-        model.seeding.versions[fragment] = FirstVersion(
-            version, [None] * chunks, Bitmap.full(chunks)
-        )
+        first = FirstVersion(version, [None] * chunks, Bitmap.full(chunks))
+        state.seeding.versions[fragment] = first
         for index in range(chunks):
             yield effects.StoreInitial(fragment, index)
 
 
 def offered(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
     """The seed worker offers a fragment; an upload that was interrupted resumes."""
-    model, seeding = state.model, state.model.seeding
+    model, seeding = state.model, state.seeding
     if seeding.worker_id != member.worker_id:
         raise ProtocolError(
             Code.NOT_ALLOWED,
@@ -292,7 +327,7 @@ def _check_ledger(push: messages.Push) -> None:
 
 def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     """A chunk is stored: its credit goes back to the seed worker. After the last one the run begins."""
-    work, seeding = event.work, state.model.seeding
+    work, seeding = event.work, state.seeding
     first = seeding.versions[work.fragment]
     assert first.wires[work.index] is None, "a chunk was stored twice"
     first.wires[work.index] = event.wire
@@ -309,29 +344,30 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
         if first.is_complete:
             upload.void()
     if seeding.is_complete:
-        if state.model.start is Start.ADOPTING:
+        if state.start is Start.ADOPTING:
             yield from _adopt(state)
         yield from advance(state)
 
 
 def _adopt(state: RunState) -> effects.Effects:
     """Keep the versions that a worker has uploaded; the outer optimizer's state lags behind them."""
-    model, config, size = state.model, state.config, state.config.dn_size
+    model, restored = state.model, state.recovery.restored
+    config, size = state.config, state.config.dn_size
     # Where a version takes any number of gradients, nobody knows where the buffer stood.
     is_unsure = mode_of(config).takes_any_number(config)
     residual = f" What replies in {config.reply_dtype} left out of the parameters is lost as well."
     if config.reply_dtype == "fp32":
         residual = ""
     lost: dict[int, int] = {}
-    for fragment, first in model.seeding.versions.items():
-        ours = model.restored[fragment].record if fragment in model.restored else None
+    for fragment, first in state.seeding.versions.items():
+        ours = restored[fragment].record if fragment in restored else None
         counter, had = first.version.counter, ours.gradients if ours else 0
         lost[fragment] = counter - (ours.version.counter if ours else 0)
         # Without a checkpoint the buffer is empty, however often we adopt; the schedules go on.
         has = had + lost[fragment] if ours and model.checkpoint else counter - counter % size
         if ours and (is_unsure or had // size != (had + lost[fragment]) // size):
             yield effects.ForgetBuffer(fragment)
-        model.restored[fragment] = first.whole(ours, has)
+        restored[fragment] = first.whole(ours, has)
     rounds = [
         f"{number} of fragment {fragment}"
         for fragment, number in sorted(lost.items())
@@ -340,10 +376,10 @@ def _adopt(state: RunState) -> effects.Effects:
     if rounds:
         since = model.checkpoint or "the run began"
         yield effects.warning(
-            f"Recovered the parameters from {model.seeding.worker_id}. The outer optimizer's state "
+            f"Recovered the parameters from {state.seeding.worker_id}. The outer optimizer's state "
             f"of the rounds since {since} is lost: {', '.join(rounds)}.{residual}"
         )
-    model.start, model.seeding = Start.WAITING_FOR_WORKERS, Seeding()
+    state.start, state.seeding = Start.WAITING_FOR_WORKERS, Seeding()
 
 
 # Uploads that fail.
@@ -367,7 +403,7 @@ def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
 
 def reject(state: RunState, member: Member) -> effects.Effects:
     """The parameters of this worker cannot be used: it is not asked again before it joins again."""
-    if state.model.seeding.worker_id == member.worker_id:
+    if state.seeding.worker_id == member.worker_id:
         member.seed_failures = math.inf
         yield from abandon(state)
         yield from advance(state)
@@ -375,12 +411,12 @@ def reject(state: RunState, member: Member) -> effects.Effects:
 
 def _replace(state: RunState, worker: Member) -> effects.Effects:
     """The seed worker makes no progress: ask another one. If there is none, give it more time."""
-    model, seeding = state.model, state.model.seeding
+    seeding = state.seeding
     slow = f"{worker.worker_id} has sent no parameters for {seeding.patience_s:g} s"
     worker.seed_failures += 1
     others = _seeds(state, worker.seed_failures)
-    if model.start is Start.ADOPTING:
-        is_replaceable = model.is_restored or bool(model.sources(others))
+    if state.start is Start.ADOPTING:
+        is_replaceable = _is_restored(state) or bool(_sources(state, others))
     else:
         is_replaceable = bool(others)
     if is_replaceable:
@@ -394,9 +430,8 @@ def _replace(state: RunState, worker: Member) -> effects.Effects:
 
 def abandon(state: RunState, why: str = "") -> effects.Effects:
     """Drop what is in transfer; `why` is for a seed worker that could go on."""
-    model = state.model
-    seeding, model.seeding = model.seeding, Seeding()
-    model.start = Start.WAITING_FOR_WORKERS
+    seeding, state.seeding = state.seeding, Seeding()
+    state.start = Start.WAITING_FOR_WORKERS
     worker = state.members.named(seeding.worker_id)
     if worker is not None:
         worker.uploads.void_all()
@@ -404,14 +439,14 @@ def abandon(state: RunState, why: str = "") -> effects.Effects:
             error = messages.Error(Code.NOT_ALLOWED, why, push_id=first.push_id, about="push")
             yield worker.tell(error)
     yield effects.DropInitial(tuple(seeding.versions))
-    for fragment in seeding.versions:
-        if fragment in model.restored:  # it was overwritten, and only the checkpoint has a copy
-            del model.restored[fragment]
-            if fragment in model.saved:
-                model.restored[fragment] = model.saved[fragment]
-            yield effects.Revert(fragment)
-    if not model.restored:
-        model.run = None
+    restored, saved = state.recovery.restored, state.recovery.saved
+    for fragment in [f for f in seeding.versions if f in restored]:  # what was there is overwritten
+        del restored[fragment]
+        if fragment in saved:
+            restored[fragment] = saved[fragment]
+        yield effects.Revert(fragment)
+    if not restored:
+        state.model.run = None
 
 
 def _give_up_run(state: RunState) -> effects.Effects:
@@ -424,8 +459,8 @@ def _give_up_run(state: RunState) -> effects.Effects:
         f"No worker here has all of run {model.run}: a new run begins with the next worker that holds "
         "no version, or with these when they are started afresh."
     )
-    yield effects.DropInitial(tuple(model.restored))
-    model.restored.clear()
+    yield effects.DropInitial(tuple(state.recovery.restored))
+    state.recovery.restored.clear()
     model.run = None
 
 
@@ -433,13 +468,12 @@ def _give_up_run(state: RunState) -> effects.Effects:
 
 
 def _begin_run(state: RunState) -> effects.Effects:
-    model = state.model
-    source = model.seeding.worker_id or "the model file"
-    for fragment, first in model.seeding.versions.items():
+    source = state.seeding.worker_id or "the model file"
+    for fragment, first in state.seeding.versions.items():
         whole = first.whole()
         state.versions.install(fragment, whole)
         yield effects.RecordVersion(whole.version, None, fragment, 0)
-    yield effects.info(f"Run {model.run} begins with the parameters of {source}.")
+    yield effects.info(f"Run {state.model.run} begins with the parameters of {source}.")
     yield from _run(state, 0, is_new=True)
 
 
@@ -452,7 +486,7 @@ def _continue_run(state: RunState) -> effects.Effects:
             state.versions.forget(member.bulk)
             text = f"This broker goes on with run {model.run}, which is another one; join again."
             yield member.tell(messages.Rejoin(state.epoch, text))
-    for fragment, restored in model.restored.items():
+    for fragment, restored in state.recovery.restored.items():
         state.versions.install(fragment, restored)
     for member in state.members:
         yield from state.versions.warn_of_branches(member.worker_id, member.versions)
@@ -467,10 +501,9 @@ def _continue_run(state: RunState) -> effects.Effects:
 
 def _run(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
     """Every fragment has a version: readers get it, and a round opens. `is_new`: it is not saved."""
-    model = state.model
-    model.start, model.seeding = Start.RUNNING, Seeding()
-    model.restored.clear()
-    model.saved = {}
+    state.start, state.seeding = Start.RUNNING, Seeding()
+    state.recovery.restored.clear()
+    state.recovery.saved = {}
     progress.show(state, number)
     yield from room.announce(state)
     yield from state.versions.serve_waiting()

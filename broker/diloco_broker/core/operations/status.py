@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.members.model_source import Start
+from diloco_broker.core.members.start import Start
 from diloco_broker.core.rounds import norms
 from diloco_broker.core.rounds.decision import Reason
 from diloco_broker.core.rounds.modes import mode_of
@@ -469,14 +469,13 @@ def _waiting_for(state: RunState) -> str | None:
 
 
 def _for_parameters(state: RunState) -> str:
-    model = state.model
-    match model.start:
+    match state.start:
         case Start.WAITING_FOR_HOLDERS:
-            return f"for {model.waits_for}"
+            return f"for {state.recovery.waits_for}"
         case Start.LOADING_FILE:
             return "for the model file to be loaded"
         case Start.ADOPTING | Start.SEEDING:
-            return f"for the parameters of {model.seeding.worker_id}"
+            return f"for the parameters of {state.seeding.worker_id}"
     if len(state.members):
         return "for the parameters of a worker"
     has_rounds = mode_of(state.config).has_rounds

@@ -14,7 +14,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import CountedPush, Effects
 from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.members.model_source import Start
+from diloco_broker.core.members.start import Start
 from diloco_broker.core.rounds import asynchronous, staged, streaming
 from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, decide
 from diloco_broker.core.rounds.round import PushInProgress, Update
@@ -129,8 +129,8 @@ def decision(state: RunState) -> Decision:
     """Evaluate `decide` on the current state."""
     held, not_open = _held(state), _not_open(state)
     if not_open is not None:
-        waits = held is None and state.model.start is Start.WAITING_FOR_HOLDERS
-        until = state.model.waits_until if waits else None
+        waits = held is None and state.start is Start.WAITING_FOR_HOLDERS
+        until = state.recovery.waits_until if waits else None
         return decide(None, Limits(held or not_open, held_until=until), state.run_time)
     has_barrier = state.round is not None and state.round.barrier is not None
     limits = Limits(held, state.floor if has_barrier else 1, state.config.grace)

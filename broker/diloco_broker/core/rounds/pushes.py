@@ -78,7 +78,7 @@ def chunk(
     if not upload.may_come(lane):
         text = f"Chunk {chunk.index} came without credit; wait for an ack."
         raise ProtocolError(Code.BAD_CHUNK, text)
-    first = state.model.seeding.versions.get(push.fragment) if is_seeding else None
+    first = state.seeding.versions.get(push.fragment) if is_seeding else None
     found = None if is_seeding else rules_of(state).find(state, member.worker_id, push)
     if first is not None:
         arrived = first.arrived
@@ -168,7 +168,7 @@ def _check_base(state: RunState, push: messages.Push) -> None:
         raise ProtocolError(Code.BAD_PUSH, "Frozen parameters are not trained.")
     current = fragments[push.fragment].version
     if current is None or state.round is None:
-        whom = state.model.waits_for or "the parameters of a worker"
+        whom = state.recovery.waits_for or "the parameters of a worker"
         text = f"The broker waits for {whom}; this push can be offered again when a round is open."
         raise ProtocolError(Code.NO_MODEL, text)
     base = push.base

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from diloco_broker.core import effects, events
 from diloco_broker.core.operations import progress
 from diloco_broker.core.state import RunState
+from diloco_broker.core.versions.fragment import WholeVersion
 from diloco_broker.core.versions.record import Resumption, RunRecord
 
 # How long a release waits before it asks again for a checkpoint that could not be written.
@@ -56,6 +57,11 @@ def resume(state: RunState, resumption: Resumption) -> None:
     """Load the run of a checkpoint; `seeding` lets it go on."""
     record = resumption.record
     state.model.resume(resumption)
+    state.recovery.saved = {
+        fragment: WholeVersion(each, resumption.wires[fragment])
+        for fragment, each in record.fragments.items()
+    }
+    state.recovery.restored = dict(state.recovery.saved)
     state.versions.set_layout(resumption.layout.all)
     known = {n: count for n, count in record.totals.items() if n in vars(state.totals)}
     state.totals = replace(state.totals, **known)

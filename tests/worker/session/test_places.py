@@ -6,10 +6,15 @@ import pytest
 
 from diloco_protocol import Code
 from diloco_protocol.messages import Error, Join, Push
-from diloco_worker.session.connection import FIRST_BACKOFF_S, RETRY_S, Phase
+from diloco_worker.session.connection import (
+    CONNECT_PATIENCE_S,
+    FIRST_BACKOFF_S,
+    LONGEST_PAUSE_S,
+    RETRY_S,
+    Phase,
+)
 from diloco_worker.session.effects import Close, JoinRefused, Open
 from diloco_worker.session.events import Disconnected, LockedOut, Observe, Offer, Unreached
-from diloco_worker.session.places import CONNECT_PATIENCE_S, LONGEST_PAUSE_S
 from diloco_worker.session.session import Session
 from kit.session_harness import FROZEN, Desk, desk, gradient, version
 

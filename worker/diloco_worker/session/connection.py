@@ -4,8 +4,8 @@ NEW -> CONNECTING -> JOINING -> JOINED
             ^           |          |
             |           v          |
             +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
-With several addresses (`places`) AWAY leads to the next one too: when the one at hand cannot be reached,
-or is that of a standby.
+With several addresses (`Places`) AWAY leads to the next one, too: when the current one cannot be
+reached, or is that of a standby.
 REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
          end, and so it is when an operator has removed this worker; later it is asked again
          every 30 s, since a person may repair the broker.
@@ -15,13 +15,13 @@ LEFT: the end.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 
 from diloco_protocol import Code, RunConfig, messages
 from diloco_protocol.description import seconds_for
 from diloco_worker.session import effects
 from diloco_worker.session.compatibility import heartbeat_interval
-from diloco_worker.session.places import CONNECT_PATIENCE_S, LONGEST_PAUSE_S, Places
 
 # Seconds before new connections are opened: doubling from the first to the longest. After a crash the
 # broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
@@ -46,6 +46,14 @@ SILENT_LEASES = 2
 BULK_PATIENCE_S = 30.0
 LONGEST_BULK_PATIENCE_S = 960.0
 
+# What a broker answers that lets nobody in, where another may.
+ELSEWHERE = (Code.STANDBY, Code.STOPPING)
+# Seconds in which an address has to answer, where there is another one to try: a TCP connection and a
+# handshake with keys take five round trips.
+CONNECT_PATIENCE_S = 3.0
+# The longest pause after all have been asked. A standby that takes over is found within it.
+LONGEST_PAUSE_S = 0.5
+
 
 class Phase(str, Enum):
     NEW = "new"
@@ -55,6 +63,49 @@ class Phase(str, Enum):
     AWAY = "away"
     REFUSED = "refused"
     LEFT = "left"
+
+
+@dataclass
+class Places:
+    """Which of a broker's addresses is tried next. The link has the addresses; here they are numbers.
+
+    A hub and its standby have an address each, and one of them lets workers in. A worker stays where it
+    is welcomed. When that is lost it asks there first, since a connection may break by itself; then at
+    the others in order, from the first that it was given. When all have been asked it pauses, and begins
+    again with the first.
+
+    Attributes:
+        count: how many there are.
+        current: the one that is tried, or where the broker is.
+    """
+
+    count: int = 1
+    current: int = 0
+    _asked: set[int] = field(default_factory=set)  # since the last pause, without success
+    _locked: set[int] = field(default_factory=set)  # where our key was rejected
+
+    @property
+    def are_several(self) -> bool:
+        return self.count > 1
+
+    def welcomed(self) -> None:
+        """The current one is right: when it is lost, all are asked again."""
+        self._asked.clear()
+        self._locked.clear()
+
+    def lock(self) -> bool:
+        """The current one rejected our key. Returns whether all have."""
+        self._locked.add(self.current)
+        return len(self._locked) == self.count
+
+    def turn(self) -> bool:
+        """The current one is of no use now: turn to the next. Returns whether all have been asked."""
+        self._asked.add(self.current)
+        left = [each for each in range(self.count) if each not in self._asked]
+        self.current = left[0] if left else 0
+        if not left:
+            self._asked.clear()
+        return not left
 
 
 class BulkWatch:

@@ -27,12 +27,11 @@ from diloco_protocol.description import describe
 from diloco_protocol.messages import in_a_header
 from diloco_worker.session import effects, events
 from diloco_worker.session.compatibility import Terms, changed, check_welcome, gives_way
-from diloco_worker.session.connection import RETRY_S, Connection, Phase
+from diloco_worker.session.connection import ELSEWHERE, RETRY_S, Connection, Phase
 from diloco_worker.session.control_requests import ControlRequests
 from diloco_worker.session.downloads import Downloads, Held
 from diloco_worker.session.effects import Effect
 from diloco_worker.session.lanes import Lanes, Owners
-from diloco_worker.session.places import ELSEWHERE
 from diloco_worker.session.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.session.units import Units
 from diloco_worker.session.uploads import Uploads

@@ -78,7 +78,8 @@ class DiLoCoWorker:
             the inner steps that are counted. Of a list a round of all of them is one step: see
             `counted_steps`.
         server: the broker's address, several with commas in between, or a function that returns one,
-            asked whenever nobody answers. Without it, here and in DILOCO_SERVER, all is a no-op.
+            called whenever the broker is unreachable. Without one, here and in DILOCO_SERVER, every call
+            is a no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. A worker may have its
             own; in a run with rounds a smaller one only.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
@@ -137,7 +138,7 @@ class DiLoCoWorker:
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
         self._unstarted: start.Unstarted | None = None
-        # In a process that does not lead these are what stands in their place: see `group`.
+        # On ranks other than the leader these are stubs: see `group`.
         self._link: Link | None = None
         self._model = model
         if self._settings.server is not None:
@@ -150,14 +151,14 @@ class DiLoCoWorker:
             self._unstarted = start.Unstarted(model, counted, self.worker_id)
         self._driver: Driver | None = None
         self._resumption: Resumption | None = None
-        self._carried: object = None  # what was loaded of it, until it is in use
+        self._carried: object = None  # as it was loaded, until training starts
         self._audit: PushLog | None = None
         self._termination = Termination(
             self._wake, at_once=self._settings.handle_signals == settings.EXIT
         )
         self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
-        # What a `data.WorkQueue` of this worker speaks to.
+        # For the `data.WorkQueue` of this worker.
         self.units = UnitLine(
             is_alone=self._settings.server is None,
             leads=ranks is None or ranks.leads,
@@ -169,7 +170,7 @@ class DiLoCoWorker:
         self._cycle_start = 0
         self._saved = 0  # the number of the last order to save that was carried out
 
-    # A stay in the run.
+    # Joining and leaving.
 
     def __enter__(self) -> DiLoCoWorker:
         return self.start()
@@ -259,7 +260,7 @@ class DiLoCoWorker:
     def _release(
         self, reason: str, patience: float = LINK_PATIENCE_S, *, trained: bool = False
     ) -> None:
-        """Let go of what would outlive the worker: signal handler, model, link, log of pushes."""
+        """Release what would outlive the worker: signal handler, model, link, log of pushes."""
         self._termination.restore()
         start.vacate(self._model, self)
         try:
@@ -446,8 +447,8 @@ class DiLoCoWorker:
 
         The run is over when an operator has ended it (`diloco-broker shutdown`) or removed this worker.
         While a broker restarts there is no reason: boundaries do not wait for it, and the worker joins
-        again when it is back. Whoever trains on although the run is over trains alone in the same way,
-        and is in the run again if its broker comes back.
+        again when it is back. A script that trains on after the run is over trains alone, and is back in
+        the run if its broker returns.
         """
         return self._facts.stop_reason if self._driver else self._termination.reason
 
@@ -490,7 +491,7 @@ class DiLoCoWorker:
         """Index and count of this worker's share of the data, for samplers; stays for its whole life.
 
         What DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS say, else what the broker gives it: a slot that
-        nobody else has, of as many as the run has workers. (0, 1) without a server.
+        no other worker has, of as many as the run has workers. (0, 1) without a server.
 
         Raises:
             UsageError: this worker has not started, the variables name no share, or the broker gives
@@ -574,7 +575,7 @@ class DiLoCoWorker:
         rank, count = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.count)
         self.load_state_dict(saved_state(checkpoint, name, self._chosen_id, rank, count))
 
-    # Steps, and what comes between them.
+    # After and between steps.
 
     @property
     def _facts(self) -> RunFacts:
@@ -598,7 +599,7 @@ class DiLoCoWorker:
         self._termination.step_ended(self._facts.is_asked)
 
     def _between_steps(self, action: Callable[[], bool]) -> bool:
-        """Something that the script asks for between two steps; its time is no training."""
+        """Do what the script asks for between two steps; the time does not count as training."""
         began = self._clock()
         done = self._guarded(action)
         self._steps.changed()
@@ -607,7 +608,7 @@ class DiLoCoWorker:
         return bool(done)
 
     def _guarded(self, action: Callable[[], object]) -> object:
-        """Do something for the run that must not end the training, whatever it meets."""
+        """Do something for the run whose errors must not end the training."""
         try:
             with self._termination.held():
                 return action()
@@ -624,7 +625,7 @@ class DiLoCoWorker:
             return None
 
     def _trouble(self, text: str) -> None:
-        """Training goes on, and something is wrong with it: the broker hears of it at once."""
+        """Report a problem of a training that goes on; the broker gets it at once."""
         if self._driver is not None and self._link is not None:
             logger.warning("%s", text)
             self._link.last_error = text
@@ -632,7 +633,7 @@ class DiLoCoWorker:
             self._link.tell(BeatNow())
 
     def _publish(self, waiting: bool = False) -> None:
-        """What the next heartbeat tells."""
+        """Set what the next heartbeat says."""
         if self._link is not None:
             warning = self._model_change or self._steps.problem or self._reports.problem
             self._link.progress = Heartbeat(

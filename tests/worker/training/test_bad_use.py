@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_protocol import UsageError
+from diloco_protocol import Refused, UsageError
 from diloco_worker import DiLoCoWorker
 
 PATIENCE_S = 20.0
@@ -111,6 +111,14 @@ def test_engine_and_optimizer_of_deepspeed_are_refused() -> None:
     for pair in ((engine, fits), (model, zero), (model, [fits, zero]), (model, fits_around)):
         with pytest.raises(UsageError, match="DeepSpeed"):
             given(*pair)
+
+
+def test_run_that_is_not_as_expected_is_refused_with_both_values(broker: Broker) -> None:
+    worker = Pipeline().worker(server=broker.address, expect={"num_fragments": 3})
+    with pytest.raises(Refused, match=r"num_fragments=3.*num_fragments=1"):
+        worker.start()
+    with Pipeline().worker(server=broker.address, expect={"num_fragments": 1}) as fits:
+        assert fits.config is not None and fits.config.num_fragments == 1
 
 
 class DTensor(torch.Tensor):

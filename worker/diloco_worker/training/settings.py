@@ -419,11 +419,11 @@ def worker_keys(
     """The key that was given, and the worker id that goes with it.
 
     Args:
-        chosen_id: what the script says.
-        others: roles besides that of a worker that may do what is to be done.
+        chosen_id: the worker id that the script gives.
+        others: roles besides that of a worker that are allowed.
 
     Raises:
-        UsageError: a key that cannot be read, is no key of these, or belongs to another worker.
+        UsageError: a key that cannot be read, has another role, or belongs to another worker.
     """
     keys = find_keys(given, Role.WORKER, *others)
     if keys is None:

@@ -27,12 +27,12 @@ logger = logging.getLogger("diloco.worker")
 
 # What a shell says of a process that SIGTERM has ended: 128 + 15.
 EXIT_CODE = 128 + signal.SIGTERM
-# A SIGTERM that follows the first within so many seconds is the same wish on another way.
+# Seconds within which a second SIGTERM is the first one, sent to the process twice.
 ECHO_S = 1.0
 
 
 class Termination:
-    """Takes SIGTERM between `install` and `restore`, if nobody else does.
+    """Handles SIGTERM between `install` and `restore`, unless the script has a handler of its own.
 
     Args:
         wake: ends a wait of the main thread. It is called in the handler, so it must take no lock.
@@ -50,9 +50,7 @@ class Termination:
         self._asked_at = 0.0
         self._clock = clock
         self._ends_at_once = at_once
-        self.is_training = (
-            False  # the script makes steps, and can look at `should_stop` behind each
-        )
+        self.is_training = False  # the script steps, and can look at `should_stop` after each
         self._could_look = False  # a step has ended with `should_stop`
         self._is_told = False
         self._holds = 0
@@ -86,7 +84,7 @@ class Termination:
         self._could_look = is_asked
 
     def install(self) -> None:
-        """Take SIGTERM from here on: in the main thread, where it does what it does by default."""
+        """Handle SIGTERM from here on: in the main thread, where its handler is the default one."""
         is_main = threading.current_thread() is threading.main_thread()
         self._holds_interrupts = is_main
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -94,7 +92,7 @@ class Termination:
             signal.signal(signal.SIGTERM, self._handle)
 
     def restore(self) -> None:
-        """Take it no more; a handler that somebody else has installed meanwhile stays."""
+        """Handle it no longer; a handler that the script has installed meanwhile stays."""
         if self._pid is not None and signal.getsignal(signal.SIGTERM) == self._handle:
             # Another thread than the main one cannot: then the handler does what is the default.
             with contextlib.suppress(ValueError):

@@ -70,14 +70,10 @@ class Block:
         if self.is_one_run:
             at = self.first - base
             return slice(at + start, at + stop)
-        left = torch.arange(start, stop)
-        found = torch.full_like(left, -base)
-        inner = self.elements
-        for offset, size, stride in zip(self.offset, self.size, _strides(self.shape), strict=True):
-            inner //= size
-            rows = torch.div(left, inner, rounding_mode="floor")
-            left = left - rows * inner
-            found += (rows + offset) * stride
+        found = torch.full((stop - start,), self.first - base)
+        own = torch.unravel_index(torch.arange(start, stop), self.size)
+        for coordinate, stride in zip(own, _strides(self.shape), strict=True):
+            found += coordinate * stride
         return found
 
     def meets(self, other: Block) -> bool:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from diloco_protocol import UsageError
 
-# A text that fits in here takes one message.
+# Bytes of a text that takes one message.
 ROOM = 1 << 10
-_LENGTH = 8  # bytes of a length in front of it
 # What all processes begin together, each time that the script calls for it.
 STEP, FORCE, LOAD, VIEW, SAVE = DEEDS = (
     "optimizer.step()",
@@ -61,7 +60,8 @@ class Ranks:
         self.members: tuple[int, ...] = tuple(members)  # by their numbers in the launch
         self.rank: int = dist.get_rank(self._group)
         self.count: int = len(members)
-        self._text = torch.zeros(_LENGTH + ROOM, dtype=torch.uint8)
+        # A length, and as much of a text as fits.
+        self._head = torch.zeros(1 + ROOM // 8, dtype=torch.int64)
         # What is done while one of `DEEDS` waits for the others: it may be said.
         self.waits_for: Callable[[str], AbstractContextManager[object]] = nullcontext
 
@@ -72,37 +72,28 @@ class Ranks:
 
     def broadcast(self, value: Any = None) -> Any:
         """What the leader gives, of plain values; the others give nothing."""
+        # As `broadcast_object_list`, which takes two messages where this takes one, at each step.
         text = msgpack.packb(value) if self.leads else b""
-        buffer = self._text
+        head, body = self._head, self._head[1:].view(torch.uint8)
         if self.leads:
-            _put_length(buffer, len(text))
-            buffer[_LENGTH : _LENGTH + min(len(text), ROOM)] = _bytes_of(text[:ROOM])
-        self._do(lambda: dist.broadcast(buffer, group=self._group, group_src=0))
-        length = _length_in(buffer)
+            head[0] = len(text)
+            body[: len(text)] = _bytes_of(text[:ROOM])
+        self._do(lambda: dist.broadcast(head, group=self._group, group_src=0))
+        length = int(head[0])
+        found = body[:length]
         if length > ROOM:
-            rest = _bytes_of(text[ROOM:]) if self.leads else _room(length - ROOM)
+            empty = torch.empty(length - ROOM, dtype=torch.uint8)
+            rest = _bytes_of(text[ROOM:]) if self.leads else empty
             self._do(lambda: dist.broadcast(rest, group=self._group, group_src=0))
-            if not self.leads:
-                text = buffer[_LENGTH:].numpy().tobytes() + rest.numpy().tobytes()
-        elif not self.leads:
-            text = buffer[_LENGTH : _LENGTH + length].numpy().tobytes()
-        return _read(text)
+            found = torch.cat([found, rest])
+        return _read(found.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
         """What each of them gives, of plain values, in order; at all of them."""
-        text = msgpack.packb(value)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        mine = torch.tensor([len(text)])
-        self._do(lambda: dist.all_gather(lengths, mine, group=self._group))
-        longest = max(int(each) for each in lengths)
-        given = _room(longest)
-        given[: len(text)] = _bytes_of(text)
-        texts = [_room(longest) for _ in range(self.count)]
-        self._do(lambda: dist.all_gather(texts, given, group=self._group))
-        return [
-            _read(each[: int(length)].numpy().tobytes())
-            for each, length in zip(texts, lengths, strict=True)
-        ]
+        texts: list[Any] = [None] * self.count
+        packed = msgpack.packb(value)
+        self._do(lambda: dist.all_gather_object(texts, packed, group=self._group))
+        return [_read(each) for each in texts]
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sum of what each of them gives, number by number."""
@@ -199,21 +190,9 @@ def group_of(given: object) -> dist.ProcessGroup:
     )
 
 
+def _bytes_of(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
 def _read(text: bytes) -> Any:
     return msgpack.unpackb(text, use_list=False, strict_map_key=False)
-
-
-def _bytes_of(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _room(0)
-
-
-def _room(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8)
-
-
-def _put_length(buffer: Tensor, length: int) -> None:
-    buffer[:_LENGTH] = _bytes_of(length.to_bytes(_LENGTH, "little"))
-
-
-def _length_in(buffer: Tensor) -> int:
-    return int.from_bytes(buffer[:_LENGTH].numpy().tobytes(), "little")

@@ -107,54 +107,36 @@ def part_of(
     return plain if owners is None else shared_out(plain, rank, count, owners)
 
 
-@dataclass(frozen=True)
 class Move:
-    """The chunks of a fragment, from those who owned them to this process."""
+    """The chunks of a fragment, from the processes that owned them to this one."""
 
-    part: FragmentLayout
-    then: Sequence[int]  # who owned each chunk
-    now: Sequence[int]  # who owns it
-    rank: int
+    def __init__(
+        self, part: FragmentLayout, then: Sequence[int], now: Sequence[int], rank: int
+    ) -> None:
+        spans = {owner: iter(share_of(part, then, owner)[0].spans) for owner in set(then)}
+        sources = [(owner, next(spans[owner])) for owner in then]
+        # Of each chunk that is this process's now, in order: who owned it, and where it lay there.
+        self._own = [each for each, owner in zip(sources, now, strict=True) if owner == rank]
 
     def of(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
-        """The vectors of what is this process's now, of those of all; None where there are none."""
+        """This process's vectors, out of those of all; None where one has none."""
         found = [each for each in given if each is not None]
         if len(found) < len(given):
             return None
-        mine, _ = share_of(self.part, self.now, self.rank)
-        spans = [iter(share_of(self.part, self.then, each)[0].spans) for each in range(len(found))]
-        made: dict[str, Tensor] = {}
-        for segment, length in mine.lengths.items():
-            kind = next((each[segment.value] for each in found if segment.value in each), None)
-            if length and kind is not None:
-                made[segment.value] = torch.empty(length, dtype=kind.dtype)
-        own = iter(mine.spans)
-        for span in self.part.spans:
-            owner = self.then[span.index]
-            source = next(spans[owner])
-            if self.now[span.index] == self.rank:
-                target = next(own)
-                if span.segment.value not in made:
-                    continue
-                values = found[owner][span.segment.value][source.start : source.stop]
-                made[span.segment.value][target.start : target.stop] = values
-        return made
+        made: dict[str, list[Tensor]] = {}
+        for owner, span in self._own:
+            vector = found[owner].get(span.segment.value)
+            if vector is not None:  # a residual is of parameters only
+                made.setdefault(span.segment.value, []).append(vector[span.start : span.stop])
+        return {segment: torch.cat(chunks) for segment, chunks in made.items()}
 
     def codes(self, given: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
-        """The bytes of chunks in few bits, by index in the share, of this process's; None for none."""
+        """The bytes of its chunks in few bits, by index in the share; None where one has none."""
         found = [each for each in given if each is not None]
         if len(found) < len(given):
             return None
-        then, made = [0] * len(found), {}
-        now = 0
-        for owner, own in zip(self.then, self.now, strict=True):
-            code = found[owner].get(str(then[owner]))
-            then[owner] += 1
-            if own == self.rank:
-                if code is not None:
-                    made[str(now)] = code
-                now += 1
-        return made
+        all_of_them = [found[owner].get(str(span.index)) for owner, span in self._own]
+        return {str(now): code for now, code in enumerate(all_of_them) if code is not None}
 
 
 def _fragment(parts: Sequence[Plain], move: Move) -> Plain:

@@ -263,7 +263,7 @@ def check(name: str, got: Run, wanted: Run, cuts: Sequence[Cut], steps: int) -> 
     audit(got.seen, workers, rounds)
     assert resent(got.seen) == []
     metrics = [hook.sync_metrics for hook in got.hooks.values()]
-    assert [each.rounds for each in metrics] == [rounds] * workers
+    assert [each.pushes for each in metrics] == [rounds] * workers
     breaks = sum(cut.kind not in UNNOTICED for cut in cuts)
     assert sum(each.reconnections for each in metrics) >= breaks
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -44,13 +45,40 @@ def pytest_sessionstart() -> None:
         import diloco_tools.monitor.terminal.application  # noqa: F401
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     for item in items:
         if LAB_TESTS in item.path.parents:
             item.add_marker("nightly")
-    # A test of minutes that comes last keeps one process busy, and all the others wait for it.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    yield  # tests are chosen by their marks
+    items[:] = in_blocks(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def in_blocks(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Order tests for processes that begin with equal blocks of the list, and then steal from others.
+
+    Each block has some of the slow modules at its beginning, those with the longest timeout first: one
+    of minutes that came last would keep one process busy, and all others would wait for it.
+    """
+    slow: dict[Path, list[pytest.Item]] = {}
+    quick: list[pytest.Item] = []
+    for item in items:
+        is_slow = item.get_closest_marker("slow") is not None
+        (slow.setdefault(item.path, []) if is_slow else quick).append(item)
+    blocks: list[list[pytest.Item]] = [[] for _ in range(count)]
+    for number, module in enumerate(sorted(slow.values(), key=_timeout, reverse=True)):
+        blocks[number % count] += module
+    size = -(-len(items) // count)
+    for block in blocks:
+        missing = max(0, size - len(block))
+        block.extend(quick[:missing])
+        del quick[:missing]
+    return [item for block in blocks for item in block] + quick
+
+
+def _timeout(module: list[pytest.Item]) -> float:
+    marks = [item.get_closest_marker("timeout") for item in module]
+    return max(mark.args[0] if mark is not None else 0.0 for mark in marks)
 
 
 @pytest.hookimpl(tryfirst=True)

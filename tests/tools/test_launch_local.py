@@ -73,7 +73,7 @@ def test_workers_of_a_script_train_one_model(processes: Processes) -> None:
     assert made.ends(WITHIN_S) == 0, made.output
     assert "4 rounds, loss" in made.output
     for name in ("w0", "w1"):
-        assert "after 4 rounds" in log(processes, name)
+        assert "after 4 pushes" in log(processes, name)
     program, *export = shlex.split(made.says("model: ").partition(": ")[2])
     assert Path(program).name == "diloco-broker"
     assert processes.asks(*export) == 0

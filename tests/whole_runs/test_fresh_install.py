@@ -86,7 +86,7 @@ def test_daemon_hook_and_displays_of_the_base_install_work_together(
         timeout=ENDS_WITHIN_S,
     )
     assert trained.returncode == 0, trained.stderr
-    assert "after 4 rounds" in trained.stdout
+    assert "after 4 pushes" in trained.stdout
     shown = subprocess.run(
         [str(commands / "diloco-top"), feed, "--json"],
         cwd=tmp_path,

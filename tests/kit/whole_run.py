@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -149,7 +149,10 @@ def run(
         return history
 
     futures = [_begin(train, worker) for worker in range(len(workers))]
-    histories = [future.result(PATIENCE_S) for future in futures]
+    ended, _ = wait(futures, PATIENCE_S, return_when=FIRST_EXCEPTION)
+    for future in ended:  # one that failed leaves the others waiting for it
+        future.result()
+    histories = [future.result(0) for future in futures]
     assert_equal_copies(held)
     with DiLoCoClient(address, timeout=PATIENCE_S) as client:
         return Outcome(histories, dict(client.pull().tensors))

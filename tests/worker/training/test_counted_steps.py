@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol import UsageError
@@ -47,7 +47,6 @@ def counted() -> Iterator[Counted]:
     made = Counted()
     yield made
     made.steps.stop()
-    assert not _global_optimizer_post_hooks
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["skipped", "skipped inside a fused step"])
@@ -373,4 +372,25 @@ def test_an_optimizer_of_the_list_that_never_steps_is_named() -> None:
     assert "300 optimizer steps" in said
     assert "optimizer 1" in said
     several.steps.stop()
-    assert not _global_optimizer_post_hooks
+    several.counts("ac" * 150)
+    assert len(several.told) == 1, "nothing is told after the end"
+
+
+def test_workers_begin_and_end_while_other_threads_make_steps() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    begun: list[Several] = []
+
+    def another_begins(stepped: object, *_: object) -> None:
+        if stepped is optimizer:
+            begun.append(Several())
+
+    # In the middle of a step, as another thread may.
+    hook = register_optimizer_step_post_hook(another_begins)
+    try:
+        for _ in range(3):
+            optimizer.step()
+    finally:
+        hook.remove()
+        for each in begun:
+            each.steps.stop()
+    assert len(begun) == 3

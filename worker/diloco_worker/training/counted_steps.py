@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -86,12 +87,13 @@ class CountedSteps:
 
     def start(self) -> None:
         self._hooks = [each.register_step_post_hook(self._after_step) for each in self.optimizers]
-        self._hooks.append(register_optimizer_step_post_hook(self._after_any_step))
+        _set_active(self, True)
 
     def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        _set_active(self, False)
         self.changed()
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -121,7 +123,8 @@ class CountedSteps:
             logger.error(CAPTURED)
         return is_captured
 
-    def _after_any_step(self, optimizer: Optimizer, *_: object) -> None:
+    def after_any_step(self, optimizer: Optimizer) -> None:
+        """Some optimizer of this process has made a step."""
         self._has_stepped = True
         is_ours = any(each is optimizer for each in self.optimizers)
         if is_ours and len(self.optimizers) == 1:
@@ -275,3 +278,25 @@ def _is_inside_another(optimizer: Optimizer) -> bool:
             return True
         caller = caller.f_back
     return False
+
+
+_active: tuple[CountedSteps, ...] = ()
+_changing_active = threading.Lock()
+
+
+def _set_active(counted: CountedSteps, is_active: bool) -> None:
+    """Have it notified of the steps of all optimizers. Another thread may be in such a step."""
+    global _active  # noqa: PLW0603  replaced as a whole: no thread iterates over what changes
+    with _changing_active:
+        others = tuple(each for each in _active if each is not counted)
+        _active = (*others, counted) if is_active else others
+
+
+def _after_any_step(optimizer: Optimizer, *_: object) -> None:
+    for each in _active:
+        each.after_any_step(optimizer)
+
+
+# Once and for all: torch iterates over these hooks without a lock, so to register one while another
+# thread makes a step breaks that step.
+register_optimizer_step_post_hook(_after_any_step)

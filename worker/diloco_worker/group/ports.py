@@ -1,8 +1,8 @@
 """The ports of the ranks of one worker: each runs the same boundary, in lockstep.
 
 The leader polls its link and broadcasts what it found, so all ranks decide alike; each of them freezes,
-offers and merges its own share of the model. What fails at one of them has failed for the worker: nobody
-could tell which part of the model is ahead, so all of them end, and go on from the script's checkpoint.
+offers and merges its own share of the model. A failure at one of them is a failure of the worker: it is
+unknown which part of the model is ahead, so all of them end, and go on from the script's checkpoint.
 """
 
 from __future__ import annotations

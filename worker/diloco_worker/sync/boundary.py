@@ -7,7 +7,7 @@ nothing: the link sends and receives meanwhile. `schedule` says whose turn it is
 for.
 
 A boundary reads and changes a `SyncState`, and does the rest through its ports. It may be interrupted
-anywhere (Ctrl-C, an exception): what was decided and not done is done after the next step.
+anywhere (Ctrl-C, an exception): whatever was decided but not done is done after the next step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ async def load(state: SyncState) -> bool:
         if not fragment.is_partial:
             fragment.load(newest[fragment.number])
             await settle(state, fragment)
-    # The steps since the last freeze are gone, and so is what was reported with them.
+    # The steps since the last freeze are gone, and so are the reports made with them.
     ports.notify(StepsLost())
     state.totals = ports.read_reports()
     for fragment in state.fragments:
@@ -188,7 +188,7 @@ def _wait_again(state: SyncState, in_flight: InFlight) -> None:
 
 
 async def _freeze(state: SyncState, fragment: Fragment) -> bool:
-    """Freeze what was learnt since the fragment's last freeze. Returns whether it can be sent."""
+    """Freeze the delta since the fragment's last freeze. Returns whether it can be sent."""
     began, config, ports = state.ports.clock(), state.link.config, state.ports
     state.totals = ports.read_reports()
     work = state.work(fragment)
@@ -246,7 +246,7 @@ def offer(state: SyncState, fragment: Fragment, *, is_new: bool = True) -> None:
 
 
 def _offer_frozen(state: SyncState) -> None:
-    """Offer what was frozen and not offered, because an interrupt came in between."""
+    """Offer deltas that were frozen but not offered, because an interrupt came in between."""
     for fragment in state.fragments:
         in_flight = fragment.in_flight
         if in_flight is not None and not in_flight.is_offered and not fragment.is_over:
@@ -513,7 +513,7 @@ def _has_counted(
 def _is_superseded(
     state: SyncState, fragment: Fragment, in_flight: InFlight | None, arrival: Arrival
 ) -> None:
-    """The model has given up what was made since the fragment's base."""
+    """The model has given up the steps made since the fragment's base."""
     ports, steps = state.ports, state.work(fragment).steps
     state.restart_work(fragment)
     ports.notify(StepsLost())

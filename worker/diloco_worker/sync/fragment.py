@@ -93,7 +93,7 @@ def overlaps(config: RunConfig) -> bool:
 class InFlight:
     """A frozen delta under way; its values are with the tensors."""
 
-    push: Push  # the offer: push id, the version it was computed from, what was done for it
+    push: Push  # the offer: push id, the version it was computed from, and the work in it
     began: int  # the optimizer step after which it was frozen
     apply_at: int  # the first step after which its reply may be merged
     wait_at: int  # the step after which training waits for the reply
@@ -131,7 +131,7 @@ class Merge:
 
     outcome: Outcome
     in_flight: InFlight | None = None  # the one that was under way
-    arrival: Arrival | None = None  # the version that has come
+    arrival: Arrival | None = None  # the version that arrived
     rejection: Rejection | None = None  # why the in-flight push has ended without one
     touches_model: bool = True  # False leaves the model as it is, on its base
     is_load: bool = False  # a version was asked for, to be in the model as it is
@@ -163,7 +163,7 @@ class Fragment:
     chunks: int
     base: InitVar[TrainingBase]  # what training stands on
     done_before: Work  # up to its last freeze
-    reply: Arrival | None = None  # a version that has come and is not in the model yet
+    reply: Arrival | None = None  # a version that arrived and is not in the model yet
     rejection: Rejection | None = None  # why the in-flight push has ended without one
     merge: Merge | None = None  # was broken off, or is being carried out
     # A push that has ended while the model was left as it is, on its base: a checkpoint written now goes
@@ -320,7 +320,7 @@ class Fragment:
         elif merge.outcome is not Outcome.SUPERSEDED:
             self.parting = in_flight
         self.in_flight = self.rejection = None
-        # Else a newer one has come while the merge was broken off.
+        # Else a newer one arrived while the merge was broken off.
         reply = self.reply
         if reply is not None and arrival is not None and reply.version == arrival.version:
             self.reply = None

@@ -185,7 +185,7 @@ class RoundSchedule:
     def welcomed(self, first_round: int, over: Collection[int] = ()) -> None:
         """The broker names the first round that it expects of this worker.
 
-        The in-flight pushes of the fragments `over` have ended, though nobody has looked at it yet.
+        The in-flight pushes of the fragments `over` have ended, which is not taken in yet.
         """
         if not self.common and self._welcomed:
             return  # the order of the fragments is the worker's own

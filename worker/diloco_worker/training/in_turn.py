@@ -83,7 +83,7 @@ class _Worker:
             self.ports.suspends = False
 
     def is_over(self) -> bool:
-        """Whether the boundary that was put off, if any, has come to its end by now."""
+        """Whether the boundary that was put off, if any, has ended by now."""
         if self.boundary is not None:
             self.resume()
         return self.boundary is None

@@ -53,12 +53,15 @@ def plain_fields(record: Any, *, with_none: bool = False) -> dict[str, Any]:
     # Heartbeats and the feed's workers come by the hundred: no scalar is looked at.
     kind: Any = type(record)
     nested, not_sent = _by_their_types(kind)
-    plain: dict[str, Any] = vars(record).copy()
-    if not with_none:
-        plain = {name: value for name, value in plain.items() if value is not None}
+    own: dict[str, Any] = vars(record)
+    if with_none:
+        plain = own.copy()
+    else:
+        plain = {name: value for name, value in own.items() if value is not None}
     for name in nested:
-        if plain.get(name) is not None:
-            plain[name] = to_plain(plain[name], with_none=with_none)
+        value = plain.get(name)
+        if value is not None:
+            plain[name] = to_plain(value, with_none=with_none)
     for name in not_sent:
         plain.pop(name, None)
     return plain

@@ -181,8 +181,9 @@ class Core:
                 raise InvariantBroken(text) from error
             asked_for.extend(refusals.refuse(state, event.route, event.message, error))
         asked_for.extend(close_if_due(state))
-        asked_for.extend(ending.settle(state))
-        asked_for.extend(close_if_due(state))
+        if state.ending.without is not None:
+            asked_for.extend(ending.settle(state))
+            asked_for.extend(close_if_due(state))
         if state.stopping is not None:
             asked_for += ending.finish_if_due(state, state.stopping)
         return asked_for

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from diloco_broker.core import events
@@ -62,16 +63,17 @@ def entry_of(event: events.Event, state: RunState, at: float) -> Entry:
     """What an event is about; the state is as it was before it."""
     subject: Any = event.message if type(event) is events.Received else event
     about = getattr(subject, "work", subject)
-    worker_id = getattr(about, "worker_id", None)
-    if worker_id is None and (session := getattr(about, "session", None)):
-        member = state.members.with_session(session)
-        worker_id = member.worker_id if member else None
-    elif isinstance(subject, events.PeerGone):
-        member = state.members.on_route(subject.route)
-        worker_id = member.worker_id if member else None
+    get = partial(getattr, about)
+    worker_id = get("worker_id", None)
+    if worker_id is None:
+        session = get("session", None)
+        member = state.members.with_session(session) if session else None
+        if type(subject) is events.PeerGone:
+            member = state.members.on_route(subject.route)
+        worker_id = member.worker_id if member else ""
     number = None if state.round is None else state.round.number
-    its = (getattr(about, name, None) for name in ("fragment", "index", "push_id"))
-    return Entry(at, number, type(subject), (worker_id or "")[:LONGEST_ID], *its)
+    name, its = worker_id[:LONGEST_ID], (get("fragment", None), get("index", None))
+    return Entry(at, number, type(subject), name, *its, get("push_id", None))
 
 
 class CoreError(RuntimeError):

@@ -161,6 +161,10 @@ class Executor:
                 if effect.payload is None:  # chunks go over a connection of their own
                     self._send_acks()
                 self._send(effect)
+            case (
+                effects.Fold() | effects.Inspect() | effects.Step()
+            ):  # first: most effects are these
+                ports.tensors.add(effect)
             case effects.SplitModel():
                 self._pending.append(self._split(effect))
             case effects.Disconnect(route):

@@ -62,8 +62,11 @@ VERSION = version("diloco-broker")
 
 # Messages taken in before tensor work gets its turn.
 MESSAGES_A_TURN = 256
-# Tensor work in one turn; heartbeats are answered in between.
-WORK_SLICE_S = 0.0005
+# Receiving in one turn, and reading what those send who have not joined.
+RECEIVE_SLICE_S = 0.0005
+# Tensor work in one turn; heartbeats are answered in between. Chunks that are folded in one turn are
+# acknowledged together, and a turn has costs of its own.
+WORK_SLICE_S = 0.002
 TICK_S = 0.1
 # After a turn that brought nothing but heartbeats, where nothing else has come for a while. Waking up
 # costs more than answering one: with hundreds of idle workers most of the time went there. A push
@@ -317,7 +320,7 @@ class Loop:
 
         Of a connection of which ZeroMQ takes no more until half is received, more is to come.
         """
-        until = time.perf_counter() + WORK_SLICE_S
+        until = time.perf_counter() + RECEIVE_SLICE_S
         for number in range(MESSAGES_A_TURN):
             message = self.sockets.receive()
             if message is None:
@@ -361,7 +364,7 @@ class Loop:
 
     def _catch_up(self, *, is_idle: bool) -> None:
         """Take what waits of those who have not joined, as long as there is time for it."""
-        until = time.perf_counter() + WORK_SLICE_S
+        until = time.perf_counter() + RECEIVE_SLICE_S
         while self._strangers and (is_idle or self._strangers.has_time(self.now())):
             self._take_of_stranger(self._strangers.next())
             if time.perf_counter() > until:

@@ -246,7 +246,10 @@ class Sockets:
 
     def _on_the_wire(self, frames: list[Any]) -> int:
         encrypted = self._doorkeeper is not None
-        return sum(on_the_wire(memoryview(each).nbytes, encrypted=encrypted) for each in frames)
+        total = 0
+        for each in frames:
+            total += on_the_wire(memoryview(each).nbytes, encrypted=encrypted)
+        return total
 
     def publish(self, message: bytes) -> None:
         """To all subscribers."""

@@ -114,8 +114,7 @@ def settle(state: RunState) -> effects.Effects:
     """It is decided whether a last round whose time is up closes: if not, the run ends without it."""
     ending, round_ = state.ending, state.round
     without, ending.without = ending.without, None
-    if without is None or round_ is None:
-        return
+    assert round_ is not None
     if state.closing is None and holding.is_held(state):
         return  # the lease has lapsed meanwhile
     if state.closing is None:

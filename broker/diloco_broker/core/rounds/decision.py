@@ -97,9 +97,11 @@ class Decision:
 
     def after(self, before: Decision) -> Decision:
         """Keep the start time of `before` if its reason was the same."""
-        if self.why is None or before.why is None or self.why.reason is not before.why.reason:
+        why, was = self.why, before.why
+        if why is None or was is None or why.reason is not was.reason:
             return self
-        return Decision(replace(self.why, since=before.why.since))
+        is_same = (why.workers, why.needed, why.until) == (was.workers, was.needed, was.until)
+        return before if is_same else Decision(replace(why, since=was.since))
 
 
 def decide(tally: Tally | None, limits: Limits, now: float) -> Decision:

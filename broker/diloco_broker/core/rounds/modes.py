@@ -109,25 +109,32 @@ MODES: dict[str, Mode] = {
 
 def mode_of(config: BrokerConfig) -> Mode:
     """The mode of a run; it is the same for as long as the broker lives."""
-    chosen = (each for each in MODES.values() if each.asked_for_by(config))
-    return next(chosen, MODES["streaming"])
+    for each in MODES.values():  # asked for each chunk: no generator
+        if each.asked_for_by(config):
+            return each
+    return MODES["streaming"]
 
 
 def close_if_due(state: RunState) -> Effects:
     """Close the open round if the decision says so; no other code closes one."""
+    rules = rules_of(state)
     while True:
-        if _held(state) is None and _not_open(state) is None:
-            yield from rules_of(state).look(state)
-        found = decision(state)
+        held, not_open = _held(state), _not_open(state)
+        if held is None and not_open is None:
+            yield from rules.look(state)
+        found = _decision(state, held, not_open)
         state.decision = found.after(state.decision)
         if not found.closes:
             return
-        yield from rules_of(state).close(state)
+        yield from rules.close(state)
 
 
 def decision(state: RunState) -> Decision:
     """Evaluate `decide` on the current state."""
-    held, not_open = _held(state), _not_open(state)
+    return _decision(state, _held(state), _not_open(state))
+
+
+def _decision(state: RunState, held: Reason | None, not_open: Reason | None) -> Decision:
     if not_open is not None:
         waits = held is None and state.start is Start.WAITING_FOR_HOLDERS
         until = state.recovery.waits_until if waits else None

@@ -18,7 +18,7 @@ from diloco_broker import Broker
 from diloco_protocol import UsageError
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.messages import Result
-from diloco_worker.training.settings import say_once
+from diloco_worker.settings import say_once
 from kit import tiny_task
 from kit.integrations import needs
 from kit.whole_run import PATIENCE_S, make_config

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from diloco_worker.session.restarts import RUN_IS_OVER
 
 if TYPE_CHECKING:
-    from diloco_worker.client import DiLoCoClient
+    from diloco_worker.client import DiLoCoClient, GlobalParameters
     from diloco_worker.hook import DiLoCoWorker
     from diloco_worker.model.model_manifest import manifest_of
     from diloco_worker.model.spread.ranks import GroupBroken
-    from diloco_worker.training.pulled_model import GlobalParameters
-    from diloco_worker.training.settings import WorkerOptions
+    from diloco_worker.settings import WorkerOptions
 
 __all__ = [
     "RUN_IS_OVER",
@@ -28,9 +27,9 @@ __all__ = [
 _HOMES = {
     "DiLoCoClient": "diloco_worker.client",
     "DiLoCoWorker": "diloco_worker.hook",
-    "GlobalParameters": "diloco_worker.training.pulled_model",
+    "GlobalParameters": "diloco_worker.client",
     "GroupBroken": "diloco_worker.model.spread.ranks",
-    "WorkerOptions": "diloco_worker.training.settings",
+    "WorkerOptions": "diloco_worker.settings",
     "manifest_of": "diloco_worker.model.model_manifest",
 }
 

@@ -37,7 +37,7 @@ from diloco_worker.owner import (
     parameters_of,
 )
 from diloco_worker.session.restarts import RUN_IS_OVER, WRONG_USAGE
-from diloco_worker.training.settings import EXIT, WorkerOptions, resolve
+from diloco_worker.settings import EXIT, WorkerOptions, resolve
 
 # Of a parameter group, what a step changes parameters by besides the gradients.
 RATES = ("lr", "weight_decay")

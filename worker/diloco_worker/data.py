@@ -32,7 +32,7 @@ from torch.utils.data import IterableDataset
 from diloco_protocol import UsageError
 from diloco_protocol.data.order import unit_of
 from diloco_worker.hook import DiLoCoWorker
-from diloco_worker.training.unit_line import HandedOut
+from diloco_worker.unit_line import HandedOut
 
 logger = logging.getLogger("diloco.worker")
 

@@ -29,33 +29,32 @@ from torch import Tensor, nn
 
 from diloco_protocol import Kind, RunConfig, UsageError
 from diloco_protocol.messages import Heartbeat, Progress
+from diloco_worker import pair, settings
+from diloco_worker.counted_steps import CountedSteps
+from diloco_worker.driver import Driver
 from diloco_worker.group.beginning import (
     begin_together,
     same_resumption,
     same_settings,
 )
+from diloco_worker.joining import Joining
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
+from diloco_worker.ports import RunFacts
+from diloco_worker.push_log import PushLog
+from diloco_worker.reports import Pace, Reports
+from diloco_worker.saved_state import Resumption, Saved
 from diloco_worker.session.events import BeatNow
 from diloco_worker.sync.metrics import SyncMetrics
-from diloco_worker.training import settings, start
-from diloco_worker.training.counted_steps import CountedSteps
-from diloco_worker.training.driver import Driver
-from diloco_worker.training.ports import RunFacts
-from diloco_worker.training.push_log import PushLog
-from diloco_worker.training.reports import Pace, Reports
-from diloco_worker.training.resumption import Resumption
-from diloco_worker.training.saved_state import Saved
-from diloco_worker.training.stay import Stay
-from diloco_worker.training.unit_line import UnitLine
 from diloco_worker.transport import own_log, uncaught
 from diloco_worker.transport.end_file import tell_launcher
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
 from diloco_worker.transport.whereabouts import Given
+from diloco_worker.unit_line import UnitLine
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -134,21 +133,21 @@ class DiLoCoWorker:
         self.worker_id: str = chosen_id or settings.default_worker_id()
         if ranks is not None:
             self.worker_id = ranks.broadcast(self.worker_id)
-        model, counted = start.check_pair(model, optimizer)
+        model, counted = pair.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
-        self._unstarted: start.Unstarted | None = None
+        self._unstarted: pair.Unstarted | None = None
         # On ranks other than the leader these are stubs: see `group`.
         self._link: Link | None = None
         self._model = model
         if self._settings.server is not None:
-            start.check_free(model)
+            pair.check_free(model)
             if ranks is None:
                 self._tensors = ModelTensors.of_module(model)
             else:
                 self._tensors = SpreadTensors.of_group(model, ranks, self._settings.tied or ())
             self._tensors.may_pin = self._settings.pin_memory is not False
-            self._unstarted = start.Unstarted(model, counted, self.worker_id)
+            self._unstarted = pair.Unstarted(model, counted, self.worker_id)
         self._driver: Driver | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # as it was loaded, until training starts
@@ -213,7 +212,7 @@ class DiLoCoWorker:
             raise
 
     def _start(self, server: Given, tensors: ModelTensors) -> DiLoCoWorker:
-        start.occupy(self._model, self, self.worker_id)
+        pair.occupy(self._model, self, self.worker_id)
         own, ranks = self._settings, self._ranks
         resumption = self._resumption
         checks = [partial(check_values, tensors)]
@@ -226,7 +225,7 @@ class DiLoCoWorker:
             check()
         leads = ranks is None or ranks.leads
         self._audit = PushLog(own.audit if leads else None, self.worker_id)
-        stay = Stay(
+        joining = Joining(
             server=server,
             worker_id=self.worker_id,
             tensors=tensors,
@@ -244,7 +243,7 @@ class DiLoCoWorker:
             cycle_start=self._cycle_start,
             opened=self._opened,
         )
-        self._driver = stay.begin() if ranks is None else begin_together(stay, ranks)
+        self._driver = joining.begin() if ranks is None else begin_together(joining, ranks)
         opened = self.units.started
         opened() if ranks is None else ranks.agreed(opened)
         self._resumption = self._carried = None
@@ -262,7 +261,7 @@ class DiLoCoWorker:
     ) -> None:
         """Release what would outlive the worker: signal handler, model, link, log of pushes."""
         self._termination.restore()
-        start.vacate(self._model, self)
+        pair.vacate(self._model, self)
         try:
             if self._link is not None:
                 self._link.close(reason, patience)

@@ -25,10 +25,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from diloco_protocol import UsageError
-from diloco_worker.frameworks import figures, report_loss
+from diloco_worker.frameworks import figures, give_own_order, report_loss
 from diloco_worker.hook import DiLoCoWorker
-from diloco_worker.training.data_order import give_own_order
-from diloco_worker.training.settings import handed_on, resolve
+from diloco_worker.settings import handed_on, resolve
 from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")

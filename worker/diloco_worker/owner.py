@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco_protocol import UsageError
-from diloco_worker.training.start import HOOKS
+from diloco_worker.pair import HOOKS
 
 T = TypeVar("T")
 

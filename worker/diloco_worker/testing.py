@@ -5,7 +5,7 @@
         ...
 
 The broker and the workers are the real ones; they speak over files of a temporary folder (Unix domain
-sockets). Workers may be stepped in turn by one thread (`training.in_turn`), or each by its own thread
+sockets). Workers may be stepped in turn by one thread (`in_turn`), or each by its own thread
 (`LocalRun.train`).
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.errors import UsageError
 from diloco_worker.client import DiLoCoClient
-from diloco_worker.training.in_turn import RUNS, RunStandsStill, Turns
+from diloco_worker.in_turn import RUNS, RunStandsStill, Turns
 
 __all__ = ["LocalRun", "RunStandsStill"]
 

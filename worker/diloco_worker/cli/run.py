@@ -29,7 +29,7 @@ from diloco_protocol.roles import Role
 from diloco_worker.auto import SEED_OFFSET
 from diloco_worker.cli.python_command import with_auto
 from diloco_worker.session.restarts import RUN_IS_OVER, Restarts
-from diloco_worker.training.settings import (
+from diloco_worker.settings import (
     NUM_SHARDS,
     SHARD_INDEX,
     chosen_shard,

@@ -16,19 +16,18 @@ from typing import Any
 from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.version import digest_of, tag_of
+from diloco_worker.driver import Driver
 from diloco_worker.group.ports import FollowerPorts, LaneLink, LeaderPorts
 from diloco_worker.group.waiting import said_when_long
+from diloco_worker.joining import Joining, await_model, await_versions
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.placement import CPU
 from diloco_worker.model.spread.ranks import GroupBroken, Ranks
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from diloco_worker.saved_state import Resumption
 from diloco_worker.session.compatibility import Terms, cut
 from diloco_worker.session.news import Arrival
-from diloco_worker.training import start
-from diloco_worker.training.driver import Driver
-from diloco_worker.training.resumption import Resumption
-from diloco_worker.training.settings import Settings
-from diloco_worker.training.stay import Stay
+from diloco_worker.settings import Settings
 from diloco_worker.transport.lanes import words
 from diloco_worker.transport.lanes.hub import Hub
 from diloco_worker.transport.lanes.lane import LaneThread
@@ -96,12 +95,12 @@ def same_resumption(
             )
 
 
-def begin_together(stay: Stay, ranks: Ranks) -> Driver:
+def begin_together(joining: Joining, ranks: Ranks) -> Driver:
     """Join as one worker; raises as `DiLoCoWorker.start` does, at all processes."""
-    tensors = stay.tensors
+    tensors = joining.tensors
     assert isinstance(tensors, SpreadTensors)
     ranks.waits_for = said_when_long
-    return _lead(stay, ranks, tensors) if ranks.leads else _follow(stay, ranks, tensors)
+    return _lead(joining, ranks, tensors) if ranks.leads else _follow(joining, ranks, tensors)
 
 
 class Initial:
@@ -136,7 +135,7 @@ class Initial:
             self._states.pop(fragment, None)
 
 
-def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
+def _lead(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> Driver:
     reach = os.environ.get("MASTER_ADDR")
     hub = Hub(ranks.count, reach)
     try:
@@ -146,7 +145,7 @@ def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
             raise UsageError(UNREACHABLE_LEADER.format(reach=reach))
         ranks.broadcast(hub.meeting.plain())
         initial = Initial()
-        session = stay.session(processes=ranks.count)
+        session = joining.session(processes=ranks.count)
     except BaseException:
         hub.close()
         raise
@@ -157,27 +156,27 @@ def _lead(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
             raise GroupBroken(f"{link.lost_process}; this worker has not begun.")
 
     with _failing_together(ranks):
-        link = stay.link(session, capture=initial.capture, tag_of=initial.tag, hub=hub)
-        start.await_model(link, stay.patience(), only_terms=True, tick=tick)
+        link = joining.link(session, capture=initial.capture, tag_of=initial.tag, hub=hub)
+        await_model(link, joining.patience(), only_terms=True, tick=tick)
         terms = link.terms
         assert terms is not None
         has_forgotten = link.has_forgotten
         told = [asdict(terms.config), list(terms.plan), link.shard, has_forgotten]
         ranks.broadcast([TERMS, *told])
     if has_forgotten:
-        stay.resumption = None
+        joining.resumption = None
     tensors.set_layout(terms.layout)
     ranks.gather(None)  # all of them have room for what comes
     numbers = tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners)
     link.share_out(tensors.owners, tensors.shares, numbers)
-    initial.put(*_own_values(stay, ranks, tensors, terms))
+    initial.put(*_own_values(joining, ranks, tensors, terms))
     with _failing_together(ranks):
-        arrived = start.await_versions(link, stay.patience(), tick=tick)
+        arrived = await_versions(link, joining.patience(), tick=tick)
     has_forgotten = link.has_forgotten  # it may have rejoined meanwhile
     ranks.broadcast([BEGIN, has_forgotten])
     if has_forgotten:
-        stay.resumption = None
-    driver = stay.driver(LeaderPorts(**_of_group(stay, ranks, link, arrived)))
+        joining.resumption = None
+    driver = joining.driver(LeaderPorts(**_of_group(joining, ranks, link, arrived)))
     initial.release([part.fragment for part in terms.layout.fragments])
     return driver
 
@@ -194,43 +193,45 @@ def _failing_together(ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _of_group(stay: Stay, ranks: Ranks, link: Any, arrived: dict[int, Arrival]) -> dict[str, Any]:
+def _of_group(
+    joining: Joining, ranks: Ranks, link: Any, arrived: dict[int, Arrival]
+) -> dict[str, Any]:
     """The arguments of the ports of a rank."""
-    of_group = {"ranks": ranks, "metrics": stay.metrics, "timeout": stay.settings.timeout}
-    return {**stay.of_ports(link, arrived), **of_group}
+    of_group = {"ranks": ranks, "metrics": joining.metrics, "timeout": joining.settings.timeout}
+    return {**joining.of_ports(link, arrived), **of_group}
 
 
-def _follow(stay: Stay, ranks: Ranks, tensors: SpreadTensors) -> Driver:
+def _follow(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> Driver:
     ranks.gather(words.machine())
     told = ranks.broadcast()
     if told is None:
         raise UsageError(UNREACHABLE_LEADER.format(reach=os.environ.get("MASTER_ADDR")))
     meeting = Meeting.from_plain(told)
-    lane = LaneThread(meeting, ranks.rank, stay.keys)
+    lane = LaneThread(meeting, ranks.rank, joining.keys)
     link = LaneLink(lane)
-    stay.opened(link)
+    joining.opened(link)
     lane.start()
-    stay.take_signals()
-    terms = _heard_terms(stay, ranks, tensors, link)
+    joining.take_signals()
+    terms = _heard_terms(joining, ranks, tensors, link)
     tensors.set_layout(terms.layout)
     lane.buffers = LaneBuffers(
         tensors.shares,
         tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners),
-        stay.placement.is_pinned,
+        joining.placement.is_pinned,
     )
     ranks.gather(None)
-    lane.buffers.initial, _ = _own_values(stay, ranks, tensors, terms)
+    lane.buffers.initial, _ = _own_values(joining, ranks, tensors, terms)
     lane.has_own_values()
     (has_forgotten,) = _heard(ranks, BEGIN)
     if has_forgotten:
-        stay.resumption = None
-    return stay.driver(FollowerPorts(**_of_group(stay, ranks, link, {})))
+        joining.resumption = None
+    return joining.driver(FollowerPorts(**_of_group(joining, ranks, link, {})))
 
 
-def _heard_terms(stay: Stay, ranks: Ranks, tensors: SpreadTensors, link: LaneLink) -> Terms:
+def _heard_terms(joining: Joining, ranks: Ranks, tensors: SpreadTensors, link: LaneLink) -> Terms:
     config, plan, shard, has_forgotten = _heard(ranks, TERMS)
     if has_forgotten:
-        stay.resumption = None
+        joining.resumption = None
     made = RunConfig(**config)
     link.terms, link.shard = Terms(made, plan, cut(tensors.manifest, made, plan)), shard
     return link.terms
@@ -252,11 +253,11 @@ def _heard(ranks: Ranks, wanted: str) -> Sequence[Any]:
 
 
 def _own_values(
-    stay: Stay, ranks: Ranks, tensors: SpreadTensors, terms: Terms
+    joining: Joining, ranks: Ranks, tensors: SpreadTensors, terms: Terms
 ) -> tuple[dict[int, FlatState], int | None]:
     """What this process owns of the model's own values, and the tag of the frozen ones of all."""
     layout = terms.layout
-    parts = layout.all if stay.resumption is None else (layout.frozen,)
+    parts = layout.all if joining.resumption is None else (layout.frozen,)
     states = {
         part.fragment: tensors.capture(tensors.share_of(part)) for part in parts if part.chunks
     }

@@ -20,6 +20,8 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.spread.ranks import STEP, GroupBroken, Ranks
 from diloco_worker.model.spread.saved_share import OF_FLIGHT
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
+from diloco_worker.ports import LocalPorts, RunFacts
+from diloco_worker.saved_state import Plain, SavedFragment
 from diloco_worker.session.compatibility import Terms
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import Event, TakeUnits
@@ -28,9 +30,6 @@ from diloco_worker.sync.fragment import InFlight, Merge
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import HASTY_S
 from diloco_worker.sync.ports import NonFinite
-from diloco_worker.training.ports import LocalPorts, RunFacts
-from diloco_worker.training.resumption import SavedFragment
-from diloco_worker.training.saved_state import Plain
 from diloco_worker.transport.lanes.lane import LaneThread
 
 # Seconds after which a waiting leader polls: far less than a collective of torch.distributed waits.

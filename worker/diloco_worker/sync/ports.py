@@ -1,7 +1,7 @@
 """What a boundary needs of its process: the model, the link to the broker, the script and the log.
 
-The hook's ports work on real tensors and a real link (`training.ports`), those of several ranks on all
-of their models (`group.ports`), and those of tests and simulations on neither.
+The hook's ports work on real tensors and a real link (`diloco_worker.ports`), those of several ranks on
+all of their models (`group.ports`), and those of tests and simulations on neither.
 
 What takes time is awaited. The ports of a training thread block it there, so a boundary runs to its end
 without ever being suspended (`finish`); a thread that has several workers, or a simulation, suspends a

@@ -34,11 +34,12 @@ from diloco_protocol.ranges import MOST
 from diloco_protocol.records import from_plain as record_of
 from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import as_hex, from_hex
+from diloco_worker.model.checksums import differing
 from diloco_worker.model.feedback import InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.spread.saved_share import states_in
-from diloco_worker.model.spread.shares import overlaps, piece_name
+from diloco_worker.model.spread.shares import overlaps, piece_name, tensor_name
 from diloco_worker.session.compatibility import Terms, cut, why_unsound
 from diloco_worker.session.downloads import Held
 from diloco_worker.session.news import Work
@@ -46,7 +47,68 @@ from diloco_worker.sync.fragment import Dropped, InFlight, TrainingBase
 from diloco_worker.sync.merge import DeltaValues, SavedFeedback
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.schedule import SchedulePlace
-from diloco_worker.training.resumption import Resumption, SavedFragment
+
+
+@dataclass(frozen=True)
+class SavedFragment:
+    """One fragment as training stands on it."""
+
+    base: TrainingBase
+    values: FlatState  # of the base
+    delta: DeltaValues | None = None  # of the in-flight push, if there is one
+    feedback: SavedFeedback | None = None  # where deltas travel in few bits
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a worker goes on from."""
+
+    worker_id: str
+    terms: Terms  # how the run was trained and the model cut
+    place: SchedulePlace  # in the cycle of slots and the sequence of rounds
+    frozen: Held | None  # the version of the frozen parameters, where there are any
+    fragments: tuple[SavedFragment, ...]  # in order
+    # Of the pieces of the model's tensors, by name (`model.checksums`).
+    checksums: Mapping[str, tuple[int, ...]]
+
+    @property
+    def held(self) -> dict[int, Held]:
+        """By fragment, the versions that are held."""
+        held = {
+            part.fragment: Held(each.base.version, each.base.ledger)
+            for part, each in zip(self.terms.layout.fragments, self.fragments, strict=True)
+        }
+        if self.frozen is not None:
+            held[self.terms.layout.frozen.fragment] = self.frozen
+        return held
+
+    @property
+    def states(self) -> dict[int, FlatState]:
+        """By fragment, the values of these versions; frozen ones are in the model."""
+        return {each.values.layout.fragment: each.values for each in self.fragments}
+
+    @property
+    def moment(self) -> list[Any]:
+        """Plain values that no other moment of any worker has."""
+        bases = [each.base for each in self.fragments]
+        pushes_in_flight = [base.in_flight and base.in_flight.push.push_id for base in bases]
+        versions = [base.version.plain() for base in bases]
+        return [self.worker_id, asdict(self.place), versions, pushes_in_flight]
+
+    def check_model(self, tensors: ModelTensors) -> None:
+        """Raise UsageError when this is not the model that the checkpoint was written with.
+
+        Its distance from the base would be pushed as if it had been trained.
+        """
+        names = differing(tensors, self.checksums)
+        if names:
+            compared = len({tensor_name(name) for name in self.checksums})
+            raise UsageError(
+                "The model is not as it was when this worker's state was taken: "
+                f"{len(names)} of {compared} tensors differ ({summarise(names)}); load "
+                "the model's own checkpoint of that moment before the worker starts."
+            )
+
 
 # Of this layout; another number is refused with a sentence.
 FORMAT = 2

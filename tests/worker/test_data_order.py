@@ -15,8 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoWorker
-from diloco_worker.training.data_order import give_own_order
-from diloco_worker.training.settings import chosen_shard
+from diloco_worker.frameworks import give_own_order
+from diloco_worker.settings import chosen_shard
 from kit.scripted_broker import Descent
 from kit.scripted_training import ScriptedTraining
 

@@ -1,4 +1,4 @@
-"""What comes before the first step: a model and an optimizer that fit, and the run's parameters.
+"""The model and the optimizers that a worker is made with: that they fit, and are in no run yet.
 
 One DiLoCoWorker takes part with a model at a time. Two would wait for each other: both are in the round,
 and the thread that waits for it with the one makes no step for the other. It happens where a notebook's
@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from diloco_protocol import Manifest, Unreachable, UsageError
-from diloco_protocol.clients.mistaken_address import unknown_name
-from diloco_protocol.messages import Join, Message, encode
+from diloco_protocol import UsageError
 from diloco_worker.model.model_manifest import unwrapped
 from diloco_worker.model.model_parts import parts_of
-from diloco_worker.session.connection import Phase
-from diloco_worker.session.news import Arrival
-from diloco_worker.session.session import Session
-from diloco_worker.sync.patience import Patience
-from diloco_worker.training.settings import warn_once
-from diloco_worker.transport.link import Link
+from diloco_worker.settings import warn_once
 
 logger = logging.getLogger("diloco.worker")
 
@@ -181,108 +172,3 @@ def _may_move(group: Mapping[str, Any]) -> bool:
     rate = group.get("lr", 1.0)
     # One on an accelerator may not be read while a CUDA graph is captured.
     return (isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) != 0
-
-
-def new_session(
-    worker_id: str,
-    manifest: Manifest,
-    *,
-    wants: Mapping[str, Any] | None = None,
-    heartbeat_interval: float | None = None,
-    extra: Mapping[str, Any] | None = None,
-    has_frozen: bool = False,
-    processes: int | None = None,
-) -> Session:
-    """A session of a worker in this process; the arguments are those of `Join` and `Session`.
-
-    `processes`: how many the worker's group has; None where it is not a group.
-    """
-    join = Join(
-        worker_id,
-        manifest,
-        wants=dict(wants or {}),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        extra=dict(extra or {}),
-        processes=processes or 1,
-    )
-    check_sendable(join, "What this worker says of itself (its wants, extra, names of its model)")
-    return Session(
-        join,
-        lambda: secrets.randbits(64),
-        heartbeat_interval,
-        is_group=processes is not None,
-        has_frozen=has_frozen,
-    )
-
-
-def check_sendable(message: Message, what: str) -> None:
-    """Raise UsageError for values that have no place in a message, before the I/O thread sends it."""
-    try:
-        encode(message)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"{what} cannot be sent: {error}.") from None
-
-
-def await_model(
-    link: Link,
-    patience: Patience,
-    *,
-    only_terms: bool = False,
-    tick: Callable[[], object] = lambda: None,
-) -> None:
-    """Wait until every fragment has arrived at the link, for as long as it takes, and say so.
-
-    Args:
-        only_terms: the terms of the run are enough.
-        tick: called again and again while nothing has come.
-
-    Raises Refused where the broker does not take this worker, Unreachable where the link has ended.
-    """
-
-    def settled() -> bool:
-        if link.layout is None or link.refused_for_good or only_terms:
-            has_terms = link.layout is not None and link.phase is Phase.JOINED
-            return link.refused_for_good or (only_terms and has_terms)
-        arrivals = [link.arrivals.get(p.fragment) for p in link.layout.all if p.chunks]
-        # What came before the connection broke may be of a run that the broker has lost since.
-        return all(arrivals) and len({each.version.run for each in arrivals if each}) == 1
-
-    while not link.wait_for(settled, patience.pause()):
-        tick()
-        if link.has_ended:
-            raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
-        if not patience.is_due():
-            continue
-        # A warning, since most training scripts configure no logging and nobody should wonder.
-        if link.phase is Phase.JOINED:
-            logger.warning("Joined at %s; waiting for its parameters.", link.address)
-        else:
-            # A reason about keys is a sentence that says what to do.
-            text = f"{link.describe().rstrip('.')}{_advice(link)}"
-            logger.warning("Waiting to join the run: %s.", text)
-    if link.refused_for_good:
-        assert link.refusal is not None
-        raise link.refusal
-
-
-def await_versions(
-    link: Link, patience: Patience, *, tick: Callable[[], object] = lambda: None
-) -> dict[int, Arrival]:
-    """`await_model`, then take a version of every fragment. Returns them by fragment."""
-    while True:
-        await_model(link, patience, tick=tick)
-        arrived = link.take_all()  # None if the connection broke since, and the run is lost
-        if arrived is not None:
-            return arrived
-
-
-def _advice(link: Link) -> str:
-    """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
-    if (waits_for := link.waits_for_address) is not None:
-        return waits_for
-    if link.refused_key is not None or link.phase in (Phase.JOINING, Phase.JOINED):
-        return ""
-    if (problem := unknown_name(link.address)) is not None:
-        return f" ({problem})"
-    return "; start diloco-broker serve, or give the control address that it printed"

@@ -1,8 +1,8 @@
 """A worker that has joined: what its hook does after each step and what its script asks for.
 
-The boundary (`sync.boundary`) decides, and acts through the ports of this process (`training.ports`):
+The boundary (`sync.boundary`) decides, and acts through the ports of this process (`ports`):
 those of a process by itself, of one of several ranks (`group.ports`), or of one of several workers that
-the same thread steps (`training.in_turn`). Belongs to the training thread.
+the same thread steps (`in_turn`). Belongs to the training thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any, TypeVar
 
 from diloco_protocol import UsageError
 from diloco_protocol.chunks import FragmentLayout
+from diloco_worker.in_turn import Turns
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.spread.ranks import FORCE, LOAD, SAVE, STEP
+from diloco_worker.ports import LocalPorts
+from diloco_worker.saved_state import Plain, Resumption, SavedFragment, to_plain
 from diloco_worker.session.downloads import Held
+from diloco_worker.settings import Settings
 from diloco_worker.sync import boundary
 from diloco_worker.sync.fragment import TrainingBase
 from diloco_worker.sync.metrics import SyncMetrics
@@ -24,11 +28,6 @@ from diloco_worker.sync.patience import Options
 from diloco_worker.sync.ports import finish
 from diloco_worker.sync.resumption import resume
 from diloco_worker.sync.state import SyncState
-from diloco_worker.training.in_turn import Turns
-from diloco_worker.training.ports import LocalPorts
-from diloco_worker.training.resumption import Resumption, SavedFragment
-from diloco_worker.training.saved_state import Plain, to_plain
-from diloco_worker.training.settings import Settings
 
 logger = logging.getLogger("diloco.worker")
 

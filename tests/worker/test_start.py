@@ -16,8 +16,7 @@ from torch import nn
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import UsageError
-from diloco_worker import DiLoCoClient, DiLoCoWorker, hook
-from diloco_worker.training import start, stay
+from diloco_worker import DiLoCoClient, DiLoCoWorker, hook, joining, pair
 from kit.uniform_model import until
 
 PATIENCE_S = 20.0
@@ -112,7 +111,7 @@ def fails_at(place: int) -> Callable[[FrameType, str, Any], Any]:
                 raise Failure(f"{frame.f_code.co_name}, line {frame.f_lineno}")
         return line
 
-    traced = {hook.__file__, start.__file__, stay.__file__}
+    traced = {hook.__file__, pair.__file__, joining.__file__}
     return lambda frame, event, _: line if frame.f_code.co_filename in traced else None
 
 

@@ -14,15 +14,14 @@ from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.values import Constants
+from diloco_worker.push_log import PushLog
+from diloco_worker.reports import Reports
+from diloco_worker.saved_state import Plain, SavedFragment
 from diloco_worker.session.events import BeatNow, Event
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Work
 from diloco_worker.sync.fragment import InFlight, Merge
 from diloco_worker.sync.merge import FragmentValues
 from diloco_worker.sync.ports import MergeFailed, NonFinite
-from diloco_worker.training.push_log import PushLog
-from diloco_worker.training.reports import Reports
-from diloco_worker.training.resumption import SavedFragment
-from diloco_worker.training.saved_state import Plain
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
 

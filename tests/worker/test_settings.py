@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoWorker, WorkerOptions
-from diloco_worker.training.settings import RANKS, resolve, say_once, unknown_variables
+from diloco_worker.settings import RANKS, resolve, say_once, unknown_variables
 from kit.paths import ROOT
 
 PARTS = ("protocol", "broker", "worker", "tools")

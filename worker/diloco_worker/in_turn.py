@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from types import coroutine
 from typing import Any, TypeVar
 
+from diloco_worker.ports import LocalPorts
 from diloco_worker.session.news import Poll
+from diloco_worker.settings import Settings
 from diloco_worker.sync.state import SyncState
-from diloco_worker.training.ports import LocalPorts
-from diloco_worker.training.settings import Settings
 
 T = TypeVar("T")
 

@@ -1,0 +1,258 @@
+"""Joining a run: a session, a link, and a driver once the parameters are here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from diloco_protocol import Manifest, Unreachable, UsageError
+from diloco_protocol.clients.keys import Keys
+from diloco_protocol.clients.mistaken_address import unknown_name
+from diloco_protocol.messages import Join, Message, encode
+from diloco_worker.driver import Driver
+from diloco_worker.in_turn import RUNS, InTurnPorts, Turns
+from diloco_worker.model.frozen_tag import frozen_tag
+from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.placement import Placement
+from diloco_worker.ports import LocalPorts
+from diloco_worker.push_log import PushLog
+from diloco_worker.reports import Reports
+from diloco_worker.saved_state import Resumption
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.events import Resume
+from diloco_worker.session.news import Arrival
+from diloco_worker.session.session import Session
+from diloco_worker.settings import Settings
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.patience import Patience
+from diloco_worker.transport.link import Link
+from diloco_worker.transport.sigterm import Termination
+from diloco_worker.transport.whereabouts import Given
+
+logger = logging.getLogger("diloco.worker")
+
+# Seconds of waiting before the first word about it at joining.
+FIRST_WORD_S = 2.0
+
+
+@dataclass(kw_only=True)
+class Joining:
+    """What a worker brings to a run that it joins. Belongs to the training thread."""
+
+    server: Given
+    worker_id: str
+    tensors: ModelTensors
+    settings: Settings
+    resumption: Resumption | None  # what to go on from
+    keys: Keys | None
+    placement: Placement
+    audit: PushLog
+    termination: Termination
+    reports: Reports
+    metrics: SyncMetrics
+    publish: Callable[[bool], None]
+    clock: Callable[[], float]
+    step: int
+    cycle_start: int
+    # Told of the link before it is started: from then on it has to be closed.
+    opened: Callable[[Any], None]
+
+    def begin(self) -> Driver:
+        """Join, and put the run's parameters into the model. Raises as `DiLoCoWorker.start`."""
+        session = self.session()
+        link = self.link(
+            session, capture=self.tensors.capture, tag_of=partial(frozen_tag, self.tensors)
+        )
+        arrived = await_versions(link, self.patience())
+        assert link.layout is not None
+        if link.has_forgotten:
+            self.resumption = None
+        self.tensors.set_layout(link.layout)
+        turns = RUNS.get(str(self.server))
+        if turns is None:
+            return self.driver(LocalPorts(**self.of_ports(link, arrived)))
+        self.settings = turns.bounded(self.settings)
+        return self.driver(InTurnPorts(**self.of_ports(link, arrived)), turns)
+
+    def patience(self) -> Patience:
+        return Patience(self.clock, first=FIRST_WORD_S)
+
+    def session(self, processes: int | None = None) -> Session:
+        """The session of this worker; `processes` of a group, None where it is not one."""
+        own, resumption = self.settings, self.resumption
+        session = new_session(
+            self.worker_id,
+            self.tensors.manifest,
+            wants=own.wants,
+            heartbeat_interval=own.heartbeat_interval,
+            extra=own.extra,
+            has_frozen=True,
+            processes=processes,
+        )
+        if resumption is not None:
+            session.handle(Resume(resumption.terms, resumption.held), self.clock())
+        return session
+
+    def link(self, session: Session, **arguments: Any) -> Link:
+        """A link that has begun; the arguments are those of `Link`."""
+        resumption, link = self.resumption, None
+        try:
+            link = Link(
+                self.server,
+                session,
+                pinned=self.placement.is_pinned,
+                states=resumption.states if resumption is not None else None,
+                welcomed=self.audit.joined,
+                keys=self.keys,
+                **arguments,
+            )
+            self.opened(link)
+        except BaseException:  # from then on it is closed where it was opened
+            if link is not None:
+                link.close()
+            raise
+        link.start()
+        self.take_signals()
+        return link
+
+    def take_signals(self) -> None:
+        if self.settings.handle_signals is not False:
+            self.termination.install()
+
+    def of_ports(self, link: Link, arrived: dict[int, Arrival]) -> dict[str, Any]:
+        """The arguments of the ports of any process."""
+        return {
+            "tensors": self.tensors,
+            "link": link,
+            "reports": self.reports,
+            "publish": self.publish,
+            "audit": self.audit,
+            "termination": self.termination,
+            "clock": self.clock,
+            "placement": self.placement,
+            "arrived": arrived,
+        }
+
+    def driver(self, ports: LocalPorts, turns: Turns | None = None) -> Driver:
+        """A driver that goes on from the checkpoint, if the run still knows it."""
+        return Driver(
+            worker_id=self.worker_id,
+            ports=ports,
+            settings=self.settings,
+            metrics=self.metrics,
+            step=self.step,
+            cycle_start=self.cycle_start,
+            resumption=self.resumption,
+            turns=turns,
+        )
+
+
+def new_session(
+    worker_id: str,
+    manifest: Manifest,
+    *,
+    wants: Mapping[str, Any] | None = None,
+    heartbeat_interval: float | None = None,
+    extra: Mapping[str, Any] | None = None,
+    has_frozen: bool = False,
+    processes: int | None = None,
+) -> Session:
+    """A session of a worker in this process; the arguments are those of `Join` and `Session`.
+
+    `processes`: how many the worker's group has; None where it is not a group.
+    """
+    join = Join(
+        worker_id,
+        manifest,
+        wants=dict(wants or {}),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        extra=dict(extra or {}),
+        processes=processes or 1,
+    )
+    check_sendable(join, "What this worker says of itself (its wants, extra, names of its model)")
+    return Session(
+        join,
+        lambda: secrets.randbits(64),
+        heartbeat_interval,
+        is_group=processes is not None,
+        has_frozen=has_frozen,
+    )
+
+
+def check_sendable(message: Message, what: str) -> None:
+    """Raise UsageError for values that have no place in a message, before the I/O thread sends it."""
+    try:
+        encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{what} cannot be sent: {error}.") from None
+
+
+def await_model(
+    link: Link,
+    patience: Patience,
+    *,
+    only_terms: bool = False,
+    tick: Callable[[], object] = lambda: None,
+) -> None:
+    """Wait until every fragment has arrived at the link, for as long as it takes, and say so.
+
+    Args:
+        only_terms: the terms of the run are enough.
+        tick: called again and again while nothing has come.
+
+    Raises Refused where the broker does not take this worker, Unreachable where the link has ended.
+    """
+
+    def settled() -> bool:
+        if link.layout is None or link.refused_for_good or only_terms:
+            has_terms = link.layout is not None and link.phase is Phase.JOINED
+            return link.refused_for_good or (only_terms and has_terms)
+        arrivals = [link.arrivals.get(p.fragment) for p in link.layout.all if p.chunks]
+        # What came before the connection broke may be of a run that the broker has lost since.
+        return all(arrivals) and len({each.version.run for each in arrivals if each}) == 1
+
+    while not link.wait_for(settled, patience.pause()):
+        tick()
+        if link.has_ended:
+            raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
+        if not patience.is_due():
+            continue
+        # A warning, since most training scripts configure no logging and nobody should wonder.
+        if link.phase is Phase.JOINED:
+            logger.warning("Joined at %s; waiting for its parameters.", link.address)
+        else:
+            # A reason about keys is a sentence that says what to do.
+            text = f"{link.describe().rstrip('.')}{_advice(link)}"
+            logger.warning("Waiting to join the run: %s.", text)
+    if link.refused_for_good:
+        assert link.refusal is not None
+        raise link.refusal
+
+
+def await_versions(
+    link: Link, patience: Patience, *, tick: Callable[[], object] = lambda: None
+) -> dict[int, Arrival]:
+    """`await_model`, then take a version of every fragment. Returns them by fragment."""
+    while True:
+        await_model(link, patience, tick=tick)
+        arrived = link.take_all()  # None if the connection broke since, and the run is lost
+        if arrived is not None:
+            return arrived
+
+
+def _advice(link: Link) -> str:
+    """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
+    if (waits_for := link.waits_for_address) is not None:
+        return waits_for
+    if link.refused_key is not None or link.phase in (Phase.JOINING, Phase.JOINED):
+        return ""
+    if (problem := unknown_name(link.address)) is not None:
+        return f" ({problem})"
+    return "; start diloco-broker serve, or give the control address that it printed"

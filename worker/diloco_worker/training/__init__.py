@@ -1,1 +1,0 @@
-"""What belongs to the training thread: boundaries, waiting, merging, saved state."""

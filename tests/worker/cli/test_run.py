@@ -69,9 +69,11 @@ def host() -> str:
     return socket.gethostname()[:50]
 
 
-@pytest.mark.parametrize("code", [0, 42])
-def test_exit_code_is_the_scripts(processes: Processes, tmp_path: Path, code: int) -> None:
-    made = launch(processes, *SERVER, "--", *script(tmp_path, SHOW), str(code))
+@pytest.mark.parametrize(("address", "code"), [(SERVER, 0), (("127.0.0.1:1",), 42)])
+def test_exit_code_is_the_scripts(
+    processes: Processes, tmp_path: Path, address: tuple[str, ...], code: int
+) -> None:
+    made = launch(processes, *address, "--", *script(tmp_path, SHOW), str(code))
     assert made.ends() == code
     assert f"DILOCO_WORKER_ID = {host()}-0" in made.output
     assert "DILOCO_SERVER = tcp://127.0.0.1:1" in made.output
@@ -116,6 +118,9 @@ def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
     [
         ((), "address is missing"),
         (("--server", "file://"), "it must be an address"),
+        (("file://",), "it must be an address"),
+        ((*SERVER, "10.0.0.1:8512"), "leave one out"),
+        (("10.0.0.1:8512", *SERVER), "options come before"),
         ((*SERVER, "--shard-index", "3", "--num-shards", "3"), "DILOCO_SHARD_INDEX is '3'"),
         ((*SERVER, "--shard-index", "3"), "DILOCO_NUM_SHARDS is ''"),
         ((*SERVER, "--log-file", "x"), "--log-file needs --detach"),
@@ -126,7 +131,7 @@ def test_wrong_use_gets_a_sentence_before_anything_is_started(
     tmp_path: Path, words: tuple[str, ...], sentence: str
 ) -> None:
     program = (sys.executable, "-c", f"open({str(tmp_path / 'began')!r}, 'w')")
-    made = CliRunner().invoke(app, ["run", *words, "--restarts", "3", "--", *program])
+    made = CliRunner().invoke(app, ["run", "--restarts", "3", *words, "--", *program])
     assert made.exit_code == 2
     assert sentence in made.output
     assert not (tmp_path / "began").exists()

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from diloco_protocol import UsageError
+from diloco_protocol.addresses import address_or_path
 from diloco_protocol.clients.command_line import (
     fail,
     failing_in_a_sentence,
@@ -44,7 +45,11 @@ COMMAND = "diloco-worker"
 
 def run(  # noqa: PLR0913  each is an option
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="What starts the training script.")
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...",
+            help="What starts the training script. Before it may stand ADDR, the same as --server.",
+        ),
     ],
     *,
     server: Annotated[str | None, server_option(otherwise="")] = None,
@@ -100,7 +105,7 @@ def run(  # noqa: PLR0913  each is an option
         typer.Option(help="With --detach. Default: diloco-worker-ID.log in this folder."),
     ] = None,
 ) -> None:
-    """Run a training script as a worker: diloco-worker run --server HOST:8512 -- python train.py
+    """Run a training script as a worker: diloco-worker run HOST:8512 -- python train.py
 
     SIGTERM, Ctrl-C, SIGHUP, SIGUSR1 and SIGUSR2 are given on to it. The exit
     code is its own (128 + N where signal N ended it). After 0, 2 (called
@@ -109,8 +114,9 @@ def run(  # noqa: PLR0913  each is an option
     """
     logging.basicConfig(format="diloco-worker: %(message)s", stream=sys.stderr, level=logging.INFO)
     with failing_in_a_sentence(COMMAND):
+        address, command = _address_before(command)
         given = _settings(
-            server=server,
+            server=server_of(address, server, default=None),
             keys=keys,
             worker_id=worker_id,
             slot=slot,
@@ -136,6 +142,17 @@ def run(  # noqa: PLR0913  each is an option
     raise typer.Exit(0 if over_is_success and code == RUN_IS_OVER else code)
 
 
+def _address_before(command: list[str]) -> tuple[str | None, list[str]]:
+    """The address that stands before a command, if one does, and the command; raises UsageError."""
+    first, *rest = command
+    rest = rest[1:] if rest[:1] == ["--"] else rest
+    if not rest or address_or_path(first) is None or shutil.which(first) is not None:
+        return None, command
+    if rest[0].startswith("-"):
+        raise UsageError(f"{rest[0]:.200} stands behind the address; options come before it.")
+    return first, rest
+
+
 @contextlib.contextmanager
 def _end_file() -> Iterator[Path]:
     """Where the script's workers say why they left; on several machines that has to be named."""
@@ -148,7 +165,7 @@ def _end_file() -> Iterator[Path]:
 
 def _settings(
     *,
-    server: str | None,
+    server: str,
     keys: Path | None,
     worker_id: str | None,
     slot: int | None,
@@ -159,7 +176,6 @@ def _settings(
 
     Raises UsageError.
     """
-    server = server_of(None, server, default=None)
     own = resolve({"server": server, "keys": keys, "worker_id": worker_id})
     given = {"DILOCO_SERVER": str(own.server)}
     shards = zip((SHARD_INDEX, NUM_SHARDS), (shard_index, num_shards), strict=True)

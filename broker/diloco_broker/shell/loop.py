@@ -66,7 +66,7 @@ MESSAGES_A_TURN = 256
 RECEIVE_SLICE_S = 0.0005
 # Tensor work in one turn; heartbeats are answered in between. Chunks that are folded in one turn are
 # acknowledged together, and a turn has costs of its own.
-WORK_SLICE_S = 0.002
+WORK_SLICE_S = 0.001
 TICK_S = 0.1
 # After a turn that brought nothing but heartbeats, where nothing else has come for a while. Waking up
 # costs more than answering one: with hundreds of idle workers most of the time went there. A push

@@ -211,10 +211,10 @@ def forbid_words_while_leaving() -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a word over the group while the leader leaves")
 
-    def leave_in_silence(self: LeaderPorts, steps: Callable[[], object], *, hasty: bool) -> None:
+    def leave_in_silence(self: LeaderPorts, *, hasty: bool) -> None:
         for name in ("broadcast", "gather", "total"):
             setattr(Ranks, name, refuse)
-        leave(self, steps, hasty=hasty)
+        leave(self, hasty=hasty)
 
     LeaderPorts.leave = leave_in_silence  # type: ignore[method-assign]
 

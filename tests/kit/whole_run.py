@@ -164,12 +164,12 @@ Copies = dict[tuple[int, VersionId], dict[Segment, Tensor]]
 
 def copies(hook: DiLoCoWorker) -> Copies:
     """What a worker's deltas are measured from."""
-    driver = hook._driver
-    assert driver is not None
+    ports = hook._ports
+    assert ports is not None
     return {
-        (number, fragment.version): {s: v.cpu().clone() for s, v in base.vectors.items()}
-        for number, (fragment, base) in enumerate(
-            zip(driver.state.fragments, driver.bases, strict=True)
+        (number, fragment.version): {s: v.cpu().clone() for s, v in values.base.vectors.items()}
+        for number, (fragment, values) in enumerate(
+            zip(ports.state.fragments, ports.fragments, strict=True)
         )
     }
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol import UsageError
 from diloco_protocol.messages import Heartbeat, Notice
-from diloco_worker.counted_steps import COMPARE_S, CountedSteps
-from diloco_worker.reports import LOOK_S, Pace, Reports
+from diloco_worker.counted_steps import COMPARE_S, CountedSteps, Pace
+from diloco_worker.reports import LOOK_S, Reports
 from diloco_worker.session.news import Work
 from kit.scripted_broker import Descent
 from kit.scripted_training import H, ScriptedTraining

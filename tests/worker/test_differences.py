@@ -44,9 +44,9 @@ def follows(
 
 
 def training_base(training: ScriptedTraining, index: int) -> Tensor:
-    driver = training.worker._driver
-    assert driver is not None
-    base = driver.bases[0]
+    ports = training.worker._ports
+    assert ports is not None
+    base = ports.fragments[0].base
     span = base.layout.spans[index]
     return base.vectors[span.segment][span.start : span.stop]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from diloco_protocol import UsageError
-from diloco_worker import DiLoCoWorker
-from diloco_worker.testing import LocalRun, RunStandsStill
+from diloco_worker import DiLoCoWorker, testing
+from diloco_worker.testing import LocalRun, RunStalled
 from kit.reference import Outcome, Plan, Trainee, one_thread, state_of, streaming
 from kit.whole_run import an_mlp, assert_same, options_of, strided, trainees
 
@@ -97,7 +97,7 @@ def test_round_that_lacks_a_worker_ends_the_test_with_whom_it_waits_for() -> Non
     wanted = re.escape("the run has 2 workers and 1 of them are here")
     with local([one], workers=2, sync_every=2, patience=0.3):
         one.step()
-        with pytest.raises(RunStandsStill, match=wanted):
+        with pytest.raises(RunStalled, match=wanted):
             one.step()
 
 
@@ -174,3 +174,8 @@ def test_nothing_listens_on_a_port_and_nothing_stays_behind() -> None:
         with pytest.raises(UsageError, match="workers is 0"):
             run.train(lambda _: None, workers=0)
     assert not folder.exists()
+
+
+def test_old_name_of_the_exception_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="RunStalled"):
+        assert testing.RunStandsStill is RunStalled

@@ -1,4 +1,4 @@
-"""Which optimizer steps are counted: the completed steps of one optimizer, each once.
+"""Which optimizer steps are counted, and how fast they are: the completed ones of one optimizer.
 
 Of several optimizers these are the steps of the last one in the list, each once all the others have
 stepped since the one before: a round of all of them is one step, however often some step in it. It is
@@ -37,6 +37,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 logger = logging.getLogger("diloco.worker")
 
+# Weight of the newest step in the moving average of the pace: about the last twenty steps.
+PACE_WEIGHT = 0.05
 # With this many steps of others without one of the counted optimizer, the two do not take turns as those
 # of a GAN do.
 MANY = 100
@@ -58,6 +60,31 @@ REMEDY = (
 )
 
 
+class Pace:
+    """Optimizer steps per second of training time, as a moving average."""
+
+    def __init__(self) -> None:
+        self.steps_per_s: float | None = None
+        self._seconds: float | None = None
+        self._left_at: float | None = None
+
+    def step(self, now: float) -> None:
+        """A step has ended; the time since `resume` was training."""
+        if self._left_at is not None:
+            took, average = now - self._left_at, self._seconds
+            self._seconds = took if average is None else average + PACE_WEIGHT * (took - average)
+            self.steps_per_s = 1 / self._seconds if self._seconds else None
+
+    def resume(self, now: float) -> None:
+        """Training goes on; what came before was not training."""
+        self._left_at = now
+
+    def leave_out(self, seconds: float) -> None:
+        """Between two steps, so long was no training."""
+        if self._left_at is not None:
+            self._left_at += seconds
+
+
 @dataclass(eq=False, repr=False)
 class CountedSteps:
     """See the head of this module. Active from `start` to `stop`; belongs to the training thread."""
@@ -68,6 +95,7 @@ class CountedSteps:
     tell: Callable[[str], None]  # takes the warning about steps that are not counted
     problem: str | None = None  # why steps are not counted, a sentence
     clock: Callable[[], float] = time.monotonic
+    pace: Pace = field(default_factory=Pace)
     _others: int = 0  # steps that were not counted, since the last that was
     _replacing: int = 0  # those of them that have changed what the counted optimizers train
     # The most of either that were seen between two counted steps; None before the first.
@@ -88,6 +116,7 @@ class CountedSteps:
     def start(self) -> None:
         self._hooks = [each.register_step_post_hook(self._after_step) for each in self.optimizers]
         _set_active(self, True)
+        self.pace.resume(self.clock())
 
     def stop(self) -> None:
         for hook in self._hooks:
@@ -113,7 +142,9 @@ class CountedSteps:
             self._others = self._replacing = 0
             if self.problem != CAPTURED:
                 self.problem = None
+            self.pace.step(self.clock())
             self.stepped()
+            self.pace.resume(self.clock())
 
     def _is_captured(self) -> bool:
         """Whether this step is recorded for a CUDA graph, which is a problem."""

@@ -17,12 +17,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from diloco_protocol import Kind, RunConfig, UsageError
 from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker import pair, settings
 from diloco_worker.counted_steps import CountedSteps
-from diloco_worker.driver import Driver
 from diloco_worker.group.beginning import (
     begin_together,
     same_resumption,
@@ -40,15 +39,17 @@ from diloco_worker.group.beginning import (
 from diloco_worker.joining import Joining
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
-from diloco_worker.model.spread.ranks import GroupBroken, Ranks, group_of
+from diloco_worker.model.spread.ranks import FORCE, LOAD, STEP, GroupBroken, Ranks, group_of
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.model.values import check_values
-from diloco_worker.ports import RunFacts
+from diloco_worker.ports import LocalPorts, RunFacts
 from diloco_worker.push_log import PushLog
-from diloco_worker.reports import Pace, Reports
+from diloco_worker.reports import Reports
 from diloco_worker.saved_state import Resumption, Saved
 from diloco_worker.session.events import BeatNow
+from diloco_worker.sync import boundary
 from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.state import SyncState
 from diloco_worker.transport import own_log, uncaught
 from diloco_worker.transport.end_file import tell_launcher
 from diloco_worker.transport.link import Link
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 logger = logging.getLogger("diloco.worker")
+
+T = TypeVar("T")
 
 # Seconds that the last message to the broker may take.
 LINK_PATIENCE_S = 5.0
@@ -148,7 +151,7 @@ class DiLoCoWorker:
                 self._tensors = SpreadTensors.of_group(model, ranks, self._settings.tied or ())
             self._tensors.may_pin = self._settings.pin_memory is not False
             self._unstarted = pair.Unstarted(model, counted, self.worker_id)
-        self._driver: Driver | None = None
+        self._ports: LocalPorts | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # as it was loaded, until training starts
         self._audit: PushLog | None = None
@@ -163,7 +166,6 @@ class DiLoCoWorker:
             leads=ranks is None or ranks.leads,
             is_asked=lambda: self._termination.is_asked,
         )
-        self._pace = Pace()
         self._counters = SyncMetrics()
         self._step = 0
         self._cycle_start = 0
@@ -243,13 +245,12 @@ class DiLoCoWorker:
             cycle_start=self._cycle_start,
             opened=self._opened,
         )
-        self._driver = joining.begin() if ranks is None else begin_together(joining, ranks)
+        self._ports = joining.begin() if ranks is None else begin_together(joining, ranks)
         opened = self.units.started
         opened() if ranks is None else ranks.agreed(opened)
         self._resumption = self._carried = None
         self._steps.start()
         self._termination.is_training = True
-        self._pace.resume(self._clock())
         return self
 
     def _opened(self, link: object) -> None:
@@ -304,8 +305,8 @@ class DiLoCoWorker:
         self._termination.tell()
         patience = LINK_PATIENCE_S
         try:
-            if not failed and self._driver is not None:
-                self._driver.leave(hasty=hasty or self._termination.is_asked)
+            if not failed and self._ports is not None:
+                self._ports.leave(hasty=hasty or self._termination.is_asked)
         except KeyboardInterrupt:
             patience = 0.0 if hasty else patience  # the second one waits for nothing
             raise
@@ -345,10 +346,10 @@ class DiLoCoWorker:
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
         others reach theirs when they do, so this may wait up to a whole round (with fragments P).
         """
-        driver, link = self._driver, self._link
-        if driver is None or link is None or (self._ranks is None and link.has_ended):
+        link = self._link
+        if self._ports is None or link is None or (self._ranks is None and link.has_ended):
             return False
-        return self._between_steps(driver.force)
+        return self._between_steps(FORCE, boundary.force)
 
     def load_global(self) -> bool:
         """Put the newest global parameters into the model: these are the ones to evaluate.
@@ -357,12 +358,12 @@ class DiLoCoWorker:
         behind one or at the end. Returns False, and leaves the model alone, when the broker cannot be
         reached.
         """
-        if self._driver is None or self._link is None:
+        if self._ports is None or self._link is None:
             return False
         if self._ranks is None and self._link.has_ended:
             logger.warning("load_global() came after the worker has left; the model is as it was.")
             return False
-        return self._between_steps(self._driver.load)
+        return self._between_steps(LOAD, boundary.load)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -371,16 +372,16 @@ class DiLoCoWorker:
         Evaluate them there, and make no step. Nothing is sent, and local steps are not lost: afterwards
         the model is what it was, bit for bit. Costs a copy of what is trained, on its device.
         """
-        driver, tensors = self._driver, self._tensors
-        if driver is None or tensors is None:
+        ports, tensors = self._ports, self._tensors
+        if ports is None or tensors is None:
             yield
             return
         tensors.begin_view()
         trained = [each for entry, each in tensors.live() if entry.kind is not Kind.FROZEN]
         local = [tensor.clone() for tensor in trained]
         try:
-            for state in driver.bases:
-                tensors.put(state)
+            for each in ports.fragments:
+                tensors.put(each.base)
             yield
         finally:
             with torch.no_grad():
@@ -397,7 +398,7 @@ class DiLoCoWorker:
     @property
     def sync_every(self) -> int | None:
         """H in use, which Dynamic Local Updates may change from cycle to cycle; None before joining."""
-        return self._driver.state.schedule.sync_every if self._driver else None
+        return self._ports.state.schedule.sync_every if self._ports else None
 
     @property
     def progress(self) -> Progress:
@@ -449,7 +450,7 @@ class DiLoCoWorker:
         again when it is back. A script that trains on after the run is over trains alone, and is back in
         the run if its broker returns.
         """
-        return self._facts.stop_reason if self._driver else self._termination.reason
+        return self._facts.stop_reason if self._ports else self._termination.reason
 
     @property
     def run_is_over(self) -> bool:
@@ -473,7 +474,7 @@ class DiLoCoWorker:
         """Counters as they are now: attributes, or a mapping."""
         metrics = replace(
             self._counters,
-            unsynced_steps=self._driver.state.unsynced_steps if self._driver else 0,
+            unsynced_steps=self._ports.state.unsynced_steps if self._ports else 0,
             model_change=self._model_change,
             last_error=self._problem,
         )
@@ -522,14 +523,14 @@ class DiLoCoWorker:
         for passing in ("last_error", "unsynced_steps", "model_change"):
             del metrics[passing]
         self._reports.read(self._clock(), at_once=True)
-        driver = self._driver
+        ports = self._ports
         return {
             "local_step": self._step,
-            "cycle_start": driver.state.schedule.cycle_start if driver else self._cycle_start,
+            "cycle_start": ports.state.schedule.cycle_start if ports else self._cycle_start,
             "sync_count": self.sync_count,
             **self._reports.counts,
             "metrics": metrics,
-            "resume": driver.saved() if driver else self._carried,
+            "resume": ports.saved() if ports else self._carried,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -579,53 +580,58 @@ class DiLoCoWorker:
     @property
     def _facts(self) -> RunFacts:
         """What is known of the run; at all ranks of a worker the same."""
-        return self._driver.ports.facts if self._driver else RunFacts()
+        return self._ports.facts if self._ports else RunFacts()
 
     def _wake(self) -> None:
         if self._link is not None:
             self._link.wake()
 
     def _after_step(self) -> None:
-        driver = self._driver
-        assert driver is not None
-        self._pace.step(self._clock())
+        ports = self._ports
+        assert ports is not None
         self._step += 1
-        self.units.stepped()
-        driver.state.step = self._step
-        self._guarded(lambda: driver.after_step(self._step))
+        ports.state.step = self._step
+        if self.units.has_noted:
+            self.units.stepped()
+        if not ports.is_idle:
+            self._run(ports, STEP, partial(boundary.after_step, step=self._step))
         self._publish()
-        self._pace.resume(self._clock())
-        self._termination.step_ended(self._facts.is_asked)
+        if ports.is_asked:
+            self._termination.step_ended()
 
-    def _between_steps(self, action: Callable[[], bool]) -> bool:
+    def _between_steps(
+        self, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, bool]]
+    ) -> bool:
         """Do what the script asks for between two steps; the time does not count as training."""
+        assert self._ports is not None
         began = self._clock()
-        done = self._guarded(action)
+        done = self._run(self._ports, call, steps)
         self._steps.changed()
         self._publish()
-        self._pace.leave_out(self._clock() - began)
+        self._steps.pace.leave_out(self._clock() - began)
         return bool(done)
 
-    def _guarded(self, action: Callable[[], object]) -> object:
-        """Do something for the run whose errors must not end the training."""
+    def _run(
+        self, ports: LocalPorts, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, T]]
+    ) -> T | None:
+        """Run a boundary for this call of the script; its errors must not end the training."""
         try:
             with self._termination.held():
-                return action()
+                return ports.run(call, steps)
         except GroupBroken:
             raise
         except Exception as error:
             if self._ranks is not None:
                 raise GroupBroken(f"Synchronising failed in this process: {error!r}") from error
             logger.exception("Synchronising failed; training goes on, next attempt in a round.")
-            if self._driver is not None:
-                self._driver.state.schedule.restart(self._step)
+            ports.state.schedule.restart(self._step)
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"
             return None
 
     def _trouble(self, text: str) -> None:
         """Report a problem of a training that goes on; the broker gets it at once."""
-        if self._driver is not None and self._link is not None:
+        if self._ports is not None and self._link is not None:
             logger.warning("%s", text)
             self._link.last_error = text
             self._publish()
@@ -638,11 +644,9 @@ class DiLoCoWorker:
             self._link.progress = Heartbeat(
                 session=b"",
                 step=self._step,
-                inner_step=(
-                    self._driver.state.schedule.position(self._step) if self._driver else 0
-                ),
+                inner_step=self._ports.state.schedule.position(self._step) if self._ports else 0,
                 state="waiting" if waiting else "training",
-                steps_per_s=self._pace.steps_per_s,
+                steps_per_s=self._steps.pace.steps_per_s,
                 loss=self._reports.loss,
                 tokens=self._reports.counts["tokens"],
                 merge_delay=self._counters.merge_delay if self._counters.pushes else None,

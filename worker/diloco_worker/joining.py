@@ -1,4 +1,4 @@
-"""Joining a run: a session, a link, and a driver once the parameters are here."""
+"""Joining a run: a session, a link, and the ports of training once the parameters are here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from diloco_protocol import Manifest, Unreachable, UsageError
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
-from diloco_worker.driver import Driver
-from diloco_worker.in_turn import RUNS, InTurnPorts, Turns
 from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
-from diloco_worker.ports import LocalPorts
+from diloco_worker.ports import PORTS, LocalPorts
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
 from diloco_worker.saved_state import Resumption
@@ -63,7 +61,7 @@ class Joining:
     # Told of the link before it is started: from then on it has to be closed.
     opened: Callable[[Any], None]
 
-    def begin(self) -> Driver:
+    def begin(self) -> LocalPorts:
         """Join, and put the run's parameters into the model. Raises as `DiLoCoWorker.start`."""
         session = self.session()
         link = self.link(
@@ -74,11 +72,10 @@ class Joining:
         if link.has_forgotten:
             self.resumption = None
         self.tensors.set_layout(link.layout)
-        turns = RUNS.get(str(self.server))
-        if turns is None:
-            return self.driver(LocalPorts(**self.of_ports(link, arrived)))
-        self.settings = turns.bounded(self.settings)
-        return self.driver(InTurnPorts(**self.of_ports(link, arrived)), turns)
+        make = PORTS.get(str(self.server), LocalPorts)
+        ports = make(**self.of_ports(link, arrived))
+        self.begin_training(ports)
+        return ports
 
     def patience(self) -> Patience:
         return Patience(self.clock, first=FIRST_WORD_S)
@@ -139,17 +136,15 @@ class Joining:
             "arrived": arrived,
         }
 
-    def driver(self, ports: LocalPorts, turns: Turns | None = None) -> Driver:
-        """A driver that goes on from the checkpoint, if the run still knows it."""
-        return Driver(
+    def begin_training(self, ports: LocalPorts) -> None:
+        """Training goes on from the checkpoint, if the run still knows it, else from its parameters."""
+        ports.begin(
             worker_id=self.worker_id,
-            ports=ports,
             settings=self.settings,
             metrics=self.metrics,
             step=self.step,
             cycle_start=self.cycle_start,
             resumption=self.resumption,
-            turns=turns,
         )
 
 

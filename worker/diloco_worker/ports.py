@@ -1,27 +1,42 @@
-"""The ports of a boundary in a training process: the real model, link, script and log."""
+"""A process that takes part in a run: what its hook asks of it, and the ports of its boundaries.
+
+The boundary (`sync.boundary`) decides, and acts through the ports: on the real model, link, script and
+log. Those of one of several ranks are in `group.ports`, those of several workers that one thread steps
+in `testing`. Belongs to the training thread.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-from diloco_protocol import ModelLayout, RunConfig, VersionId
+from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
+from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Progress, Push
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
+from diloco_worker.model.spread.ranks import SAVE
 from diloco_worker.model.values import Constants
 from diloco_worker.push_log import PushLog
 from diloco_worker.reports import Reports
-from diloco_worker.saved_state import Plain, SavedFragment
+from diloco_worker.saved_state import Plain, Resumption, SavedFragment, to_plain
+from diloco_worker.session.downloads import Held
 from diloco_worker.session.events import BeatNow, Event
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Work
-from diloco_worker.sync.fragment import InFlight, Merge
+from diloco_worker.settings import Settings
+from diloco_worker.sync import boundary
+from diloco_worker.sync.fragment import InFlight, Merge, TrainingBase
 from diloco_worker.sync.merge import FragmentValues
-from diloco_worker.sync.ports import MergeFailed, NonFinite
+from diloco_worker.sync.metrics import SyncMetrics
+from diloco_worker.sync.patience import Options
+from diloco_worker.sync.ports import MergeFailed, NonFinite, finish
+from diloco_worker.sync.resumption import resume
+from diloco_worker.sync.state import SyncState
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
 
@@ -29,13 +44,14 @@ logger = logging.getLogger("diloco.worker")
 
 NO_NEWS = News()
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class RunFacts:
     """What a script may ask about the run."""
 
     stop_reason: str | None = None  # why the script should stop; None while it should not
-    is_asked: bool = False  # a process of this worker received SIGTERM
     is_over: bool = False  # the run is
     save_order: int = 0  # the number of the newest order to save
     progress: Progress = field(default_factory=Progress)
@@ -44,7 +60,7 @@ class RunFacts:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LocalPorts:
-    """`sync.ports.Ports` of a process that is a worker by itself. Belongs to the training thread."""
+    """`sync.ports.Ports` of a process that is a worker by itself, and what its hook calls."""
 
     tensors: ModelTensors
     link: Link
@@ -56,11 +72,79 @@ class LocalPorts:
     placement: Placement  # of the vectors
     arrived: dict[int, Arrival]  # of each fragment, the version to begin with
     fragments: list[FragmentValues] = field(default_factory=list)
+    state: SyncState = field(init=False)  # what the boundary decides by
+    has_left: bool = False
 
     def __post_init__(self) -> None:
         self._shown: LinkState | None = None  # as of the last poll
 
     # Before training.
+
+    def begin(
+        self,
+        *,
+        worker_id: str,
+        settings: Settings,
+        metrics: SyncMetrics,
+        step: int,
+        cycle_start: int,
+        resumption: Resumption | None,
+    ) -> None:
+        """Stand on the run's parameters, or on those of a checkpoint that the run still knows.
+
+        Args:
+            metrics: what happens is counted in them.
+            step: optimizer steps so far.
+            cycle_start: those when the cycle of slots began.
+            resumption: what to go on from; the model is as it was then.
+        """
+        terms = self.link.terms
+        assert terms is not None
+        layout = terms.layout
+        self._frozen = self._take_frozen(layout.frozen)
+        arrivals = self.take([part.fragment for part in layout.fragments])
+        if resumption is not None:
+            saved = resumption.fragments
+        else:
+            values = [self.values_of(each) for each in arrivals]
+            bases = [TrainingBase(each.version, each.released.ledger) for each in arrivals]
+            saved = tuple(
+                SavedFragment(base, each)
+                for base, each in zip(bases, values, strict=True)
+                if each is not None
+            )
+            for each in saved:
+                self.tensors.put(each.values)
+        self.stand_on(saved, layout, terms.config)
+        self.state = SyncState(
+            worker_id=worker_id,
+            ports=self,
+            link=self.link_state(),
+            options=Options(
+                **{each.name: getattr(settings, each.name) for each in fields(Options)}
+            ),
+            chunks=[part.chunks for part in layout.fragments],
+            bases=[each.base for each in saved],
+            totals=self.read_reports(),
+            step=step,
+            cycle_start=cycle_start,
+            metrics=metrics,
+        )
+        if resumption is None:
+            finish(boundary.poll(self.state))
+        else:
+            finish(resume(self.state, resumption.place, cycle_start, arrivals))
+
+    def _take_frozen(self, part: FragmentLayout) -> Held | None:
+        """Put the frozen parameters into the model, which keeps the only copy; returns their version."""
+        if not part.chunks:
+            return None
+        (arrival,) = self.take([part.fragment])
+        values = self.values_of(arrival)
+        if values is not None:  # else the script has loaded them
+            self.tensors.put(values)
+        self.set_base(part.fragment, None)
+        return Held(arrival.version, arrival.released.ledger)
 
     def link_state(self) -> LinkState:
         """How the link stands when training begins."""
@@ -100,17 +184,76 @@ class LocalPorts:
         """Training of a fragment stands on these values from now on."""
         self.link.set_base(fragment, base, came_as)
 
-    # The script and its hook.
+    # What the hook calls.
+
+    @property
+    def is_idle(self) -> bool:
+        """There is nothing to do after this step."""
+        return not self.reports.pending and self.state.is_calm and not self.has_news()
+
+    def run(self, call: str, steps: Callable[[SyncState], Coroutine[Any, Any, T]]) -> T | None:
+        """Run a boundary for this call of the script; None once the worker has left."""
+        if self.has_left:
+            return None
+        self.meet(call)
+        self.reports.read(self.clock())
+        return finish(steps(self.state))
+
+    def leave(self, *, hasty: bool) -> None:
+        """Wait for what is in flight."""
+        self.has_left = True
+        if not self.link.has_ended:
+            finish(boundary.leave(self.state, hasty=hasty))
+
+    def saved(self) -> Plain | None:
+        """Parameters and deltas for the checkpoint of a script.
+
+        None, with a warning, while a merge is broken off, or once the model has changed so much that the
+        run's tensors are not in it.
+        """
+        state, terms = self.state, self.link.terms
+        assert terms is not None
+        self.meet(SAVE)
+        try:
+            problem = "A merge was interrupted; save again after the next step."
+            sums = None if state.is_partial else self.checksums()
+        except UsageError as error:  # a script that saves must not end by it
+            problem, sums = str(error), None
+        if sums is None:
+            logger.warning(
+                "%s Until then the worker's state does not contain the parameters: a worker that "
+                "resumes from it begins with the run's.",
+                problem,
+            )
+            return None
+        fragments = tuple(
+            SavedFragment(
+                base,
+                each.base,
+                None if base.in_flight is None else each.delta,
+                each.saved_feedback,
+            )
+            for base, each in zip(
+                state.training_bases(self.read_reports()), self.fragments, strict=True
+            )
+        )
+        place = state.schedule.place
+        resumption = Resumption(state.worker_id, terms, place, self._frozen, fragments, sums)
+        return self.to_save(to_plain(resumption, self.tensors.manifest))
 
     def meet(self, call: str) -> None:
         """The script makes this call now; the ranks of a worker make it together."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a process of this worker received SIGTERM."""
+        return self.termination.is_asked
 
     @property
     def facts(self) -> RunFacts:
         link = self.link
         return RunFacts(
             stop_reason=self.termination.reason or link.stopping,
-            is_asked=self.termination.is_asked,
             is_over=link.stopping is not None,
             save_order=link.save_order,
             progress=link.run_progress,
@@ -124,11 +267,6 @@ class LocalPorts:
     def to_save(self, plain: Plain) -> Plain:
         """What this process saves of the worker's state."""
         return plain
-
-    def leave(self, steps: Callable[[], object], *, hasty: bool) -> None:
-        """Leave the run by these steps."""
-        if not self.link.has_ended:
-            steps()
 
     # The link.
 
@@ -154,7 +292,8 @@ class LocalPorts:
 
     @property
     def _has_arrivals(self) -> bool:
-        return self.link.has_news or bool(self.link.turns)
+        link = self.link
+        return bool(link.arrivals or link.rejections or link.turns)
 
     @property
     def _has_changed(self) -> bool:
@@ -226,3 +365,7 @@ class LocalPorts:
         self, push_id: int, fragment: int, version: VersionId | None = None, why: str = ""
     ) -> None:
         self.audit.ended(push_id, fragment, version, why)
+
+
+# By the address of a broker of this process, what makes the ports of its workers; see `testing`.
+PORTS: dict[str, Callable[..., LocalPorts]] = {}

@@ -1,4 +1,4 @@
-"""What the training loop tells of itself: loss, counts, pace; gathered without slowing it down."""
+"""What the training loop tells of itself: loss and counts, gathered without slowing it down."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ logger = logging.getLogger("diloco.worker")
 
 # Seconds between two looks at a loss that lies on an accelerator: each look waits for its kernels.
 LOOK_S = 5.0
-# Weight of the newest step in the moving average of the pace: about the last twenty steps.
-PACE_WEIGHT = 0.05
 
 
 class Reports:
@@ -34,7 +32,7 @@ class Reports:
         self.loss: float | None = None
         self.counts = {"tokens": 0, "samples": 0}
         self.problem: str | None = None  # why a value on an accelerator was dropped, a sentence
-        self._pending: dict[str, Tensor] = {}  # on an accelerator, by the names of `add`
+        self.pending: dict[str, Tensor] = {}  # on an accelerator, by the names of `add`
         self._read_at = 0.0
 
     @property
@@ -64,11 +62,11 @@ class Reports:
             else:
                 now[name] = self._read(name, value)
         if "loss" in given:
-            self._pending.pop("loss", None)  # counts add up, of losses the last one stays
+            self.pending.pop("loss", None)  # counts add up, of losses the last one stays
         self._take(now)
         for name, new in later.items():
-            earlier = self._pending.get(name)
-            self._pending[name] = new.clone() if earlier is None else earlier + new
+            earlier = self.pending.get(name)
+            self.pending[name] = new.clone() if earlier is None else earlier + new
 
     def _read(self, name: str, value: object) -> float:
         """A loss, or what a count will be with this value; raises UsageError."""
@@ -98,7 +96,7 @@ class Reports:
         if not at_once and now - self._read_at < LOOK_S:
             return
         self._read_at = now
-        pending, self._pending = self._pending, {}
+        pending, self.pending = self.pending, {}
         for name, value in pending.items():
             try:
                 self._take({name: self._read(name, value)})
@@ -131,33 +129,3 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         pass
     raise UsageError(f"report({name}=...) got a {type(value).__name__}; give a single real number.")
-
-
-class Pace:
-    """Optimizer steps per second of training time, as a moving average."""
-
-    def __init__(self) -> None:
-        self._seconds: float | None = None
-        self._left_at: float | None = None
-
-    def step(self, now: float) -> None:
-        """A step has ended; the time since `resume` was training."""
-        if self._left_at is not None:
-            took = now - self._left_at
-            if self._seconds is None:
-                self._seconds = took
-            else:
-                self._seconds += PACE_WEIGHT * (took - self._seconds)
-
-    def resume(self, now: float) -> None:
-        """Training goes on; what came before was not training."""
-        self._left_at = now
-
-    def leave_out(self, seconds: float) -> None:
-        """Between two steps, so long was no training."""
-        if self._left_at is not None:
-            self._left_at += seconds
-
-    @property
-    def steps_per_s(self) -> float | None:
-        return 1 / self._seconds if self._seconds else None

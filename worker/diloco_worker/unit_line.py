@@ -57,6 +57,7 @@ class UnitLine:
         self._open: dict[str, set[int]] = {}
         self._begun: dict[str, list[int]] = {}
         self._ended: dict[str, list[int]] = {}
+        self.has_noted = False  # the coming optimizer step has samples of units
 
     @property
     def is_stopped(self) -> bool:
@@ -117,6 +118,7 @@ class UnitLine:
 
     def note(self, name: str, ticket: int, *, is_last: bool) -> None:
         """Samples of this unit are in the coming optimizer step; `is_last`: and in none after it."""
+        self.has_noted = True
         opened = self._open.setdefault(name, set())
         if ticket not in opened:
             opened.add(ticket)
@@ -135,10 +137,8 @@ class UnitLine:
 
     def stepped(self) -> None:
         """An optimizer step has been taken."""
-        if not self._begun and not self._ended:
-            return
         begun, ended = self._begun, self._ended
-        self._begun, self._ended = {}, {}
+        self._begun, self._ended, self.has_noted = {}, {}, False
         for name in begun.keys() | ended.keys():
             event = UnitsTrained(name, tuple(begun.get(name, ())), tuple(ended.get(name, ())))
             if self.link is not None:

@@ -16,8 +16,7 @@ from typing import Any
 from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.version import digest_of, tag_of
-from diloco_worker.driver import Driver
-from diloco_worker.group.ports import FollowerPorts, LaneLink, LeaderPorts
+from diloco_worker.group.ports import FollowerPorts, GroupPorts, LaneLink, LeaderPorts
 from diloco_worker.group.waiting import said_when_long
 from diloco_worker.joining import Joining, await_model, await_versions
 from diloco_worker.model.flat_state import FlatState
@@ -95,7 +94,7 @@ def same_resumption(
             )
 
 
-def begin_together(joining: Joining, ranks: Ranks) -> Driver:
+def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
     """Join as one worker; raises as `DiLoCoWorker.start` does, at all processes."""
     tensors = joining.tensors
     assert isinstance(tensors, SpreadTensors)
@@ -135,7 +134,7 @@ class Initial:
             self._states.pop(fragment, None)
 
 
-def _lead(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> Driver:
+def _lead(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> GroupPorts:
     reach = os.environ.get("MASTER_ADDR")
     hub = Hub(ranks.count, reach)
     try:
@@ -176,9 +175,10 @@ def _lead(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> Driver:
     ranks.broadcast([BEGIN, has_forgotten])
     if has_forgotten:
         joining.resumption = None
-    driver = joining.driver(LeaderPorts(**_of_group(joining, ranks, link, arrived)))
+    ports = LeaderPorts(**_of_group(joining, ranks, link, arrived))
+    joining.begin_training(ports)
     initial.release([part.fragment for part in terms.layout.fragments])
-    return driver
+    return ports
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def _of_group(
     return {**joining.of_ports(link, arrived), **of_group}
 
 
-def _follow(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> Driver:
+def _follow(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> GroupPorts:
     ranks.gather(words.machine())
     told = ranks.broadcast()
     if told is None:
@@ -225,7 +225,9 @@ def _follow(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> Driver:
     (has_forgotten,) = _heard(ranks, BEGIN)
     if has_forgotten:
         joining.resumption = None
-    return joining.driver(FollowerPorts(**_of_group(joining, ranks, link, {})))
+    ports = FollowerPorts(**_of_group(joining, ranks, link, {}))
+    joining.begin_training(ports)
+    return ports
 
 
 def _heard_terms(joining: Joining, ranks: Ranks, tensors: SpreadTensors, link: LaneLink) -> Terms:

@@ -7,7 +7,7 @@ unknown which part of the model is ahead, so all of them end, and go on from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -65,7 +65,11 @@ class GroupPorts(LocalPorts):
         reason = self._facts.stop_reason
         if self._is_asked and not self._facts.is_over:
             reason = "SIGTERM asks a process of this worker to end"
-        return replace(self._facts, stop_reason=reason, is_asked=self._is_asked)
+        return replace(self._facts, stop_reason=reason)
+
+    @property
+    def is_asked(self) -> bool:
+        return self._is_asked
 
     def has_news(self) -> bool:
         return True  # only the leader knows, and all of them poll together
@@ -175,10 +179,10 @@ class LeaderPorts(GroupPorts):
     def _has_lost_a_rank(self) -> bool:
         return self.link.lost_process is not None and not self._is_leaving
 
-    def leave(self, steps: Callable[[], object], *, hasty: bool) -> None:
+    def leave(self, *, hasty: bool) -> None:
         """The others wait until this process has left, and hear nothing over the group any more."""
         self._is_leaving = True
-        super().leave(steps, hasty=hasty)
+        super().leave(hasty=hasty)
         last = {"metrics": asdict(self.metrics), "facts": asdict(self._facts)}
         self.link.say_at_the_end(msgpack.packb(last))
 
@@ -252,11 +256,12 @@ class FollowerPorts(GroupPorts):
     def trouble(self, text: str, cause: BaseException | None = None) -> None:
         self.lane_link.leader_error = text  # the leader logs it
 
-    def leave(self, steps: Callable[[], object], *, hasty: bool) -> None:
+    def leave(self, *, hasty: bool) -> None:
         """The leader waits for what is in flight; some of it goes over the connection of this rank.
 
         It may have left before this rank came here: its last word is counted all the same.
         """
+        self.has_left = True
         patience = HASTY_S if hasty else self.timeout
         self.lane.wait_for_the_end(patience + LEADER_LEAVES_WITHIN_S)
         if self.lane.last_word:

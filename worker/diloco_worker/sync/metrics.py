@@ -66,7 +66,7 @@ class SyncLines:
     has_fragments: bool = False  # more than one
     _said_at: float | None = None
     _newest: str = ""
-    _unsaid: int = 0
+    unsaid: int = 0  # pushes that have counted since the last line
 
     def counted(self, push: Push, arrival: Arrival, staleness: int, delay: int) -> None:
         """A push is in a version, and that in the model, `delay` optimizer steps after its slot."""
@@ -76,7 +76,7 @@ class SyncLines:
         norm = "" if push.norm is None else f", norm {push.norm:.4g}"
         after = f"{_steps(delay)} after the slot"
         merged = f", merged {after}" if self.has_fragments or delay else ""
-        self._unsaid += 1
+        self.unsaid += 1
         self._newest = (
             f"version {arrival.version.counter}{where} has {_steps(push.steps)} of this worker{norm}, "
             f"staleness {staleness}{merged}"
@@ -85,17 +85,17 @@ class SyncLines:
     @property
     def due_in(self) -> float:
         """Seconds until `line` has something to say; infinite while there is nothing unsaid."""
-        if not self._unsaid:
+        if not self.unsaid:
             return math.inf
         return 0.0 if self._said_at is None else max(0.0, self._said_at + LINE_S - self.clock())
 
     def line(self, waited: float, *, at_once: bool = False) -> str | None:
         """The line, if there is something to say and the last one was long enough ago (or `at_once`)."""
-        if not self._unsaid or (self.due_in > 0 and not at_once):
+        if not self.unsaid or (self.due_in > 0 and not at_once):
             return None
-        waited_now, others = waited - self.waited, self._unsaid - 1
+        waited_now, others = waited - self.waited, self.unsaid - 1
         more = f"; and {others} more since the last line" if others else ""
-        self._said_at, self._unsaid, self.waited = self.clock(), 0, waited
+        self._said_at, self.unsaid, self.waited = self.clock(), 0, waited
         return f"Synchronised: {self._newest}; waited {waited_now:.1f} s{more}."
 
 

@@ -62,8 +62,9 @@ class SyncState:
     @property
     def is_calm(self) -> bool:
         """After this step there is nothing to do, unless something has arrived."""
-        is_due = self.schedule.is_due(self.step) or self.lines.due_in <= 0
-        return not is_due and all(fragment.is_calm(self.step) for fragment in self.fragments)
+        if self.schedule.is_due(self.step) or (self.lines.unsaid and self.lines.due_in <= 0):
+            return False
+        return all(fragment.is_calm(self.step) for fragment in self.fragments)
 
     @property
     def is_partial(self) -> bool:

@@ -71,17 +71,15 @@ class Termination:
             self._is_told = True
             logger.warning("Received SIGTERM; leaving the run.")
 
-    def step_ended(self, is_asked: bool) -> None:
-        """A step has ended; raises SystemExit behind the second in a row that was asked to be the last.
+    def step_ended(self) -> None:
+        """A step has ended after a process of this worker received SIGTERM, as all of them know.
 
-        Args:
-            is_asked: a process of this worker received SIGTERM, which all of them know alike.
+        Raises SystemExit behind the second of such steps.
         """
-        if is_asked:
-            self.tell()
-        if is_asked and self._could_look and self._pid is not None:
+        self.tell()
+        if self._could_look and self._pid is not None:
             raise SystemExit(EXIT_CODE)
-        self._could_look = is_asked
+        self._could_look = True
 
     def install(self) -> None:
         """Handle SIGTERM from here on: in the main thread, where its handler is the default one."""

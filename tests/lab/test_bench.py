@@ -84,7 +84,7 @@ def test_tables_and_figures_are_written_beside_each_other(tmp_path: Path) -> Non
         skipped=("the largest: left out",),
     )
     write(results, tmp_path / "all", console)
-    assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.md", "all.txt"}
     text = (tmp_path / "all.txt").read_text()
     lines = [line.split() for line in text.splitlines()]
     assert [line for line in lines if line[:1] in (["10M"], ["50M"])] == [
@@ -281,15 +281,25 @@ def by_row(figures: list[Figure]) -> dict[tuple[str, str], Figure]:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_each_pair_of_dtypes_sends_the_bits_that_it_says(pool: ProcessPool) -> None:
-    found = codecs.codecs(pool, size="0.4M", repeats=1)
-    rows = by_row(found)
+    found = codecs.table(pool, size="0.4M", workers=2, repeats=1)
+    rows = {(each.of.split(", ")[2], each.name, each.unit): each.median for each in found}
     bits = {"fp32": 32, "bf16": 16, "int8": 8.06, "int4": 4.06, "int4z": 2.2}
     for wire, reply in [codecs.USUAL, *codecs.PAIRS]:
         # Headers weigh more here than with a model of a usual size.
         name = f"{wire}/{reply}"
-        assert rows[name, "up"].median == pytest.approx(bits[wire], rel=0.1)
-        assert rows[name, "down"].median == pytest.approx(bits[reply], rel=0.1)
-        assert rows[name, "round"].median > 0
+        assert rows[name, "up", "bits"] == pytest.approx(bits[wire], rel=0.1)
+        assert rows[name, "down", "bits"] == pytest.approx(bits[reply], rel=0.1)
+        assert rows[name, "up", "MB"] > 0
+        assert rows[name, "round", "s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_each_pair_of_dtypes_is_compared_with_the_usual_one(pool: ProcessPool) -> None:
+    found = codecs.codecs(pool, size="0.4M", repeats=1)
+    rows = by_row(found)
+    for wire, reply in [codecs.USUAL, *codecs.PAIRS]:
+        name = f"{wire}/{reply}"
         assert rows[name, "CPU of all"].median > 0
         assert ((name, "round / usual") in rows) == ((wire, reply) != codecs.USUAL)
     targets = {each.target for each in found} - {None}

@@ -53,6 +53,14 @@ PARTS: Mapping[str, Part] = {
     ),
     "keys": Part(rounds.with_keys, [{}], [SMALL]),
     "same-host": Part(rounds.same_host, [{}], [SMALL]),
+    "table": Part(
+        codecs.table,
+        [
+            {"size": size, "workers": workers}
+            for size, workers in product(("10M", "50M", "125M"), (2, 4))
+        ],
+        [{**SMALL, "workers": 2}],
+    ),
     "codecs": Part(codecs.codecs, [{}], [{"size": "10M", "repeats": 1}]),
     "streaming": Part(training.streaming, [{}], [{"steps": 10, "repeats": 1}]),
     "heartbeat": Part(load.heartbeat, [{}], [{"size": "10M", "workers": 2}]),
@@ -119,7 +127,12 @@ def main(
 
 
 def write(report: Report, stem: Path, shown: Console) -> None:
-    """Print the tables; write them and the figures beside each other."""
+    """Print the tables; write them, as text and Markdown, and the figures beside each other."""
+    about = ", ".join(f"{key} {value}" for key, value in report.machine.items())
+    page = [f"`{report.command}`, {report.at}; {about}.", *sentences(report)]
+    for each in tables(report):
+        page += [f"## {each.title}", "\n".join(each.lines())]
+    Path(f"{stem}.md").write_text("\n\n".join(page) + "\n")
     with Path(f"{stem}.txt").open("w", encoding="utf-8") as file:
         for target in (shown, console(file=file, width=WIDTH)):
             target.print()
@@ -128,7 +141,7 @@ def write(report: Report, stem: Path, shown: Console) -> None:
             for sentence in sentences(report):
                 target.print(sentence, soft_wrap=True)
     Path(f"{stem}.json").write_text(json.dumps(report.plain(), indent=2) + "\n")
-    written = f"{stem.name}.json and .txt are in {stem.parent}"
+    written = f"{stem.name}.json, .md and .txt are in {stem.parent}"
     shown.print(f"{report.seconds:.0f} s; {written}", soft_wrap=True)
 
 

@@ -42,7 +42,8 @@ class Table:
 
     def lines(self) -> Iterator[str]:
         """Of a Markdown page, without an empty one at either end."""
-        yield f"| {' | '.join(self.head)} |"
+        head = (", ".join(name.split("\n")) for name in self.head)
+        yield f"| {' | '.join(head)} |"
         yield f"|{' --- |' * len(self.head)}"
         for row in self.rows:
             yield f"| {' | '.join(row)} |"

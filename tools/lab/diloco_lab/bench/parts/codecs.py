@@ -1,7 +1,7 @@
-"""Rounds of two workers with each pair of dtypes, up and down, against one with bf16 up and fp32 down.
+"""Rounds with each pair of dtypes, up and down: against bf16 up and fp32 down, and as plain figures.
 
-Two runs live side by side, each with workers of its own, and make rounds in turn. Pseudo-gradients are
-normal values, since the size of int4z depends on them.
+To compare, two runs live side by side, each with workers of its own, and make rounds in turn.
+Pseudo-gradients are normal values, since the size of int4z depends on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diloco_lab.bench.report.figures import Figure, against, figure, in_turn
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.roles import RoleProcess
 
-CODECS = "codecs"
+CODECS, TABLE = "codecs", "seconds and bytes of a round"
 WORKERS = 2
 USUAL = ("bf16", "fp32")  # what all others are compared with
 PAIRS = [(each, each) for each in ("bf16", "int8", "int4", "int4z")]  # up and down
@@ -45,14 +45,13 @@ COLUMNS: Mapping[str, tuple[Measure, str | None]] = {
 
 
 def codecs(pool: ProcessPool, *, size: str = "125M", repeats: int = 3) -> list[Figure]:
-    """Rounds with each pair: bits of a parameter each way, the columns, and each over the usual."""
+    """Rounds with each pair: the columns, and each over the usual."""
     # The residuals are one more copy of the parameters at each worker.
     if not has_room(
         pool, f"{CODECS}, {row_of(size, WORKERS)}", size, WORKERS, runs=2, more=WORKERS
     ):
         return []
     trainers = pool.roles("trainer", 2 * WORKERS)
-    bits = 8e9 / (WORKERS * parameters_of(size))  # of a parameter, in a GB of all workers
 
     @contextlib.contextmanager
     def run(which: Sequence[RoleProcess], pair: Pair) -> Iterator[Callable[[], Round]]:
@@ -63,10 +62,7 @@ def codecs(pool: ProcessPool, *, size: str = "125M", repeats: int = 3) -> list[F
 
     def figures(pair: Pair, rounds: Sequence[Round], usual: Sequence[Round] = ()) -> list[Figure]:
         of_it = partial(figure, CODECS, f"{size}, {'/'.join(pair)}")
-        found = [
-            of_it(way, bits * median(getattr(each, way) for each in rounds), "bits")
-            for way in ("up", "down")
-        ]
+        found = []
         for name, (measure, target) in COLUMNS.items():
             values = [measure(each) for each in rounds]
             found.append(of_it(name, values, "s"))
@@ -85,3 +81,31 @@ def codecs(pool: ProcessPool, *, size: str = "125M", repeats: int = 3) -> list[F
             all_usual += usual
             compared += figures(pair, rounds, usual)
     return [*figures(USUAL, all_usual), *compared]
+
+
+def table(pool: ProcessPool, *, size: str, workers: int, repeats: int = 3) -> list[Figure]:
+    """Plain figures of a round, by parameters, workers and pair, to stand beside those of others.
+
+    Bits are those of a parameter, bytes those of all workers together, both with headers; CPU seconds
+    those of the broker and of the busiest worker.
+    """
+    if not has_room(pool, f"{TABLE}, {row_of(size, workers)}", size, workers, more=workers):
+        return []
+    trainers = pool.roles("trainer", workers)
+    bits = 8e9 / (workers * parameters_of(size))  # of a parameter, in a GB of all workers
+    found: list[Figure] = []
+    for pair in (USUAL, *PAIRS):
+        with pool.training(trainers, size, wire_dtype=pair[0], reply_dtype=pair[1]) as broker:
+            a_round = partial(one_round, trainers, broker, normal=True)
+            a_round()  # memory is taken for the first time
+            rounds = [a_round() for _ in range(repeats)]
+        of_it = partial(figure, TABLE, row_of(size, workers, "/".join(pair)))
+        up, down = (median(getattr(each, way) for each in rounds) for way in ("up", "down"))
+        found += [
+            of_it("round", [each.seconds for each in rounds], "s"),
+            *(of_it("up", up * of, unit) for of, unit in ((1e3, "MB"), (bits, "bits"))),
+            *(of_it("down", down * of, unit) for of, unit in ((1e3, "MB"), (bits, "bits"))),
+            of_it("broker CPU", [each.cpu for each in rounds], "s"),
+            of_it("worker CPU", [max(each.workers_cpu) for each in rounds], "s"),
+        ]
+    return found

@@ -186,13 +186,13 @@ def tables(report: Report) -> list[Table]:
 def _part_table(part: str, figures: Sequence[Figure]) -> Table:
     """What it was measured on in rows, what was measured in columns; medians with their spreads."""
     columns = dict.fromkeys((each.name, each.unit) for each in figures)
-    cells = {(each.of, each.name): _cell(each) for each in figures}
+    cells = {(each.of, each.name, each.unit): _cell(each) for each in figures}
     rows = dict.fromkeys(each.of for each in figures)
     return Table(
         part,
         part,
         ("", *(name if unit in RATIOS else f"{name}\n{unit}" for name, unit in columns)),
-        tuple((row, *(cells.get((row, name), "") for name, _ in columns)) for row in rows),
+        tuple((row, *(cells.get((row, *column), "") for column in columns)) for row in rows),
     )
 
 

@@ -3,7 +3,7 @@
 A record is a map with one key for each field, nested records are maps as well. Unknown keys are
 ignored, so that fields can be added; a missing key takes the field's default, and is an error where
 there is none. Types are checked, numbers are brought into the ranges of `ranges`, and texts are made
-printable.
+printable. A value of any other class, such as a tensor, is written and read as it is.
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ def _expect(value: Any, wanted: type | tuple[type, ...], where: str) -> Any:
     # bool is an int to Python, but never to us.
     if isinstance(value, wanted) and not (isinstance(value, bool) and wanted is not bool):
         return value
-    raise _misfit(value, _WORDS[wanted], where)
+    words = _WORDS.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
+    raise _misfit(value, words, where)
 
 
 def _misfit(value: Any, wanted: str, where: str) -> ProtocolError:

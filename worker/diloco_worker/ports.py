@@ -35,7 +35,6 @@ from diloco_worker.sync.merge import FragmentValues
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
 from diloco_worker.sync.ports import MergeFailed, NonFinite, finish
-from diloco_worker.sync.resumption import resume
 from diloco_worker.sync.state import SyncState
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
@@ -133,7 +132,7 @@ class LocalPorts:
         if resumption is None:
             finish(boundary.poll(self.state))
         else:
-            finish(resume(self.state, resumption.place, cycle_start, arrivals))
+            finish(boundary.resume(self.state, resumption.place, cycle_start, arrivals))
 
     def _take_frozen(self, part: FragmentLayout) -> Held | None:
         """Put the frozen parameters into the model, which keeps the only copy; returns their version."""

@@ -8,7 +8,7 @@ since they are never written to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,12 +26,12 @@ from diloco_protocol import (
     VersionId,
 )
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.chunks import FragmentLayout, ModelLayout
+from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.ranges import MOST
-from diloco_protocol.records import from_plain as record_of
+from diloco_protocol.records import from_plain, plain_fields
 from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import as_hex, from_hex
 from diloco_worker.model.checksums import differing
@@ -114,6 +114,7 @@ class Resumption:
 FORMAT = 2
 
 Plain = dict[str, Any]
+Vectors = Mapping[str, Tensor]  # of a share of a fragment, by segment
 
 logger = logging.getLogger("diloco.worker")
 
@@ -158,7 +159,7 @@ class Saved:
             raise UsageError(f"This is not the state of a DiLoCoWorker: {error!r}.") from None
         resumption = None
         if plains and tensors is not None:
-            resumption = from_plain(plains, tensors)
+            resumption = from_saved(plains, tensors)
             if not 0 <= cycle_start <= step:
                 raise UsageError(
                     f"This is not the state of a DiLoCoWorker: its cycle began at step {cycle_start}, "
@@ -211,82 +212,143 @@ def _check_range(*numbers: object) -> None:
             raise ValueError(f"{each:.6g} is not a count")
 
 
-# To plain values.
+# The state as plain values: `records` writes and reads these. Names of versions, ledgers and ids are as
+# `diloco_protocol.version` writes them into files.
 
 
-def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
-    """A dict for a checkpoint."""
-    fragments = [
-        {
-            "version": each.base.version.plain(),
-            "ledger": each.base.ledger.plain(in_hex=True),
-            "base": vectors_of(each.values, copy=True),
-            "steps": each.base.work.steps,
-            "tokens": each.base.work.tokens,
-            "samples": each.base.work.samples,
-            "flight": _plain_in_flight(each.base.in_flight, each.delta),
-            "dropped": [
-                {
-                    "push_id": as_hex(of.push_id),
-                    "may_count": of.may_count.to_bytes().hex(),
-                    "versions": of.versions,
-                }
-                for of in each.base.dropped
-            ],
-            **vectors_of_feedback(each.feedback, [of.push_id for of in each.base.dropped]),
-        }
-        for each in resumption.fragments
-    ]
-    checksums = resumption.checksums
-    assert checksums is not None
-    frozen = resumption.frozen
-    return {
-        "format": FORMAT,
-        "worker_id": resumption.worker_id,
-        "model": [
-            [e.name, list(e.shape), e.dtype, e.kind.value, list(e.aliases)]
-            for e in manifest.entries
-        ],
-        "config": asdict(resumption.terms.config),
-        "plan": list(resumption.terms.plan),
-        "place": asdict(resumption.place),
-        "frozen": None if frozen is None else frozen.version.plain(),
-        "fragments": fragments,
-        "checksums": {name: list(sums) for name, sums in checksums.items()},
-    }
+@dataclass(frozen=True)
+class _Push:
+    """An in-flight push."""
 
-
-def _plain_in_flight(in_flight: InFlight | None, delta: DeltaValues | None) -> Plain | None:
-    if in_flight is None:
-        return None
-    assert delta is not None
-    push = in_flight.push
-    return {
-        "push_id": as_hex(push.push_id),
-        "base": in_flight.base.plain(),
-        **{name: getattr(push, name) for name in _OF_PUSH},
-        **{name: getattr(in_flight, name) for name in _OF_IN_FLIGHT},
-        "let_go": in_flight.is_detached,
-        "buffers": push.buffers,
-        **vectors_of_delta(delta),
-    }
+    push_id: str
+    base: Any
+    wire_dtype: str
+    steps: int
+    tokens: int
+    samples: int
+    loss: float | None
+    norm: float | None
+    began: int
+    apply_at: int
+    wait_at: int
+    let_go: bool  # training has ceased to wait for it
+    wire: Vectors
+    frozen: Vectors | None
+    anchor: Vectors | None
+    # By chunk, the bytes of those in few bits, since another machine may round a scale otherwise.
+    # States of older releases lack them: they are encoded anew.
+    codes: Vectors | None = None
+    buffers: str = BUFFERS
 
 
 _OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
 _OF_IN_FLIGHT = ("began", "apply_at", "wait_at")
 
 
-def vectors_of_delta(delta: DeltaValues) -> dict[str, dict[str, Tensor] | None]:
-    """Those of an in-flight push, which nobody ever writes to; of chunks in few bits the bytes."""
-    found = {"wire": delta.wire, "frozen": delta.frozen, "anchor": delta.anchor}
-    made = {name: None if s is None else vectors_of(s) for name, s in found.items()}
-    wire = delta.wire
-    made["codes"] = _codes_of(wire) if isinstance(wire, InFewBits) else None
-    return made
+@dataclass(frozen=True)
+class _Dropped:
+    """A dropped push, chunks of which may have counted."""
+
+    push_id: str
+    versions: int
+    may_count: str | None = None  # a bitmap in hexadecimal digits; None: every chunk
 
 
-def _codes_of(wire: InFewBits) -> dict[str, Tensor]:
-    """By chunk. They are kept, since another machine may round a scale otherwise."""
+@dataclass(frozen=True)
+class _Fragment:
+    """What training of a fragment stands on."""
+
+    version: Any
+    ledger: Any
+    base: Vectors
+    steps: int
+    tokens: int
+    samples: int
+    flight: _Push | None
+    dropped: tuple[_Dropped, ...]
+    residual: Vectors | None = None
+    gains: tuple[Vectors, ...] = ()  # what the residual gains by chunks of the dropped pushes
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """The model and the run: what is read first, since the rest is cut by it."""
+
+    format: int
+    model: tuple[Any, ...]
+    config: Mapping[str, Any]
+    plan: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _State(_Terms):
+    worker_id: str
+    place: SchedulePlace
+    frozen: Any  # the version of the frozen parameters
+    fragments: tuple[_Fragment, ...]
+    checksums: Mapping[str, tuple[int, ...]]
+
+
+def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
+    """A dict for a checkpoint."""
+    frozen = resumption.frozen
+    state = _State(
+        FORMAT,
+        tuple((e.name, e.shape, e.dtype, e.kind, e.aliases) for e in manifest.entries),
+        asdict(resumption.terms.config),
+        resumption.terms.plan,
+        resumption.worker_id,
+        resumption.place,
+        None if frozen is None else frozen.version.plain(),
+        tuple(_plain_fragment(each) for each in resumption.fragments),
+        resumption.checksums,
+    )
+    return plain_fields(state, with_none=True)
+
+
+def _plain_fragment(fragment: SavedFragment) -> _Fragment:
+    base, feedback = fragment.base, fragment.feedback
+    gains = () if feedback is None else [feedback.dropped[each.push_id] for each in base.dropped]
+    return _Fragment(
+        base.version.plain(),
+        base.ledger.plain(in_hex=True),
+        _vectors_of(fragment.values, copy=True),
+        base.work.steps,
+        base.work.tokens,
+        base.work.samples,
+        _plain_push(base.in_flight, fragment.delta),
+        tuple(
+            _Dropped(as_hex(each.push_id), each.versions, each.may_count.to_bytes().hex())
+            for each in base.dropped
+        ),
+        None if feedback is None else _vectors_of(feedback.residual),
+        tuple(map(_vectors_of, gains)),
+    )
+
+
+def _plain_push(in_flight: InFlight | None, delta: DeltaValues | None) -> _Push | None:
+    """Its vectors are not copied, since they are never written to."""
+    if in_flight is None:
+        return None
+    assert delta is not None
+    push, wire = in_flight.push, delta.wire
+    figures: Plain = {name: getattr(push, name) for name in _OF_PUSH}
+    moments: Plain = {name: getattr(in_flight, name) for name in _OF_IN_FLIGHT}
+    return _Push(
+        as_hex(push.push_id),
+        in_flight.base.plain(),
+        **figures,
+        **moments,
+        let_go=in_flight.is_detached,
+        wire=_vectors_of(wire),
+        frozen=None if delta.frozen is None else _vectors_of(delta.frozen),
+        anchor=None if delta.anchor is None else _vectors_of(delta.anchor),
+        codes=_codes_of(wire) if isinstance(wire, InFewBits) else None,
+        buffers=push.buffers,
+    )
+
+
+def _codes_of(wire: InFewBits) -> Vectors:
     indexes = [span.index for span in wire.layout.spans if span.segment is Segment.PARAMETERS]
     return {
         str(index): torch.frombuffer(bytearray(wire.chunk(index)), dtype=torch.uint8)
@@ -294,23 +356,12 @@ def _codes_of(wire: InFewBits) -> dict[str, Tensor]:
     }
 
 
-def vectors_of_feedback(feedback: SavedFeedback | None, dropped: Sequence[int]) -> dict[str, Any]:
-    """The residual, and what it gains by chunks of these dropped pushes (ids), in this order."""
-    if feedback is None:
-        return {"residual": None, "gains": []}
-    gains = [vectors_of(feedback.dropped[push_id]) for push_id in dropped]
-    return {"residual": vectors_of(feedback.residual), "gains": gains}
-
-
-def vectors_of(state: FlatState, *, copy: bool = False) -> dict[str, Tensor]:
-    """The flat vectors of a state, by segment, on the host."""
+def _vectors_of(state: FlatState, *, copy: bool = False) -> Vectors:
+    """The flat vectors of a state on the host."""
     return {s.value: vector.to("cpu", copy=copy) for s, vector in state.vectors.items()}
 
 
-# From plain values.
-
-
-def from_plain(plains: Sequence[object], tensors: ModelTensors) -> Resumption:
+def from_saved(plains: Sequence[object], tensors: ModelTensors) -> Resumption:
     """Read what `to_plain` has written, in each process of a worker, for this model.
 
     Base tensors are copied.
@@ -319,159 +370,142 @@ def from_plain(plains: Sequence[object], tensors: ModelTensors) -> Resumption:
         UsageError: it is of another model or release, or not whole.
     """
     try:
-        return _resumption([_dict(each) for each in plains], tensors)
+        return _resumption(plains, tensors)
     except KeyError as error:
         raise UsageError(f"This is not the state of a DiLoCoWorker: it lacks {error}.") from None
     except UsageError:
         raise
     except Exception as error:  # noqa: BLE001  tensors of all kinds raise all kinds of errors
-        raise UsageError(f"This is not the state of a DiLoCoWorker: {error!s:.300}.") from None
+        text = f"{error!s:.300}".removesuffix(".")
+        raise UsageError(f"This is not the state of a DiLoCoWorker: {text}.") from None
 
 
-def _resumption(plains: list[Plain], tensors: ModelTensors) -> Resumption:
-    plain = plains[0]
-    if plain["format"] != FORMAT:
+def _resumption(plains: Sequence[Any], tensors: ModelTensors) -> Resumption:
+    for each in plains:
+        if not isinstance(each, dict):
+            raise TypeError(f"{each!r:.60} is not a dict")
+    if plains[0]["format"] != FORMAT:
         raise UsageError(
-            f"The worker's state has format {plain['format']!r}, this release reads {FORMAT}; go on "
+            f"The worker's state has format {plains[0]['format']!r}, this release reads {FORMAT}; go on "
             "with the release that wrote it."
         )
-    clauses = differences(tensors.manifest, _manifest(plain["model"]))
+    terms = from_plain(_Terms, plains[0], "resume")
+    clauses = differences(tensors.manifest, _manifest(terms.model))
     if clauses:
         raise UsageError(
             f"The worker's state is of another model than this one: {summarise(clauses)}."
         )
-    told = asdict(RunConfig(**_dict(plain["config"])))  # what a newer release has told is unknown
-    config = record_of(RunConfig, told, "config")
+    told = asdict(RunConfig(**terms.config))  # what a newer release has told is unknown
+    config, plan = from_plain(RunConfig, told, "config"), terms.plan
     unsound = why_unsound(config, tensors.manifest)
     if unsound is not None:
-        raise ValueError(unsound.removesuffix("."))
-    plan = tuple(_whole(number) for number in plain["plan"])
+        raise ValueError(unsound)
     layout = cut(tensors.manifest, config, plan)
     tensors.set_layout(layout)
     plain = tensors.part_of(plains, layout)
-    place = SchedulePlace(**{name: _whole(value) for name, value in _dict(plain["place"]).items()})
+    state = from_plain(_State, plain, "resume")
+    place = state.place
     if not 0 <= place.slot < config.num_fragments <= place.sync_every:
         raise ValueError(f"slot {place.slot} of {config.num_fragments} in {place.sync_every} steps")
-    pinned = tensors.pins
-    parts = [_dict(each) for each in plain["fragments"]]
-    if len(parts) != len(layout.fragments):
-        raise ValueError(f"{len(parts)} fragments instead of {len(layout.fragments)}")
+    if len(state.fragments) != len(layout.fragments):
+        raise ValueError(f"{len(state.fragments)} fragments instead of {len(layout.fragments)}")
     fragments = tuple(
-        _fragment(part, tensors.share_of(part), each, pinned=pinned)
-        for part, each in zip(layout.fragments, parts, strict=True)
+        _fragment(part, tensors.share_of(part), each, pinned=tensors.pins)
+        for part, each in zip(layout.fragments, state.fragments, strict=True)
     )
-    frozen = Held(VersionId.from_plain(plain["frozen"]), Ledger()) if layout.frozen.chunks else None
+    frozen = Held(VersionId.from_plain(state.frozen), Ledger()) if layout.frozen.chunks else None
     runs = {each.base.version.run for each in fragments}
     if len(runs | ({frozen.version.run} if frozen else set())) > 1:
         raise ValueError(f"fragments of several runs, {', '.join(sorted(runs))}")
-    return Resumption(
-        worker_id=_text(plain["worker_id"]),
-        terms=Terms(config, plan, layout),
-        place=place,
-        frozen=frozen,
-        fragments=fragments,
-        checksums=_checksums(plain, layout),
-    )
-
-
-def _checksums(plain: Plain, layout: ModelLayout) -> dict[str, tuple[int, ...]]:
-    given = _dict(plain["checksums"])
-    names: Iterable[str] = given  # of what another process has saved there are none here
+    names: Iterable[str] = state.checksums  # of what another process has saved there are none here
     if "share" not in plain:
         names = [
             piece_name(place.entry.name, low, high)
             for part in layout.fragments
             for _, place, low, high in overlaps(part)
         ]
-    return {name: tuple(_whole(each) for each in given[name]) for name in names}
+    return Resumption(
+        state.worker_id,
+        Terms(config, plan, layout),
+        state.place,
+        frozen,
+        fragments,
+        checksums={name: state.checksums[name] for name in names},
+    )
 
 
 def _fragment(
-    part: FragmentLayout, share: FragmentLayout, plain: Plain, *, pinned: bool
+    part: FragmentLayout, share: FragmentLayout, saved: _Fragment, *, pinned: bool
 ) -> SavedFragment:
     """`share` is what this process has of it."""
     values = FlatState.empty(share, pinned=pinned)
-    for segment, vector in _vectors(share, plain["base"], "fp32").items():
+    for segment, vector in _vectors(share, saved.base, "fp32").items():
         values.vectors[segment].copy_(vector)
-    work = Work(*(_whole(plain[name]) for name in ("steps", "tokens", "samples")))
     in_flight = delta = None
-    if plain["flight"] is not None:
-        in_flight = _in_flight(part, _dict(plain["flight"]))
-        delta = _delta(values, _dict(plain["flight"]), in_flight.push.wire_dtype)
-    version, ledger = VersionId.from_plain(plain["version"]), Ledger.from_plain(plain["ledger"])
+    if saved.flight is not None:
+        in_flight, delta = _in_flight(part, saved.flight), _delta(share, saved.flight)
     dropped = tuple(
         Dropped(
-            from_hex(each["push_id"]),
-            _may_count(each.get("may_count"), part.chunks),
-            _whole(each["versions"]),
+            from_hex(each.push_id),
+            Bitmap.full(part.chunks)
+            if each.may_count is None
+            else Bitmap.from_bytes(bytes.fromhex(each.may_count), part.chunks),
+            each.versions,
         )
-        for each in plain["dropped"]
+        for each in saved.dropped
     )
+    version, ledger = VersionId.from_plain(saved.version), Ledger.from_plain(saved.ledger)
+    work = Work(saved.steps, saved.tokens, saved.samples)
     base = TrainingBase(version, ledger, work, in_flight, dropped)
-    return SavedFragment(base, values, delta, _feedback(share, plain, dropped))
-
-
-def _may_count(plain: object, size: int) -> Bitmap:
-    """The chunks of a dropped push that may count; every one where a state does not say."""
-    return (
-        Bitmap.full(size) if plain is None else Bitmap.from_bytes(bytes.fromhex(_text(plain)), size)
-    )
+    return SavedFragment(base, values, delta, _feedback(share, saved, dropped))
 
 
 def _feedback(
-    share: FragmentLayout, plain: Plain, dropped: Sequence[Dropped]
+    share: FragmentLayout, saved: _Fragment, dropped: Sequence[Dropped]
 ) -> SavedFeedback | None:
-    if plain.get("residual") is None:
+    if saved.residual is None:
         return None
-
-    def read(given: object) -> FlatState:
-        of = replace(share, lengths={Segment.PARAMETERS: share.lengths[Segment.PARAMETERS]})
-        return FlatState(share, _vectors(of, given, "fp32"))
-
-    gains = zip(dropped, plain["gains"], strict=True)
-    return SavedFeedback(
-        read(plain["residual"]), {each.push_id: read(given) for each, given in gains}
+    of = replace(share, lengths={Segment.PARAMETERS: share.lengths[Segment.PARAMETERS]})
+    residual, *gains = (
+        FlatState(share, _vectors(of, given, "fp32")) for given in (saved.residual, *saved.gains)
     )
+    pushes = [each.push_id for each in dropped]
+    return SavedFeedback(residual, dict(zip(pushes, gains, strict=True)))
 
 
-def _in_flight(part: FragmentLayout, plain: Plain) -> InFlight:
-    counts: Plain = {name: _whole(plain[name]) for name in ("steps", "tokens", "samples")}
-    told = [(name, plain[name]) for name in ("loss", "norm")]
-    figures: Plain = {name: None if value is None else float(value) for name, value in told}
+def _in_flight(part: FragmentLayout, saved: _Push) -> InFlight:
+    figures: Plain = {name: getattr(saved, name) for name in _OF_PUSH}
+    moments: Plain = {name: getattr(saved, name) for name in _OF_IN_FLIGHT}
     push = Push(
         session=b"",
-        push_id=from_hex(plain["push_id"]),
+        push_id=from_hex(saved.push_id),
         fragment=part.fragment,
         chunks=part.chunks,
-        wire_dtype=_text(plain["wire_dtype"]),
-        base=VersionId.from_plain(plain["base"]),
-        **counts,
-        **figures,
+        base=VersionId.from_plain(saved.base),
         buffers=BUFFERS,
+        **figures,
     )
-    moments = {name: _whole(plain[name]) for name in ("began", "apply_at", "wait_at")}
-    return InFlight(push, **moments, is_detached=bool(plain["let_go"]))
+    return InFlight(push, **moments, is_detached=saved.let_go)
 
 
-def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:
-    part = base.layout
-    wire = _vectors(part, plain["wire"], dtype)
+def _delta(share: FragmentLayout, saved: _Push) -> DeltaValues:
+    dtype = saved.wire_dtype
+    wire = _vectors(share, saved.wire, dtype)
 
-    def copy_of(name: str) -> FlatState | None:
-        given = plain[name]
-        return None if given is None else FlatState(part, _vectors(part, given, "fp32"))
+    def copy_of(given: Vectors | None) -> FlatState | None:
+        return None if given is None else FlatState(share, _vectors(share, given, "fp32"))
 
-    state = FlatState(part, wire, dtype)
+    state = FlatState(share, wire, dtype)
     if in_few_bits(dtype):
-        state = InFewBits(part, wire, dtype, {}, _codes(part, plain.get("codes") or {}, dtype))
-    return DeltaValues(state, copy_of("frozen"), copy_of("anchor"))
+        state = InFewBits(share, wire, dtype, {}, _codes(share, saved.codes or {}, dtype))
+    return DeltaValues(state, copy_of(saved.frozen), copy_of(saved.anchor))
 
 
-def _codes(part: FragmentLayout, given: Mapping[str, Any], dtype: str) -> dict[int, memoryview]:
-    """The bytes of each chunk; those that a state of an older release lacks are encoded anew."""
+def _codes(share: FragmentLayout, given: Vectors, dtype: str) -> dict[int, memoryview]:
+    """The bytes of each chunk."""
     found = {}
     for name, code in given.items():
-        span = part.spans[int(name)]
+        span = share.spans[int(name)]
         payload = code.detach().cpu().contiguous().numpy().data
         if not least_bytes(span, dtype) <= payload.nbytes <= span_bytes(span, dtype):
             raise ValueError(f"chunk {name} has {payload.nbytes} bytes")
@@ -479,15 +513,13 @@ def _codes(part: FragmentLayout, given: Mapping[str, Any], dtype: str) -> dict[i
     return found
 
 
-def _vectors(part: FragmentLayout, plain: object, dtype: str) -> dict[Segment, Tensor]:
+def _vectors(share: FragmentLayout, given: Vectors, dtype: str) -> dict[Segment, Tensor]:
     """Flat tensors on the host by segment, of the right length and dtype."""
-    given, found = _dict(plain), {}
-    for segment, length in part.lengths.items():
+    found = {}
+    for segment, length in share.lengths.items():
         if not length:
             continue
         vector, wanted = given[segment.value], segment_dtype(segment, dtype)
-        if not isinstance(vector, Tensor):
-            raise TypeError(f"{segment.value} is a {type(vector).__name__}, not a tensor")
         if tuple(vector.shape) != (length,) or vector.dtype != wanted:
             raise ValueError(
                 f"{segment.value} is {vector.dtype}{list(vector.shape)}, not {wanted}[{length}]"
@@ -503,17 +535,3 @@ def _manifest(plain: Sequence[Any]) -> Manifest:
             for name, shape, dtype, kind, aliases in plain
         )
     )
-
-
-def _of(kind: type, what: str) -> Callable[[object], Any]:
-    def check(value: object) -> Any:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"{value!r:.60} is not {what}")
-        return value
-
-    return check
-
-
-_whole = _of(int, "a whole number")
-_text = _of(str, "a text")
-_dict = _of(Mapping, "a dict")

@@ -11,10 +11,10 @@ from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import BeatNow, RequestVersion, VerifyPushes
 from diloco_worker.session.news import Work
 from diloco_worker.sync import boundary
+from diloco_worker.sync.boundary import resume
 from diloco_worker.sync.fragment import InFlight, TrainingBase
 from diloco_worker.sync.patience import HASTY_S, Options
 from diloco_worker.sync.ports import NonFinite
-from diloco_worker.sync.resumption import resume
 from diloco_worker.sync.schedule import SchedulePlace
 from kit.boundary_harness import Trainer, version
 

@@ -12,10 +12,12 @@ anywhere (Ctrl-C, an exception): whatever was decided but not done is done after
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diloco_protocol import Code, RunConfig
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_worker.session.connection import Phase
-from diloco_worker.session.events import RequestVersion, StepsLost
+from diloco_worker.session.events import RequestVersion, StepsLost, VerifyPushes
 from diloco_worker.session.news import Arrival, Work
 from diloco_worker.sync.fragment import (
     Action,
@@ -23,12 +25,14 @@ from diloco_worker.sync.fragment import (
     InFlight,
     Merge,
     Outcome,
+    compared,
+    known_pushes,
     merge_steps,
     next_action,
 )
 from diloco_worker.sync.patience import HASTY_S, Leaving, Patience
 from diloco_worker.sync.ports import MergeFailed, NonFinite
-from diloco_worker.sync.schedule import TurnState
+from diloco_worker.sync.schedule import SchedulePlace, TurnState
 from diloco_worker.sync.state import SyncState
 
 # What a script or its hook calls.
@@ -52,6 +56,34 @@ async def after_step(state: SyncState, step: int) -> None:
         # Displays count inner steps from here; the next heartbeat may be half a minute away.
         _beat(state)
     _log_counted(state)
+
+
+async def resume(
+    state: SyncState, place: SchedulePlace, cycle_start: int, arrivals: Sequence[Arrival]
+) -> None:
+    """Before the first step, go on with the cycle and pushes of a previous process.
+
+    `arrivals` are the broker's versions.
+    """
+    schedule, fragments = state.schedule, state.fragments
+    known = [known_pushes(state.worker_id, fragment) for fragment in fragments]
+    for fragment, arrival in zip(fragments, arrivals, strict=True):
+        news = compared(state.worker_id, fragment, arrival)
+        if news is not None:
+            fragment.take_in(news)
+    schedule.resume(place, state.step, cycle_start, [each.number for each in state.by_age()])
+    state.set_pace()
+    kept = [f for f in fragments if f.reply is None or not f.reply.superseding]
+    await poll(state)
+    for fragment in kept:
+        state.ports.notify(VerifyPushes(fragment.number, known[fragment.number]))
+    pushes_in_flight = [each for each in state.by_age() if not each.is_over]
+    for fragment in pushes_in_flight:
+        offer(state, fragment, is_new=False)
+    state.ports.log(
+        f"Going on from a checkpoint at step {state.step}, {schedule.position(state.step)} steps into "
+        f"the cycle, with {len(pushes_in_flight)} deltas in flight."
+    )
 
 
 async def force(state: SyncState) -> bool:

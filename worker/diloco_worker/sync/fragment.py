@@ -18,7 +18,9 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import Push
+from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.session.news import Arrival, Rejection, Work
+from diloco_worker.session.previous_life import SENT_BEFORE, names_unknown_push
 
 # A push that was dropped is looked for in the ledgers of so many versions: the one of the round that was
 # open then, and one that may have been here before it.
@@ -348,3 +350,32 @@ class Fragment:
         if outcome is Outcome.COUNTED or in_flight is None:
             settled = self._settled(arrival, in_flight)
         self.merge = Merge(outcome, in_flight, arrival, is_load=True, settled=settled)
+
+
+def known_pushes(worker_id: str, base: Fragment | TrainingBase) -> frozenset[int]:
+    """The pushes of a worker that the checkpoint takes into account in this fragment."""
+    known = {counted.push_id for counted in base.ledger.pushes.get(worker_id, ())}
+    if base.in_flight is not None:
+        known.add(base.in_flight.push_id)
+    return frozenset(known)
+
+
+def compared(worker_id: str, base: Fragment | TrainingBase, arrival: Arrival) -> Arrival | None:
+    """What the broker's version means for a worker that goes on from a checkpoint.
+
+    None where what is in the model stays, with its base and its push; a version that contains the push;
+    or one that takes the place of what is in the model.
+    """
+    ledger = arrival.released.ledger
+    if arrival.version == base.version:
+        return None
+    if arrival.version.run != base.version.run:
+        return replace(arrival, superseding=f"the run is {arrival.version.run} now")
+    if names_unknown_push(ledger, worker_id, known_pushes(worker_id, base)):
+        return replace(arrival, superseding=SENT_BEFORE)
+    if worker_id not in ledger.pushes and len(ledger.pushes) >= ABSENT_REMEMBERED:
+        return replace(arrival, superseding="the broker no longer knows whether they were counted")
+    in_flight = base.in_flight
+    if in_flight is not None and ledger.names_whole(worker_id, in_flight.push_id):
+        return replace(arrival, counted=frozenset({in_flight.push_id}))
+    return None

@@ -23,8 +23,8 @@ from diloco_broker.standby import core as standby
 from diloco_protocol import messages
 from diloco_protocol.errors import Code
 from diloco_protocol.version import VersionId
+from diloco_worker.session.connection import Votes
 from diloco_worker.session.effects import Send
-from diloco_worker.session.votes import Votes
 from kit.core_harness import a_config, a_manifest
 from kit.noted_tensors import CHUNK_ELEMENTS, NotedTensors, Payload
 from simulation.network import World

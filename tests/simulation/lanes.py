@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from diloco_protocol.messages import Chunk, Credit, Lane, Message, Push
 from diloco_protocol.version import VersionId
 from diloco_worker.session import events
+from diloco_worker.session.connection import Owners
 from diloco_worker.session.downloads import CREDIT_BATCH
-from diloco_worker.session.lanes import Owners
 from simulation.fragments import Fragments
 from simulation.network import Connection, Listener, World
 from simulation.tensors import Code, Codes, Violation

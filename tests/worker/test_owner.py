@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diloco_protocol import UsageError
-from diloco_worker.owner import living_modules, owner_of
+from diloco_worker.attachment import living_modules, owner_of
 
 
 class Wrapper(nn.Module):

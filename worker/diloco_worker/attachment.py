@@ -15,30 +15,31 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from diloco_protocol import UsageError
 from diloco_protocol.errors import DilocoError
+from diloco_worker.counted_steps import parameters_of
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.model.checksums import checksums, differing
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.owner import (
-    BY_HAND,
-    living_modules,
-    living_optimizers,
-    owner_of,
-    parameters_of,
-)
+from diloco_worker.pair import HOOKS
 from diloco_worker.session.restarts import RUN_IS_OVER, WRONG_USAGE
 from diloco_worker.settings import EXIT, WorkerOptions, resolve
 
+T = TypeVar("T")
+
+BY_HAND = "Put a DiLoCoWorker into the script instead; worker/README.md says how."
+# Wrappers that exchange gradients among the processes of one training, by the names of their classes.
+OF_SEVERAL_PROCESSES = ("DistributedDataParallel", "FullyShardedDataParallel")
+SEEDS = 1 << 63
 # Of a parameter group, what a step changes parameters by besides the gradients.
 RATES = ("lr", "weight_decay")
 FAILED = 1  # exit code of a script that a broker has refused
@@ -190,7 +191,7 @@ class Attachment:
                 f"would be closed between the steps of the two. {BY_HAND}"
             )
         ours = {id(parameter) for parameter in self._model.parameters()} if self._model else set()
-        if parameters_of(optimizer) - ours:
+        if parameters_of(optimizer).keys() - ours:
             say(
                 f"{type(optimizer).__name__} trains parameters outside {type(self._model).__name__}; "
                 f"these are not exchanged with other workers. {BY_HAND}"
@@ -255,3 +256,85 @@ def _is_inside(outer: list[Optimizer], optimizer: Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# Which model optimizers train, where the script does not say so: found in the memory of the process.
+
+
+def living_modules() -> list[nn.Module]:
+    """All modules of this process that something refers to."""
+    return _living(nn.Module)
+
+
+def living_optimizers() -> list[Optimizer]:
+    """All optimizers of this process that something refers to, but for wrappers of others."""
+    return [found for found in _living(Optimizer) if HOOKS in vars(found)]
+
+
+def _living(kind: type[T]) -> list[T]:
+    gc.collect()
+    # By type: `isinstance` asks the object, and lazy ones load what they stand for.
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+
+def owner_of(optimizer: Optimizer, modules: Iterable[nn.Module], *others: Optimizer) -> nn.Module:
+    """The outermost module that holds every parameter of the optimizer, and of the others.
+
+    Where several do that are not parts of each other, such as two wrappers of one model, it is the
+    outermost that is a part of all of them.
+
+    Raises:
+        UsageError: there is none, there are several, or its processes train it together; a sentence.
+    """
+    wanted = parameters_of(optimizer, *others).keys()
+    kind = type(optimizer).__name__
+    made = [module for module in modules if "_parameters" in vars(module)]  # its __init__ has run
+    holders = [module for module in made if wanted <= _parameters(module)]
+    if not wanted or not holders:
+        raise UsageError(f"No module holds all {len(wanted)} parameters of {kind}. {BY_HAND}")
+    outermost = _outermost(holders)
+    if len(outermost) > 1:
+        shared = set.intersection(*({id(part) for part in each.modules()} for each in outermost))
+        common = _outermost([holder for holder in holders if id(holder) in shared])
+        if len(common) != 1:
+            names = ", ".join(sorted(type(each).__name__ for each in outermost)[:5])
+            raise UsageError(
+                f"{len(outermost)} models hold the parameters of {kind}, and none is a part of the "
+                f"others: {names}. {BY_HAND}"
+            )
+        outermost = common
+    for each in holders:
+        if type(each).__name__ in OF_SEVERAL_PROCESSES:
+            raise UsageError(
+                f"The model is wrapped in {type(each).__name__}: several processes train it together. "
+                f"{BY_HAND}"
+            )
+    return outermost[0]
+
+
+def _parameters(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in nn.Module.parameters(module)}
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    parts = {id(part) for each in modules for part in each.modules() if part is not each}
+    return [each for each in modules if id(each) not in parts]
+
+
+def shift_seeds(offset: int) -> None:
+    """Add this to each seed that `torch.manual_seed` is given from now on, and to that of now.
+
+    A script seeds torch alike wherever it runs, and torch itself begins with the same seed in each
+    process, so without it all workers of the script would train on the same batches.
+    Generators that the script makes, and those of random and numpy, are left as they are.
+    """
+    if not offset:
+        return
+    given = torch.manual_seed
+
+    def manual_seed(seed: int) -> Generator:
+        """As torch's, with the offset of this worker."""
+        return given((int(seed) + offset) % SEEDS)
+
+    torch.manual_seed = torch.random.manual_seed = manual_seed
+    given((torch.initial_seed() + offset) % SEEDS)

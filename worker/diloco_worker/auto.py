@@ -38,8 +38,7 @@ class _AfterTorch(MetaPathFinder):
         self.attachment: Attachment | None = None
 
     def attach(self) -> None:
-        from diloco_worker.attachment import Attachment
-        from diloco_worker.seeds import shift_seeds
+        from diloco_worker.attachment import Attachment, shift_seeds
 
         self.attachment = Attachment()
         shift_seeds(_seed_offset())

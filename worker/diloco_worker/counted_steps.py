@@ -179,11 +179,11 @@ class CountedSteps:
         sizes = [_number_of_parameters(each) for each in (other, *self.optimizers)]
         known = self._trains_ours.get(other)
         if known is None or known[0] != sizes:
-            theirs = _parameters_of(other).keys()
+            theirs = parameters_of(other).keys()
             known = self._trains_ours[other] = (
                 sizes,
                 not theirs.isdisjoint(id(parameter) for parameter in self.model.parameters()),
-                any(not theirs.isdisjoint(_parameters_of(each)) for each in self.optimizers),
+                any(not theirs.isdisjoint(parameters_of(each)) for each in self.optimizers),
             )
         return known[1:]
 
@@ -220,7 +220,7 @@ class CountedSteps:
         found = [
             parameter
             for each in self.optimizers
-            for parameter in _parameters_of(each).values()
+            for parameter in parameters_of(each).values()
             if _is_readable(parameter)
         ]
         return found[:: max(1, len(found) // SAMPLED_TENSORS)][:SAMPLED_TENSORS]
@@ -267,9 +267,9 @@ def _is_capturing() -> bool:
     return in_use and torch.cuda.is_current_stream_capturing()
 
 
-def _parameters_of(optimizer: Optimizer) -> dict[int, Tensor]:
-    """By `id`."""
-    return {id(p): p for group in optimizer.param_groups for p in group["params"]}
+def parameters_of(*optimizers: Optimizer) -> dict[int, Tensor]:
+    """The parameters that they train, by `id`."""
+    return {id(p): p for each in optimizers for group in each.param_groups for p in group["params"]}
 
 
 def _number_of_parameters(optimizer: Optimizer) -> int:

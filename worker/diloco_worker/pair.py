@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco_protocol import UsageError
+from diloco_worker.counted_steps import parameters_of
 from diloco_worker.model.model_manifest import unwrapped
 from diloco_worker.model.model_parts import parts_of
 from diloco_worker.settings import warn_once
@@ -53,8 +54,8 @@ def check_pair(model: object, optimizer: object) -> tuple[nn.Module, tuple[Optim
                 "of them."
             )
         inner = _with_hooks(each)
-        stepped = {id(p) for group in each.param_groups for p in group["params"]}
-        if any(parameter.requires_grad for parameter in parameters) and stepped.isdisjoint(ours):
+        is_stranger = ours.isdisjoint(parameters_of(each))
+        if is_stranger and any(parameter.requires_grad for parameter in parameters):
             raise UsageError(
                 f"The optimizer ({type(each).__name__}) holds none of the model's parameters; make it "
                 "from model.parameters(), after the model has been moved or wrapped."

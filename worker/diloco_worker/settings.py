@@ -439,7 +439,11 @@ def worker_keys(
     return keys, name if role is Role.WORKER else chosen_id
 
 
+def host_name() -> str:
+    """That of this machine, fit for a worker id."""
+    return "".join(c for c in socket.gethostname() if c.isprintable())[:50] or "worker"
+
+
 def default_worker_id() -> str:
     """Host name and eight random hexadecimal digits."""
-    host = "".join(c for c in socket.gethostname() if c.isprintable())[:50] or "worker"
-    return f"{host}-{secrets.token_hex(4)}"
+    return f"{host_name()}-{secrets.token_hex(4)}"

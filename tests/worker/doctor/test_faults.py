@@ -22,7 +22,7 @@ from diloco_broker.shell import loop
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol import messages
 from diloco_worker.cli.app import app
-from diloco_worker.doctor.faults import Fault
+from diloco_worker.doctor.examination import Fault
 from kit.keyed_broker import file_of, forged, key, written
 from kit.process_kit import LOCAL
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from diloco_protocol.messages import Join, Leave, Notice, Vote, Welcome
+from diloco_worker.session.connection import SAFETY, Votes
 from diloco_worker.session.effects import Send
 from diloco_worker.session.events import Received
-from diloco_worker.session.votes import SAFETY, Votes
 from kit.session_harness import CONFIG, desk
 
 L = 3.0

@@ -18,8 +18,7 @@ from diloco_protocol.clients.command_line import (
 )
 from diloco_protocol.errors import UsageError
 from diloco_worker.doctor import report
-from diloco_worker.doctor.examination import Findings, examine
-from diloco_worker.doctor.faults import Fault, Wrong
+from diloco_worker.doctor.examination import Fault, Findings, Wrong, examine
 from diloco_worker.doctor.planning import plan
 
 WIDE = 400  # columns

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from diloco_worker.settings import (
     NUM_SHARDS,
     SHARD_INDEX,
     chosen_shard,
+    host_name,
     resolve,
     worker_keys,
 )
@@ -183,7 +183,7 @@ def _settings(
     chosen = chosen_shard(os.environ | given)
     if slot is None:
         slot = chosen[0] if chosen is not None else 0
-    name = own.worker_id or f"{_host()}-{slot}"
+    name = own.worker_id or f"{host_name()}-{slot}"
     file = own.keys and _key_file(Path(own.keys).expanduser().absolute(), name)
     if file:
         _, key_name = worker_keys(file, own.worker_id)
@@ -197,10 +197,6 @@ def _key_file(given: Path, name: str) -> Path:
     """Of a folder with several keys the one of this worker."""
     own = given / HANDED_OUT / f"{Role.WORKER.value}-{name}.key"
     return own if own.is_file() else given
-
-
-def _host() -> str:
-    return "".join(c for c in socket.gethostname() if c.isprintable())[:50] or "worker"
 
 
 def _detach(

@@ -5,9 +5,12 @@ Nothing is joined and nothing changed: a run does not notice.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 
 import zmq
@@ -29,12 +32,48 @@ from diloco_protocol.errors import (
 from diloco_protocol.messages import Control, Error, Result
 from diloco_protocol.roles import Role
 from diloco_worker.doctor import line
-from diloco_worker.doctor.faults import Fault, Found, Wrong
-from diloco_worker.doctor.port import asks_for_keys
 
 # Of the status, to compare clocks by the quickest.
 ASKS = 3
 CLOCKS_MAY_DIFFER_S = 5.0
+# The first word of ZMTP, in which the mechanism stands: https://rfc.zeromq.org/spec/23/
+GREETING_BYTES = 64
+_MECHANISM = slice(12, 32)
+# Up to the version: libzmq answers with its mechanism, and goes without a word if ours is another.
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+
+
+class Fault(IntEnum):
+    """Exit codes of `diloco-worker doctor`; the first fault that is found gives its own."""
+
+    USAGE = 2  # the command itself: an option or an address that cannot be
+    NAME = 3  # the broker's host name is not known here
+    PORT = 4  # nobody answers at the port
+    NOT_A_BROKER = 5  # something else answers there
+    NO_KEY = 6  # the broker asks for a key, none was given
+    KEY_FILE = 7  # the key file cannot be read, may be read by others, or is no key
+    WRONG_KEY = 8  # the broker does not let this key in, or the key is for another broker
+    UNWANTED_KEY = 9  # a key was given, the broker asks for none
+    VERSION = 10  # the broker speaks another version of the protocol
+    SILENT = 11  # the port is open, but the broker does not answer
+    CLOCK = 12  # the clocks of the two machines differ
+    LINE = 13  # the broker did not let the line be measured to its end
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One thing that is wrong, in a sentence with its remedy."""
+
+    fault: Fault
+    text: str
+
+
+class Found(Exception):
+    """Something so wrong that what comes after it cannot be looked at."""
+
+    def __init__(self, fault: Fault, text: str) -> None:
+        super().__init__(text)
+        self.wrong = Wrong(fault, text)
 
 
 @dataclass(frozen=True)
@@ -126,6 +165,66 @@ def _place(server: str) -> tuple[str, int]:
     if not server.startswith("tcp://") or not host or not can_be_reached(server):
         raise Found(Fault.USAGE, str(wrong_address("The address", server)))
     return host, int(port)
+
+
+def asks_for_keys(host: str, port: int, within_s: float) -> bool:
+    """Does the name resolve, is the port open, and does the broker there ask for keys?
+
+    ZeroMQ tells none of it: it goes on trying in silence. So this sends the greeting of ZMTP by itself,
+    and reads the other's.
+
+    Raises:
+        Found: nobody listens there, or no broker.
+    """
+    where = f"{host}:{port}"
+    try:
+        socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        text = (
+            f"The name {host} is not known on this machine; check the spelling, DNS or /etc/hosts."
+        )
+        raise Found(Fault.NAME, text) from None
+    try:
+        connection = socket.create_connection((host.strip("[]"), port), within_s)
+    except ConnectionRefusedError:
+        raise Found(
+            Fault.PORT,
+            f"Nobody listens at {where}; start diloco-broker serve there, or give the control address "
+            "that it printed.",
+        ) from None
+    except OSError as error:
+        why = f"within {within_s:g} s" if isinstance(error, TimeoutError) else f"({error.strerror})"
+        raise Found(
+            Fault.PORT,
+            f"{where} cannot be reached {why}; is the machine on, and does its firewall let port {port} "
+            "through?",
+        ) from None
+    with closing(connection):
+        greeting = _greeting_of(connection, time.monotonic() + within_s)
+    if len(greeting) < GREETING_BYTES or greeting[0] != 0xFF or not greeting[9] & 1:
+        said = "says nothing" if not greeting else "speaks another protocol"
+        raise Found(
+            Fault.NOT_A_BROKER,
+            f"What listens at {where} is no diloco-broker: it {said}; give the control address that "
+            "diloco-broker serve printed.",
+        )
+    return greeting[_MECHANISM].rstrip(b"\0") == b"CURVE"
+
+
+def _greeting_of(connection: socket.socket, until: float) -> bytes:
+    """What it says first, 64 bytes or as many as come."""
+    said = b""
+    with contextlib.suppress(OSError):
+        connection.sendall(_GREETING)
+        while len(said) < GREETING_BYTES and (left := until - time.monotonic()) > 0:
+            connection.settimeout(left)
+            piece = connection.recv(GREETING_BYTES - len(said))
+            if not piece:
+                break
+            said += piece
+            if said[0] != 0xFF:
+                break
+    return said
 
 
 def _ask_status(findings: Findings, dealer: Dealer, within_s: float) -> None:

@@ -9,12 +9,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from diloco_protocol import feed
+from diloco_protocol import feed, quantities
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import SIZES
 from diloco_protocol.quantities import estimate_s
-from diloco_worker.doctor.examination import Findings
-from diloco_worker.doctor.faults import Fault
+from diloco_worker.doctor.examination import Fault, Findings
 from diloco_worker.doctor.line import Rate
 from diloco_worker.session import round_cost
 from diloco_worker.session.round_cost import Exchange, Line
@@ -159,7 +158,7 @@ def _rows(findings: Findings) -> dict[str, str | None]:
     found: dict[str, str | None] = dict.fromkeys(("address", "name", "port", "broker", "keys"))
     if status is not None:
         number, alive = status.round.number if status.round else 0, status.counts.alive
-        workers = "1 worker" if alive == 1 else f"{alive} workers"
+        workers = quantities.plural(alive, "worker")
         found["broker"] = f"release {status.version}, round {number}, {workers}"
         found["keys"] = f"{findings.keys.peer}, let in" if findings.keys else "none needed"
     if clocks is not None:
@@ -175,16 +174,18 @@ def _rows(findings: Findings) -> dict[str, str | None]:
 def _rate(rate: Rate | None) -> str | None:
     if rate is None:
         return None
-    return ("at least " if rate.is_at_least else "") + f"{_bytes(rate.bytes_per_s)}/s"
+    return ("at least " if rate.is_at_least else "") + quantities.estimate(rate.bytes_per_s, "B/s")
 
 
 def _sentences(found: Estimate) -> list[str]:
     exchange = found.exchange
     many = f" in {exchange.fragments} fragments" if exchange.fragments > 1 else ""
+    size = quantities.parameters(exchange.parameters)
+    up = quantities.estimate(exchange.bytes_up, "B")
+    down = quantities.estimate(exchange.bytes_down, "B")
     lines = [
-        f"A round of {_count(exchange.parameters)} parameters{many} ({_bytes(exchange.bytes_up)} up in "
-        f"{found.wire_dtype}, {_bytes(exchange.bytes_down)} down in {found.reply_dtype}) takes "
-        f"{estimate_s(found.seconds)}."
+        f"A round of {size} parameters{many} ({up} up in {found.wire_dtype}, {down} down in "
+        f"{found.reply_dtype}) takes {estimate_s(found.seconds)}."
     ]
     if found.step_time is None:
         trains = round_cost.training_seconds(found.seconds, SHARE)
@@ -274,19 +275,3 @@ def as_plain(
             ],
         },
     }
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if number < 999.5 or unit == "TB":
-            break
-        number /= 1000
-    return f"{number:.3g} {unit}"
-
-
-def _count(number: float) -> str:
-    for unit in ("", " thousand", " million", " billion"):
-        if number < 999.5 or unit == " billion":
-            break
-        number /= 1000
-    return f"{number:.3g}{unit}"

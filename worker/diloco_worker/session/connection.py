@@ -1,4 +1,4 @@
-"""Joining, rejoining, heartbeats, and what the broker's signs of life mean. Pure.
+"""Joining, rejoining, heartbeats, votes, and what the broker's signs of life mean. Pure.
 
 NEW -> CONNECTING -> JOINING -> JOINED
             ^           |          |
@@ -14,11 +14,12 @@ LEFT: the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diloco_protocol import Code, RunConfig, messages
+from diloco_protocol import Bitmap, Code, RunConfig, messages
 from diloco_protocol.description import seconds_for
 from diloco_worker.session import effects
 from diloco_worker.session.compatibility import heartbeat_interval
@@ -53,6 +54,13 @@ ELSEWHERE = (Code.STANDBY, Code.STOPPING)
 CONNECT_PATIENCE_S = 3.0
 # The longest pause after all have been asked. A standby that takes over is found within it.
 LONGEST_PAUSE_S = 0.5
+
+# By how much a worker's word to a hub or standby is kept longer than others count on it: clocks run at
+# different rates.
+SAFETY = 1.05
+REPLACED = "This broker was replaced by its standby, which has the run now."
+# By fragment, the frozen one included, the process that owns each chunk.
+Owners = tuple[tuple[int, ...], ...]
 
 
 class Phase(str, Enum):
@@ -328,3 +336,74 @@ class Connection:
         if (token := self.live_token) is not None:
             yield effects.Send(messages.Leave(token, reason))
         self.phase = Phase.LEFT
+
+
+@dataclass
+class Lanes:
+    """The connections for chunks of a worker that is a group of processes: each moves those it owns.
+
+    Lane i is that of process i, lane 0 the bulk connection of the one that has the session. A worker
+    that is not a group has lane 0 alone, which owns all from the start. A group shares its chunks out
+    first, also a group of one process.
+    """
+
+    count: int = 1
+    is_group: bool = False
+    owners: Owners | None = None  # None unless it is a group, and until its chunks are shared out
+
+    @property
+    def are_known(self) -> bool:
+        return not self.is_group or self.owners is not None
+
+    def of(self, fragment: int, index: int) -> int:
+        """The lane of a chunk."""
+        return 0 if self.owners is None else self.owners[fragment][index]
+
+    def bindings(self, session: bytes, credit: int) -> tuple[messages.Lane, ...]:
+        """The first word on each lane, in order."""
+        assert self.owners is not None
+        return tuple(
+            messages.Lane(session, lane, tuple(_share(each, lane) for each in self.owners), credit)
+            for lane in range(self.count)
+        )
+
+
+def _share(owners: tuple[int, ...], lane: int) -> bytes:
+    bitmap = Bitmap(len(owners))
+    for index, owner in enumerate(owners):
+        if owner == lane:
+            bitmap.add(index)
+    return bitmap.to_bytes()
+
+
+@dataclass
+class Votes:
+    """For whom a worker votes, where a hub has a standby; `voter` is the number of this life.
+
+    A hub may release versions while a majority of its workers, or its standby, vouch for it; the standby
+    takes over with a majority as well. Each asks with a stamp, and a worker answers by returning it. A
+    vote for one is the word that the other gets none for so long: this keeps it.
+
+    A voter is one life of a process. Another life has another number, since it knows of no such words.
+    """
+
+    voter: int
+    _term: int = 0  # of the newest hub
+    _for: str = ""  # who got the last vote
+    _until: float = -math.inf  # before that the other gets none
+
+    def goes_along(self, term: int) -> bool:
+        """A hub lets this worker in. False for one that was replaced by another where it has been."""
+        self._term, before = max(self._term, term), self._term
+        return term >= before
+
+    def asked(self, notice: messages.Notice, token: bytes, now: float) -> Iterator[effects.Effect]:
+        """A hub or a standby asks for a vote."""
+        if notice.stamp is None or not 0 < notice.seconds < math.inf:
+            return
+        if self._for not in ("", notice.what) and now < self._until:
+            return
+        if self._for != notice.what:
+            self._for, self._until = notice.what, now
+        self._until = max(self._until, now + SAFETY * notice.seconds)
+        yield effects.Send(messages.Vote(token, self.voter, notice.stamp))

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from diloco_protocol import Bitmap, Ledger, ModelLayout, VersionId, messages
 from diloco_protocol.dtypes import in_few_bits
 from diloco_worker.session import effects
-from diloco_worker.session.connection import Connection
-from diloco_worker.session.lanes import Lanes
+from diloco_worker.session.connection import Connection, Lanes
 
 # Chunks that the broker may have under way to us. 4 to 16 reach the speed of a raw connection on a local
 # network; 1 Gb/s with a round trip of 100 ms has 12 MiB under way, 12 chunks of bf16.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from diloco_protocol.messages import Chunk, Control, Message, Push
 from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.connection import Owners
 from diloco_worker.session.downloads import Held
-from diloco_worker.session.lanes import Owners
 
 
 class Event:

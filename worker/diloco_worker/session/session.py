@@ -27,15 +27,22 @@ from diloco_protocol.description import describe
 from diloco_protocol.messages import in_a_header
 from diloco_worker.session import effects, events
 from diloco_worker.session.compatibility import Terms, changed, check_welcome, gives_way
-from diloco_worker.session.connection import ELSEWHERE, RETRY_S, Connection, Phase
+from diloco_worker.session.connection import (
+    ELSEWHERE,
+    REPLACED,
+    RETRY_S,
+    Connection,
+    Lanes,
+    Owners,
+    Phase,
+    Votes,
+)
 from diloco_worker.session.control_requests import ControlRequests
 from diloco_worker.session.downloads import Downloads, Held
 from diloco_worker.session.effects import Effect
-from diloco_worker.session.lanes import Lanes, Owners
 from diloco_worker.session.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.session.units import Units
 from diloco_worker.session.uploads import Uploads
-from diloco_worker.session.votes import REPLACED, Votes
 
 # What a relay is told that concerns its workers, and is no end of its own session.
 FOR_THOSE_BEHIND = ("over", "stop_all", "kick", "last_round")
@@ -147,8 +154,10 @@ class Session:
                 self._set_terms(terms)
             case events.Resume():
                 self._resume(event)
-            case events.ShareOut() | events.ArrivedElsewhere():
-                yield from self._of_several_processes(event, now)
+            case events.ShareOut(owners):
+                yield from self._share_out(owners)
+            case events.ArrivedElsewhere(chunk):
+                yield from self._arrived_elsewhere(chunk, now)
             case events.Prepared(push_id):
                 yield from self.uploads.prepared(push_id)
             case events.Spoilt(fragment):
@@ -485,15 +494,6 @@ class Session:
         yield effects.ForgetCheckpoint(FORGOTTEN.format(run=run, why=why))
 
     # Several processes.
-
-    def _of_several_processes(
-        self, event: events.ShareOut | events.ArrivedElsewhere, now: float
-    ) -> Iterator[Effect]:
-        match event:
-            case events.ShareOut(owners):
-                yield from self._share_out(owners)
-            case events.ArrivedElsewhere(chunk):
-                yield from self._arrived_elsewhere(chunk, now)
 
     def _share_out(self, owners: Owners) -> Iterator[Effect]:
         if self.lanes.are_known:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from diloco_protocol import Bitmap, Ledger, ProtocolError, VersionId, messages
 from diloco_worker.session import effects
-from diloco_worker.session.connection import Connection
+from diloco_worker.session.connection import Connection, Lanes
 from diloco_worker.session.downloads import Held
-from diloco_worker.session.lanes import Lanes
 
 # What a grant says when chunks may be sent.
 SENDING = (messages.Standing.NEW, messages.Standing.RESUME)

@@ -31,8 +31,7 @@ from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_protocol.messages import Heartbeat, Message, Push, Welcome
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.session import events
-from diloco_worker.session.connection import Phase
-from diloco_worker.session.lanes import Owners
+from diloco_worker.session.connection import Owners, Phase
 from diloco_worker.session.news import LinkState
 from diloco_worker.session.session import Session
 from diloco_worker.transport.connections import NOW, Changes, Connections

@@ -7,31 +7,20 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from diloco_protocol import Manifest, Unreachable, UsageError
-from diloco_protocol.clients.keys import Keys
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
 from diloco_worker.model.frozen_tag import frozen_tag
-from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.model.placement import Placement
-from diloco_worker.ports import PORTS, LocalPorts
-from diloco_worker.push_log import PushLog
-from diloco_worker.reports import Reports
-from diloco_worker.saved_state import Resumption
+from diloco_worker.ports import PORTS, LocalPorts, Participant
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.events import Resume
 from diloco_worker.session.news import Arrival
 from diloco_worker.session.session import Session
-from diloco_worker.settings import Settings
-from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Patience
 from diloco_worker.transport.link import Link
-from diloco_worker.transport.sigterm import Termination
-from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
 
@@ -39,27 +28,8 @@ logger = logging.getLogger("diloco.worker")
 FIRST_WORD_S = 2.0
 
 
-@dataclass(kw_only=True)
-class Joining:
-    """What a worker brings to a run that it joins. Belongs to the training thread."""
-
-    server: Given
-    worker_id: str
-    tensors: ModelTensors
-    settings: Settings
-    resumption: Resumption | None  # what to go on from
-    keys: Keys | None
-    placement: Placement
-    audit: PushLog
-    termination: Termination
-    reports: Reports
-    metrics: SyncMetrics
-    publish: Callable[[bool], None]
-    clock: Callable[[], float]
-    step: int
-    cycle_start: int
-    # Told of the link before it is started: from then on it has to be closed.
-    opened: Callable[[Any], None]
+class Joining(Participant):
+    """A worker that joins a run. Belongs to the training thread."""
 
     def begin(self) -> LocalPorts:
         """Join, and put the run's parameters into the model. Raises as `DiLoCoWorker.start`."""
@@ -74,7 +44,7 @@ class Joining:
         self.tensors.set_layout(link.layout)
         make = PORTS.get(str(self.server), LocalPorts)
         ports = make(**self.of_ports(link, arrived))
-        self.begin_training(ports)
+        ports.begin()
         return ports
 
     def patience(self) -> Patience:
@@ -124,28 +94,7 @@ class Joining:
 
     def of_ports(self, link: Link, arrived: dict[int, Arrival]) -> dict[str, Any]:
         """The arguments of the ports of any process."""
-        return {
-            "tensors": self.tensors,
-            "link": link,
-            "reports": self.reports,
-            "publish": self.publish,
-            "audit": self.audit,
-            "termination": self.termination,
-            "clock": self.clock,
-            "placement": self.placement,
-            "arrived": arrived,
-        }
-
-    def begin_training(self, ports: LocalPorts) -> None:
-        """Training goes on from the checkpoint, if the run still knows it, else from its parameters."""
-        ports.begin(
-            worker_id=self.worker_id,
-            settings=self.settings,
-            metrics=self.metrics,
-            step=self.step,
-            cycle_start=self.cycle_start,
-            resumption=self.resumption,
-        )
+        return {**vars(self), "link": link, "arrived": arrived}
 
 
 def new_session(

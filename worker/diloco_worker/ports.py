@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.clients.keys import Keys
 from diloco_protocol.messages import Progress, Push
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
@@ -38,6 +39,7 @@ from diloco_worker.sync.ports import MergeFailed, NonFinite, finish
 from diloco_worker.sync.state import SyncState
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
+from diloco_worker.transport.whereabouts import Given
 
 logger = logging.getLogger("diloco.worker")
 
@@ -58,17 +60,33 @@ class RunFacts:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class LocalPorts:
-    """`sync.ports.Ports` of a process that is a worker by itself, and what its hook calls."""
+class Participant:
+    """What a worker brings to a run."""
 
+    server: Given
+    worker_id: str
     tensors: ModelTensors
-    link: Link
-    reports: Reports
-    publish: Callable[[bool], None]  # makes the next heartbeat; True: training waits
+    settings: Settings
+    keys: Keys | None
+    placement: Placement  # of the vectors
     audit: PushLog
     termination: Termination
+    reports: Reports
+    metrics: SyncMetrics  # what happens is counted in them
+    publish: Callable[[bool], None]  # makes the next heartbeat; True: training waits
     clock: Callable[[], float]
-    placement: Placement  # of the vectors
+    step: int  # optimizer steps so far
+    cycle_start: int  # those when the cycle of slots began
+    resumption: Resumption | None  # what to go on from; the model is as it was then
+    # Told of the link before it is started: from then on it has to be closed.
+    opened: Callable[[Any], None]
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class LocalPorts(Participant):
+    """`sync.ports.Ports` of a process that is a worker by itself, and what its hook calls."""
+
+    link: Link
     arrived: dict[int, Arrival]  # of each fragment, the version to begin with
     fragments: list[FragmentValues] = field(default_factory=list)
     state: SyncState = field(init=False)  # what the boundary decides by
@@ -79,25 +97,10 @@ class LocalPorts:
 
     # Before training.
 
-    def begin(
-        self,
-        *,
-        worker_id: str,
-        settings: Settings,
-        metrics: SyncMetrics,
-        step: int,
-        cycle_start: int,
-        resumption: Resumption | None,
-    ) -> None:
-        """Stand on the run's parameters, or on those of a checkpoint that the run still knows.
-
-        Args:
-            metrics: what happens is counted in them.
-            step: optimizer steps so far.
-            cycle_start: those when the cycle of slots began.
-            resumption: what to go on from; the model is as it was then.
-        """
-        terms = self.link.terms
+    def begin(self) -> None:
+        """Stand on the run's parameters, or on those of a checkpoint that the run still knows."""
+        terms, resumption = self.link.terms, self.resumption
+        self.resumption = None  # its values are not kept
         assert terms is not None
         layout = terms.layout
         self._frozen = self._take_frozen(layout.frozen)
@@ -116,23 +119,23 @@ class LocalPorts:
                 self.tensors.put(each.values)
         self.stand_on(saved, layout, terms.config)
         self.state = SyncState(
-            worker_id=worker_id,
+            worker_id=self.worker_id,
             ports=self,
             link=self.link_state(),
             options=Options(
-                **{each.name: getattr(settings, each.name) for each in fields(Options)}
+                **{each.name: getattr(self.settings, each.name) for each in fields(Options)}
             ),
             chunks=[part.chunks for part in layout.fragments],
             bases=[each.base for each in saved],
             totals=self.read_reports(),
-            step=step,
-            cycle_start=cycle_start,
-            metrics=metrics,
+            step=self.step,
+            cycle_start=self.cycle_start,
+            metrics=self.metrics,
         )
         if resumption is None:
             finish(boundary.poll(self.state))
         else:
-            finish(boundary.resume(self.state, resumption.place, cycle_start, arrivals))
+            finish(boundary.resume(self.state, resumption.place, self.cycle_start, arrivals))
 
     def _take_frozen(self, part: FragmentLayout) -> Held | None:
         """Put the frozen parameters into the model, which keeps the only copy; returns their version."""

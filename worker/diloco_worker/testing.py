@@ -39,7 +39,6 @@ from diloco_worker.client import DiLoCoClient
 from diloco_worker.model.spread.ranks import LOAD
 from diloco_worker.ports import PORTS, LocalPorts
 from diloco_worker.session.news import Poll
-from diloco_worker.settings import Settings
 from diloco_worker.sync.state import SyncState
 
 __all__ = ["LocalRun", "RunStalled"]
@@ -184,10 +183,11 @@ class InTurnPorts(LocalPorts):
     suspends: bool = False  # a boundary that waits
     has_warned: bool = False
 
-    def begin(self, *, settings: Settings, **others: Any) -> None:
+    def begin(self) -> None:
         # Its end waits no longer than the run may stall.
-        settings = replace(settings, timeout=min(settings.timeout, 2 * self.turns.patience))
-        super().begin(settings=settings, **others)
+        timeout = min(self.settings.timeout, 2 * self.turns.patience)
+        self.settings = replace(self.settings, timeout=timeout)
+        super().begin()
         self.thread = threading.get_ident()
         self.turns.join(self)
 

@@ -176,7 +176,7 @@ def _lead(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> GroupPorts:
     if has_forgotten:
         joining.resumption = None
     ports = LeaderPorts(**_of_group(joining, ranks, link, arrived))
-    joining.begin_training(ports)
+    ports.begin()
     initial.release([part.fragment for part in terms.layout.fragments])
     return ports
 
@@ -226,7 +226,7 @@ def _follow(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> GroupPort
     if has_forgotten:
         joining.resumption = None
     ports = FollowerPorts(**_of_group(joining, ranks, link, {}))
-    joining.begin_training(ports)
+    ports.begin()
     return ports
 
 

@@ -249,7 +249,7 @@ def test_steps_that_an_earlier_life_has_sent_are_not_sent_again(
         again = script.starts(saved)
         with again.hook:
             assert "3 steps of fragment 0" in caplog.text
-            assert "previous life" in caplog.text
+            assert "already pushed" in caplog.text
             assert equal_states(again.model, counted.tensors), "they are in there already"
             apart = script.starts(saved)  # the same, alone: what its steps make of these parameters
             apart.model.load_state_dict(counted.tensors)
@@ -320,7 +320,7 @@ def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
         until(lambda: bool(again.hook._link and again.hook._link.put_off))
         other.trains(5)
         boundary.result(20)
-        assert "previous life" in caplog.text
+        assert "already pushed" in caplog.text
         first_version = observer.pull()
         assert first_version.version.counter == 1
         assert [len(first_version.ledger.pushes[w]) for w in ("w0", "w1")] == [1, 1]

@@ -31,8 +31,8 @@ OTHERS = {f"other {number}": (Counted(number),) for number in range(ABSENT_REMEM
     [
         (version(900), OTHERS, "no longer knows"),
         (version(900), dict(list(OTHERS.items())[1:]), None),  # it remembers all
-        (version(6), {"me": (Counted(1), Counted(2))}, "previous life"),
-        (version(6), {"me": (Counted(1), Counted(2, b"\1"))}, "previous life"),  # a part of it
+        (version(6), {"me": (Counted(1), Counted(2))}, "already pushed"),
+        (version(6), {"me": (Counted(1), Counted(2, b"\1"))}, "already pushed"),  # a part of it
         (version(6), {"you": (Counted(2),)}, None),
         (VersionId("b" * 16, 5, 1), {}, "b" * 16),  # of another run
     ],

@@ -50,7 +50,7 @@ def say(sentence: object) -> None:
 
 
 class Attachment:
-    """Looks at each optimizer step of this process from now on; a forked child is no part of it."""
+    """Looks at each optimizer step of this process from now on; not of a forked child."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -75,7 +75,7 @@ class Attachment:
         if os.getpid() != self._pid or worker is None:
             return
         if isinstance(error, SystemExit) and error.code in (None, 0, RUN_IS_OVER):
-            error = None  # it has come to its end
+            error = None  # a normal end
         worker.__exit__(type(error) if error else None, error, None)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:

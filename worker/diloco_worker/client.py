@@ -464,7 +464,7 @@ class PulledModel:
         self._ledger = Ledger()  # of fragment 0
 
     def take(self, arrival: Arrival | None) -> None:
-        """A version has come, or none."""
+        """Take in a version, if one has arrived."""
         if arrival is None:
             return
         released = arrival.released

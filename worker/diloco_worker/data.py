@@ -205,7 +205,7 @@ class QueuedDataset(IterableDataset[Any]):
         is_over = threading.Event()
         asked = (listener, queue, is_over)
         threading.Thread(target=_listen, args=asked, name="diloco-units", daemon=True).start()
-        # The thread has the queue, and with it the model, for as long as somebody can ask.
+        # The thread keeps the queue, and with it the model, as long as a process can ask.
         end = weakref.finalize(self, _end_listening, listener.address, is_over, self._process)
         end.atexit = False
 

@@ -24,8 +24,8 @@ from diloco_worker.transport.link import Link
 
 logger = logging.getLogger("diloco.worker")
 
-# Seconds of waiting before the first word about it at joining.
-FIRST_WORD_S = 2.0
+# Seconds of waiting at joining before it is logged first.
+FIRST_LOG_S = 2.0
 
 
 class Joining(Participant):
@@ -48,7 +48,7 @@ class Joining(Participant):
         return ports
 
     def patience(self) -> Patience:
-        return Patience(self.clock, first=FIRST_WORD_S)
+        return Patience(self.clock, first=FIRST_LOG_S)
 
     def session(self, processes: int | None = None) -> Session:
         """The session of this worker; `processes` of a group, None where it is not one."""
@@ -149,7 +149,7 @@ def await_model(
 
     Args:
         only_terms: the terms of the run are enough.
-        tick: called again and again while nothing has come.
+        tick: called repeatedly while waiting.
 
     Raises Refused where the broker does not take this worker, Unreachable where the link has ended.
     """
@@ -168,7 +168,7 @@ def await_model(
             raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
         if not patience.is_due():
             continue
-        # A warning, since most training scripts configure no logging and nobody should wonder.
+        # A warning, since most training scripts configure no logging.
         if link.phase is Phase.JOINED:
             logger.warning("Joined at %s; waiting for its parameters.", link.address)
         else:

@@ -10,8 +10,8 @@
 
 A version is run, counter and tag; ids are hexadecimal. "frozen" is written before anything of the push
 is sent. Each line is one write to a file opened for appending, so it is whole, it outlives kill -9, and
-several workers of one host may share a file. A worker that goes on from a checkpoint may say "counted"
-of a push of which its previous life has said so already.
+several workers of one host may share a file. A worker that goes on from a checkpoint may
+log "counted" again for a push that was logged so before its restart.
 """
 
 from __future__ import annotations

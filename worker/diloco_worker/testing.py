@@ -46,8 +46,8 @@ __all__ = ["LocalRun", "RunStalled"]
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-# For the others to end when a worker of `LocalRun.train` has failed. One that is about to join waits for
-# a broker as ever, and nobody waits for its thread.
+# For the others to end when a worker of `LocalRun.train` has failed. One that is about to join keeps
+# waiting for a broker; its thread is not joined.
 END_WITHIN_S = 5.0
 # Seconds that the link of one worker is listened to before the next one's.
 SLICE_S = 0.02

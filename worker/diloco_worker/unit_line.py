@@ -1,4 +1,4 @@
-"""Between work queues and the link: asks for units, reports what each optimizer step has trained on."""
+"""Between work queues and the link: requests units, reports what each optimizer step trained on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from diloco_worker.transport.link import Link
 
 logger = logging.getLogger("diloco.worker")
 
-# Seconds after which it is said that the broker hands nothing out.
-WORD_AFTER_S = 30.0
+# Seconds between two log lines while the broker hands nothing out.
+LOG_INTERVAL_S = 30.0
 LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class HandedOut:
-    """What came of a request."""
+    """The answer to a request."""
 
     tickets: tuple[int, ...]
     is_over: bool  # all epochs are counted
@@ -104,7 +104,7 @@ class UnitLine:
                 if self.is_stopped:
                     return HandedOut((), True)
                 waited += LOOK_S
-                if waited % WORD_AFTER_S == 0:
+                if waited % LOG_INTERVAL_S == 0:
                     logger.warning(
                         "Waiting for units of %r for %.0f s; %s.", name, waited, link.describe()
                     )
@@ -128,11 +128,11 @@ class UnitLine:
             self._ended.setdefault(name, []).append(ticket)
 
     def forget(self, name: str, ticket: int) -> None:
-        """Training is in the middle of this unit no more."""
+        """Training is no longer in the middle of this unit."""
         self._open.get(name, set()).discard(ticket)
 
     def is_dropped(self, name: str, ticket: int) -> bool:
-        """Whether this unit is to be trained on no more: it was given back, or others have it."""
+        """Whether this unit must not be trained on: it was given back, or other workers have it."""
         return self.link is not None and ticket in self.link.dropped_units.get(name, Spans())
 
     def stepped(self) -> None:

@@ -123,7 +123,7 @@ def test_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_port_where_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    finds(Fault.PORT, "Nobody listens at", f"127.0.0.1:{port}")
+    finds(Fault.PORT, "Nothing listens at", f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def _count(text: str) -> int:
     except (ValueError, OverflowError):
         number = 0
     if number < 1:
-        raise typer.BadParameter(f"{text!r} is no number of parameters; write 124M or 1.3B.")
+        raise typer.BadParameter(f"{text!r} is not a number of parameters; write 124M or 1.3B.")
     return number
 
 
@@ -78,7 +78,7 @@ def doctor(
         of_all = None if planned is None else asdict(planned)
         typer.echo(json.dumps(report.as_plain(findings, found, of_all)))
     else:
-        # Names are printed as they are. Where it is no terminal nobody has said how wide it is: a
+        # Names are printed as they are. Without a terminal no width is known: a
         # sentence a line.
         console = Console(markup=False, emoji=False, highlight=False)
         if not console.is_terminal:

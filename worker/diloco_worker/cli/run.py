@@ -68,7 +68,7 @@ def run(  # noqa: PLR0913  each is an option
         ),
     ] = None,
     restarts: Annotated[
-        int, typer.Option(min=0, help="Start it again after so many failures in a row.")
+        int, typer.Option(min=0, help="Restart it after up to this many failures in a row.")
     ] = 0,
     shard_index: Annotated[
         int | None, typer.Option(min=0, help="Which share of the data it has, from 0.")
@@ -94,7 +94,8 @@ def run(  # noqa: PLR0913  each is an option
         bool,
         typer.Option(
             "--over-is-success",
-            help="End with 0, not 3, where the run is over, for who only knows success and failure.",
+            help="End with 0, not 3, where the run is over, for launchers that treat any non-zero exit as "
+            "a failure.",
         ),
     ] = False,
     detach: Annotated[

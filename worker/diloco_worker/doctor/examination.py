@@ -39,7 +39,7 @@ CLOCKS_MAY_DIFFER_S = 5.0
 # The first word of ZMTP, in which the mechanism stands: https://rfc.zeromq.org/spec/23/
 GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
-# Up to the version: libzmq answers with its mechanism, and goes without a word if ours is another.
+# Up to the version: libzmq answers with its mechanism, and hangs up if ours is another.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 
 
@@ -48,10 +48,10 @@ class Fault(IntEnum):
 
     USAGE = 2  # the command itself: an option or an address that cannot be
     NAME = 3  # the broker's host name is not known here
-    PORT = 4  # nobody answers at the port
+    PORT = 4  # the port does not answer
     NOT_A_BROKER = 5  # something else answers there
     NO_KEY = 6  # the broker asks for a key, none was given
-    KEY_FILE = 7  # the key file cannot be read, may be read by others, or is no key
+    KEY_FILE = 7  # the key file cannot be read, may be read by others, or is not a key
     WRONG_KEY = 8  # the broker does not let this key in, or the key is for another broker
     UNWANTED_KEY = 9  # a key was given, the broker asks for none
     VERSION = 10  # the broker speaks another version of the protocol
@@ -69,7 +69,7 @@ class Wrong:
 
 
 class Found(Exception):
-    """Something so wrong that what comes after it cannot be looked at."""
+    """A fault after which the rest cannot be examined."""
 
     def __init__(self, fault: Fault, text: str) -> None:
         super().__init__(text)
@@ -174,7 +174,7 @@ def asks_for_keys(host: str, port: int, within_s: float) -> bool:
     and reads the other's.
 
     Raises:
-        Found: nobody listens there, or no broker.
+        Found: nothing listens there, or not a broker.
     """
     where = f"{host}:{port}"
     try:
@@ -189,7 +189,7 @@ def asks_for_keys(host: str, port: int, within_s: float) -> bool:
     except ConnectionRefusedError:
         raise Found(
             Fault.PORT,
-            f"Nobody listens at {where}; start diloco-broker serve there, or give the control address "
+            f"Nothing listens at {where}; start diloco-broker serve there, or give the control address "
             "that it printed.",
         ) from None
     except OSError as error:
@@ -205,7 +205,7 @@ def asks_for_keys(host: str, port: int, within_s: float) -> bool:
         said = "says nothing" if not greeting else "speaks another protocol"
         raise Found(
             Fault.NOT_A_BROKER,
-            f"What listens at {where} is no diloco-broker: it {said}; give the control address that "
+            f"What listens at {where} is not a diloco-broker: it {said}; give the control address that "
             "diloco-broker serve printed.",
         )
     return greeting[_MECHANISM].rstrip(b"\0") == b"CURVE"

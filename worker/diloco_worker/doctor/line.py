@@ -25,7 +25,7 @@ SENDS_FOR_S = 1.0
 ENDS_AFTER_S = 15.0
 # Under way at a time, 6 MiB: a broker ends connections of strangers with more than 8 MiB unread.
 FIRST_WINDOW, WINDOW = 2, 128
-# Of what was measured, answers: parts that are looked at apart, where each has so many.
+# Parts of the measured answers that are looked at separately, and the least answers in each.
 PARTS, PART_IS_AT_LEAST = 5, 4
 # Share of what the last window lets through in a round trip. Above it the window may have been the
 # limit, not the line: it grew during the measurement, so its mean is about half of its last size.
@@ -86,7 +86,7 @@ def _rate(dealer: Dealer, make: Callable[[int], tuple[Probe, Any]], trip: RoundT
         except Unreachable:
             if not times:
                 raise
-            break  # a line so slow that what has come says how slow
+            break  # the answers so far tell how slow the link is
         times.append(time.monotonic())
         window = min(WINDOW, window + 1)
     bytes_per_s = LONGEST_PROBE * answers_a_second([began, *times])

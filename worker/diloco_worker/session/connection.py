@@ -34,12 +34,12 @@ RETRY_S = 1.0
 REFUSED_RETRY_S = 30.0
 # Seconds without an answer to a join before the connections are made anew.
 JOIN_PATIENCE_S = 20.0
-# A joined broker answers every heartbeat. After so many intervals of silence, and at least so many
-# seconds, the connection counts as broken although nobody has said so.
+# The broker answers every heartbeat of a joined worker. After this many intervals of silence, and at
+# least this many seconds, the connection counts as broken although no error was reported.
 SILENT_BEATS = 3
 SILENT_S = 10.0
-# The same where the hub has a standby, which this worker can go to: so many heartbeats in a lease of the
-# hub's, and so many leases of silence.
+# The same where the root broker has a standby that this worker can go to: heartbeats in one lease, and
+# leases of silence.
 BEATS_A_LEASE = 3
 SILENT_LEASES = 2
 # Seconds in which a chunk that is under way arrives, or its acknowledgement. Doubled each time that none
@@ -47,7 +47,7 @@ SILENT_LEASES = 2
 BULK_PATIENCE_S = 30.0
 LONGEST_BULK_PATIENCE_S = 960.0
 
-# What a broker answers that lets nobody in, where another may.
+# Errors of a broker that accepts no worker, where another one may.
 ELSEWHERE = (Code.STANDBY, Code.STOPPING)
 # Seconds in which an address has to answer, where there is another one to try: a TCP connection and a
 # handshake with keys take five round trips.
@@ -119,8 +119,8 @@ class Places:
 class BulkWatch:
     """Notices that the bulk connection is dead although the control connection lives.
 
-    A router that has forgotten a connection drops what is sent on it and tells nobody; heartbeats go
-    their own way. What must come is known: chunks that were sent are acknowledged, and chunks of a
+    A router that has lost a connection silently drops what is sent on it; heartbeats take their own
+    connection. What must come is known: chunks that were sent are acknowledged, and chunks of a
     version that the broker has released are there to be sent.
     """
 
@@ -146,7 +146,7 @@ class BulkWatch:
             self._since = now
 
     def give_up(self, now: float) -> Iterator[str]:
-        """Why the connections are made anew, where nothing has come for too long."""
+        """Why the connections are reopened, if nothing was received for too long."""
         if self.gives_up_at is not None and now >= self.gives_up_at:
             waited_s, self._since = self._patience_s, None
             self._patience_s = min(2 * waited_s, LONGEST_BULK_PATIENCE_S)
@@ -165,7 +165,7 @@ class Connection:
         self.last_heard: float | None = None  # when the broker last said anything
         self.bulk = BulkWatch()
         self.places = Places()
-        self._is_served = False  # the broker at hand is the right one
+        self._is_served = False  # the current address is that of the right broker
         # between heartbeats; None = what fits the broker; 0 = none
         self._asked_interval = asked_interval
         self._interval = self._silent_s = 0.0
@@ -181,7 +181,7 @@ class Connection:
 
     @property
     def live_token(self) -> bytes | None:
-        """Of the session on the connection at hand; None where there is none."""
+        """Of the session on this connection; None without one."""
         return self.token if self.is_joined else None
 
     @property
@@ -205,7 +205,7 @@ class Connection:
         self._wake_at = None
 
     def describes(self, size: int, now: float) -> None:
-        """The answer to the join comes after so many bytes of a description."""
+        """The answer to the join comes after a description of this size in bytes."""
         self._joining_since, self._join_patience_s = now, JOIN_PATIENCE_S + seconds_for(size)
 
     def observes(self) -> None:
@@ -215,7 +215,7 @@ class Connection:
             self.serves()
 
     def serves(self) -> None:
-        """The broker at hand is the right one."""
+        """The current address is that of the right broker."""
         self._is_served = True
         self._backoff = FIRST_BACKOFF_S
         self.places.welcomed()
@@ -236,7 +236,7 @@ class Connection:
         self._beat_at = now + self._interval if self._interval else None
 
     def puts_off(self, now: float) -> None:
-        """The broker takes nobody just now: join again soon."""
+        """The broker accepts no worker just now: join again soon."""
         self._wake_at = now + RETRY_S
 
     def is_refused(self, code: str, text: str, now: float) -> Iterator[effects.Effect]:
@@ -256,7 +256,7 @@ class Connection:
     @property
     def can_break(self) -> bool:
         """Whether there is a connection whose end matters."""
-        is_final = self.phase is Phase.REFUSED and self.token is None  # nobody wants it back
+        is_final = self.phase is Phase.REFUSED and self.token is None  # it is not reopened
         return not is_final and self.phase not in (Phase.NEW, Phase.AWAY)
 
     def breaks(self, reason: str, now: float) -> Iterator[effects.Effect]:
@@ -273,7 +273,7 @@ class Connection:
         self._beat_at = None
 
     def turns(self, now: float) -> Iterator[effects.Effect]:
-        """The address at hand is of no use now: try the next at once, and all again after a pause."""
+        """The current address is of no use now: try the next at once, and all again after a pause."""
         yield effects.Close()
         self.phase = Phase.AWAY
         self._beat_at = None
@@ -290,7 +290,7 @@ class Connection:
         return is_due
 
     def dead_ends(self, now: float) -> Iterator[str]:
-        """Why the connection counts as broken although nobody has said so."""
+        """Why the connection counts as broken although no error was reported."""
         if (unreached_at := self._unreached_at) is not None and now >= unreached_at:
             yield f"No broker answered within {CONNECT_PATIENCE_S:.0f} s."
         since = self._unanswered_since
@@ -302,12 +302,12 @@ class Connection:
 
     @property
     def seeks_another(self) -> bool:
-        """Whether there is another address to try where nobody answers at the one at hand."""
+        """Whether there is another address to try when the current one does not answer."""
         return self.places.are_several and self.phase is Phase.CONNECTING
 
     @property
     def _unreached_at(self) -> float | None:
-        """When the address at hand counts as unreachable."""
+        """When the current address counts as unreachable."""
         return self._connecting_since + CONNECT_PATIENCE_S if self.seeks_another else None
 
     @property

@@ -1,4 +1,4 @@
-"""What this worker takes down: the versions that it waits for, assembles from chunks, and holds. Pure.
+"""Downloads: the versions that this worker waits for, assembles from chunks, and holds. Pure.
 
 A download survives a broken connection: it goes on where it stopped. An observer has no session, and
 gives its credit with the first `pull` instead of a `credit` on bulk.
@@ -174,11 +174,9 @@ class Download:
 class Downloads:
     """See the head of this module."""
 
-    def __init__(
-        self, connection: Connection, *, observer: bool, lanes: Lanes | None = None
-    ) -> None:
+    def __init__(self, connection: Connection, *, observer: bool, lanes: Lanes) -> None:
         self._connection = connection
-        self._lanes = lanes or Lanes()
+        self._lanes = lanes
         # By fragment, the newest version that chunks have come of on this connection. On another lane
         # chunks of an older one may be behind them.
         self._newest: dict[int, VersionId] = {}
@@ -215,7 +213,9 @@ class Downloads:
     def of(self, fragment: int) -> Download:
         """The download of a fragment; raises ValueError for one that there is not."""
         if fragment not in self.by_fragment:
-            raise ValueError(f"there is no fragment {fragment} (before a welcome there is none)")
+            raise ValueError(
+                f"fragment {fragment} does not exist (before a welcome there are none)"
+            )
         return self.by_fragment[fragment]
 
     @property
@@ -284,7 +284,7 @@ class Downloads:
         return effects.Send(self.by_fragment[fragment].pull(session, credit))
 
     def chunk(self, chunk: messages.Chunk) -> Iterator[effects.Effect]:
-        """A chunk has come: its credit goes back, and it is stored if it is waited for."""
+        """Received a chunk: its credit goes back, and it is stored if its version is wanted."""
         self._at_broker -= 1
         self._owed += 1
         if self._owed >= CREDIT_BATCH:

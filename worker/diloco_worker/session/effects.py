@@ -1,6 +1,6 @@
 """What a session wants done: frozen records, which the I/O thread carries out in order.
 
-First what concerns its sockets, then parameters, then what the training thread is to be told.
+First those about its sockets, then about parameters, then notices to the training thread.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Deliver(Effect):
     released: Released  # the version, its ledger and round
     counted: int | None  # the push in flight that it contains whole, if any
     unchanged: bool = False  # it is the version held already; nothing was assembled
-    # An earlier life of this worker has sent what is in the model, and it is in this version. A push
-    # that was in flight is over without being counted.
+    # A previous incarnation of this worker has sent what is in the model, and it is in this version. A
+    # push that was in flight is over without being counted.
     superseding: bool = False
 
 

@@ -148,7 +148,7 @@ class FrozenNamed(Event):
 
 @dataclass(frozen=True)
 class VerifyPushes(Event):
-    """A previous life of this worker may have sent what is in the model of this fragment.
+    """A previous incarnation of this worker may have sent what is in the model of this fragment.
 
     `known` are the pushes of this worker that have been taken into account; see `previous_life`.
     """

@@ -1,4 +1,4 @@
-"""What the training thread looks at: what has come, how the broker stands, what the script has done."""
+"""What the training thread sees: what has arrived, the state of the link, the work of the script."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class News:
-    """All that has come since the last look."""
+    """All that has arrived since the last poll."""
 
     # What concerns rounds and whose turn it is, in the order in which it came: a welcome may be from a
     # broker that has gone back behind the versions here before it.

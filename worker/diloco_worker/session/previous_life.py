@@ -1,11 +1,12 @@
-"""What a previous life of this worker may have sent, and how a restarted one finds out. Pure.
+"""What a previous incarnation of this worker may have sent, and how this one finds out. Pure.
 
-A worker that goes on from a checkpoint of its script has steps in its model that its previous life may
-have pushed after that checkpoint was written. This life does not know the id of such a push: it is an
-*unknown push*. Where a ledger names one, those steps are in that version, and must not be sent again.
+A worker that goes on from a checkpoint of its script has steps in its model that its previous
+incarnation may have pushed after that checkpoint was written. This one does not know the id of such a
+push: it is an *unknown push*. Where a ledger names one, those steps are in that version, and must not be
+sent again.
 
-To look once, at joining, is not enough: an unknown push may lie at the broker, whole, and wait for its
-round. So a fragment is *unverified* until a push of this life is in a version of it:
+Looking once, at joining, is not enough: an unknown push may be complete at the broker and wait for its
+round. So a fragment is *unverified* until a push of this incarnation is in a version of it:
 
 - On each connection a push of it is offered only when the broker's current version is here, and the next
   one has been asked for. From then on `released` comes before any grant that follows from it.
@@ -24,7 +25,7 @@ from diloco_worker.session import effects
 from diloco_worker.session.downloads import Downloads
 from diloco_worker.session.uploads import Uploads
 
-SENT_BEFORE = "a previous life of this worker has sent them"
+SENT_BEFORE = "already pushed before this worker restarted"
 FORGOTTEN = (
     "The worker's checkpoint of run {run} cannot be used here: {why}. Training begins with the broker's "
     "parameters, as for a new worker."

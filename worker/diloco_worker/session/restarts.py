@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 # Exit code of a worker whose run is over, as of `diloco-broker serve`: nothing is left to do.
 RUN_IS_OVER = 3
-# What a shell says of a program that Ctrl-C or SIGTERM has ended: somebody wanted that.
+# What a shell says of a program that Ctrl-C or SIGTERM has ended, on purpose.
 INTERRUPTED, TERMINATED = 130, 143
 # Exit code of Python and of most programs that were called wrongly.
 WRONG_USAGE = 2

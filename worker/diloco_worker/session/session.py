@@ -5,16 +5,16 @@ No socket, tensor, clock, thread or file in here: time is an argument, random nu
 
 - A push and its chunks never change. A new connection voids all credit; the push is offered again with
   the same push id and base, and the broker's grant says what it still lacks.
-- A push is over when a version is here, whole, whose ledger names it whole, or when the broker ends it
-  with an error. A whole version that does not name it is discarded and the next one is asked for.
-- What has been delivered is held: it is named when the worker comes back, and donated when the broker
-  asks, also before training has merged it.
-- A download goes on where it stopped. Chunks of another version make it begin anew. Each chunk that
-  comes gives one credit back, also one that is dropped.
+- A push is over when a complete version is here whose ledger names it as complete, or when the broker
+  ends it with an error. A complete version that does not name it is discarded and the next requested.
+- What has been delivered is held: the worker names it when it comes back, and uploads it when the broker
+  asks, even before training has merged it.
+- A download goes on where it stopped. Chunks of another version restart it. Each received chunk gives
+  one credit back, even if it is dropped.
 - A worker that goes on from a checkpoint joins as one that outlived its broker; `previous_life` has the
   rest.
-- An illegal command raises before anything has changed. The broker can say nothing illegal: what does
-  not fit is dropped and said aloud.
+- An illegal command raises before anything has changed. Nothing that the broker sends raises: what does
+  not fit is dropped and logged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from diloco_worker.session.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.session.units import Units
 from diloco_worker.session.uploads import Uploads
 
-# What a relay is told that concerns its workers, and is no end of its own session.
+# Notices to a relay that concern its workers and do not end its own session.
 FOR_THOSE_BEHIND = ("over", "stop_all", "kick", "last_round")
 
 
@@ -54,7 +54,6 @@ class Session:
     `heartbeat_interval`: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
     `is_group`: the worker is a group of processes, maybe of one; its chunks wait for `ShareOut`.
     `has_frozen`: the worker's frozen parameters may be the run's already; then they are not fetched.
-    `takes_deltas`: versions in few bits may come as differences from what is held, not only whole.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Session:
         *,
         is_group: bool = False,
         has_frozen: bool = False,
-        takes_deltas: bool = True,
     ) -> None:
         # where its chunks come and go
         processes = 1 if join is None else join.processes
@@ -89,7 +87,6 @@ class Session:
         self._draw = draw
         self._asked_interval = heartbeat_interval
         self._has_frozen = has_frozen
-        self._takes_deltas = takes_deltas
         self._frozen_tag: int | None = None  # that the worker's own have; None until it is known
         self._is_naming = False  # whether it is being worked out, which may outlast a connection
 
@@ -205,8 +202,8 @@ class Session:
         assert self.join is not None
         self.connection.joins(now)
         if not self.downloads.has_all:
-            # The connection broke during the first pull. Part of a model can be given to nobody, and
-            # a worker that has never had a whole one belongs to no run.
+            # The connection broke during the first pull. A part of a model is of no use to
+            # anyone, and a worker that has never had a whole one belongs to no run.
             self.run = None
         token, versions = self.connection.token, self.downloads.versions
         join = replace(self.join, run=self.run, session=token, versions=versions)
@@ -232,7 +229,7 @@ class Session:
             yield from self._void()
 
     def _void(self) -> Iterator[Effect]:
-        """What was under way on the connection at hand is void."""
+        """What was in flight on this connection is void."""
         self.downloads.disconnected()
         self._asked_for.clear()
         self.units.disconnected()
@@ -398,8 +395,7 @@ class Session:
             self.downloads.set_layout(terms.layout)
             self._frozen_tag, self._is_naming = None, False  # other chunks have another one
         self.terms = terms
-        if self._takes_deltas:
-            self.downloads.set_reply(terms.config.reply_dtype)
+        self.downloads.set_reply(terms.config.reply_dtype)
 
     def _failed(self, error: messages.Error, now: float) -> Iterator[Effect]:
         is_elsewhere = error.code in ELSEWHERE and self.connection.places.are_several
@@ -594,5 +590,5 @@ class Session:
         for upload in self.uploads:
             if upload.is_gradient:
                 assert self.downloads.by_fragment[upload.push.fragment].wanted, (
-                    "nobody waits for a push"
+                    "no version is requested for a push"
                 )

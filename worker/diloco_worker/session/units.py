@@ -4,7 +4,7 @@ A unit is handed out, begun and ended by training. At the next freeze of each fr
 in that push; the last of these pushes names it, and it counts with them. Where steps are lost (a push
 was refused, the model went back), the units that had them are dropped here, and the broker hears of it
 with the next `take`, which says all that this worker still stands for. So does the first one on each new
-connection: a broker that was started again learns what it has handed out in its former life, and from
+connection: a restarted broker learns what it has handed out before, and from
 the lots that come with it what has counted. Others carry no lots: each costs the broker time.
 """
 

@@ -1,7 +1,7 @@
-"""What this worker sends up: each push as chunks under credit, from its offer to its end. Pure.
+"""Uploads: each push as chunks under credit, from its offer to its end. Pure.
 
 A push survives a broken connection: the broker's next grant says what it holds of it. Without a session
-on the connection at hand nothing is sent.
+on this connection nothing is sent.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Upload:
     def granted(self, grant: messages.Grant) -> None:
         """Take up a grant. It replaces what an earlier one said; raises ProtocolError on a bitmap
         that does not fit."""
-        # `wait` after `new` takes the slot back: what was sent is forgotten at the other end too.
+        # `wait` after `new` takes the slot back: the broker has dropped what was sent, too.
         held = Bitmap(self.push.chunks)
         if grant.standing is messages.Standing.RESUME and grant.held is not None:
             held = Bitmap.from_bytes(grant.held, self.push.chunks)
@@ -125,9 +125,9 @@ class Upload:
 class Uploads:
     """See the head of this module."""
 
-    def __init__(self, connection: Connection, lanes: Lanes | None = None) -> None:
+    def __init__(self, connection: Connection, lanes: Lanes) -> None:
         self._connection = connection
-        self._lanes = lanes or Lanes()
+        self._lanes = lanes
         self.by_id: dict[int, Upload] = {}  # at most one pseudo-gradient for each fragment
         self.retries = 0  # offers of a push after its first
         self._offer_at: dict[int, float] = {}
@@ -200,7 +200,7 @@ class Uploads:
         yield effects.Say("The broker has no parameters yet and takes those of this worker.")
         yield from self.begin(push)
         self.by_id[push_id].is_prepared = False
-        # First the offer: to copy a large model takes long, and the broker would ask somebody else.
+        # First the offer: copying a large model takes long, and the broker would ask another worker.
         yield from self.offer(push_id)
         yield effects.PrepareDonation(push_id, fragment)
 
@@ -248,7 +248,7 @@ class Uploads:
     ) -> Iterator[effects.Effect]:
         """The broker answers a push, or a chunk of it, with an error."""
         push_id = upload.push.push_id
-        if error.retry:  # "not now" is no verdict on the delta: it stays as it is
+        if error.retry:  # "not now" does not reject the delta: it stays as it is
             upload.detach()
             self._offer_at[push_id] = now + OFFER_AGAIN_S
             yield effects.Say(error.text, trouble=True)

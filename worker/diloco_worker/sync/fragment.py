@@ -22,8 +22,8 @@ from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.session.news import Arrival, Rejection, Work
 from diloco_worker.session.previous_life import SENT_BEFORE, names_unknown_push
 
-# A push that was dropped is looked for in the ledgers of so many versions: the one of the round that was
-# open then, and one that may have been here before it.
+# Versions in whose ledgers a dropped push is looked for: that of the round that was open then, and one
+# that may have arrived before it.
 VERSIONS_LOOKED_AT = 2
 # Until a version settles a dropped push, a copy of each chunk of it that may have counted is kept. The
 # copies take at most this many times the memory of the fragment; the oldest pushes are given up first,

@@ -1,4 +1,4 @@
-"""The values of one fragment: freezing a delta, and bringing what has come of it into the model.
+"""The values of one fragment: freezing a delta, and merging its reply into the model.
 
 What is to be done, and when, is decided in `sync.boundary`; here are the tensors. Training may go
 on while a delta is in flight, so up to two more copies of the fragment are kept with it, each only where
@@ -165,7 +165,7 @@ class FragmentValues:
         return Change(new, 0.0 if self._rebases else self.config.fragment_update_alpha, origin)
 
     def _keep(self, merge: Merge, new: FlatState) -> None:
-        """The model is in line: let go of what the merge was made of. May be done again."""
+        """The merge is complete: release what it was made of. May be done again."""
         delta, outcome = self.delta, merge.outcome
         if outcome is Outcome.RESTORED:
             if merge.in_flight is not None and delta is not None and delta.anchor is not None:

@@ -1,12 +1,12 @@
-"""How long training waits at a boundary, and when to say again that it waits."""
+"""How long training waits at a boundary, and when to log again that it waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Seconds between two words about the same wait.
-WORD_S = 30.0
+# Seconds between two log lines about the same wait.
+LOG_INTERVAL_S = 30.0
 # Seconds that a process which has been told to end gives its pushes to get out.
 HASTY_S = 4.0
 
@@ -33,19 +33,19 @@ class Leaving:
 
 
 class Patience:
-    """One wait. The first word comes after `first` seconds, the others every `WORD_S`."""
+    """One wait. The first log line is due after `first` seconds, the others every `LOG_INTERVAL_S`."""
 
-    def __init__(self, clock: Callable[[], float], first: float = WORD_S) -> None:
+    def __init__(self, clock: Callable[[], float], first: float = LOG_INTERVAL_S) -> None:
         self._clock = clock
         self._say_at = clock() + first
 
-    def pause(self, at_most: float = WORD_S) -> float:
-        """Seconds to sleep until the next word is due."""
+    def pause(self, at_most: float = LOG_INTERVAL_S) -> float:
+        """Seconds to sleep until the next log line is due."""
         return max(0.0, min(at_most, self._say_at - self._clock()))
 
     def is_due(self) -> bool:
-        """Whether it is time for a word; if so, the next one is due later."""
+        """Whether it is time for a log line; if so, the next one is due later."""
         is_due = self._clock() >= self._say_at
         if is_due:
-            self._say_at = self._clock() + WORD_S
+            self._say_at = self._clock() + LOG_INTERVAL_S
         return is_due

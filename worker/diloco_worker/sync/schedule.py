@@ -58,7 +58,7 @@ class SchedulePlace:
 class RoundSchedule:
     """The cycle and the cursor of one worker. Raises UsageError where H is below P.
 
-    `step` is that of now, `cycle_start` the step after which the cycle at hand began.
+    `step` is that of now, `cycle_start` the step after which the current cycle began.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class RoundSchedule:
         self.num_fragments = num_fragments  # P
         self.common = common  # rounds are common to all workers (synchronous mode)
         self.cursor = 0  # the round that the next push is meant for
-        # By fragment in flight, the round that it is part of; None where that is no matter.
+        # By fragment in flight, the round that it is part of; None if unknown or irrelevant.
         self.rounds: dict[int, int | None] = {}
-        self.sync_every = sync_every  # H of the cycle at hand
+        self.sync_every = sync_every  # H of the current cycle
         self._next_sync_every = sync_every
         self._slots = slots(sync_every, num_fragments)
         position = (step - cycle_start) % sync_every
@@ -124,7 +124,7 @@ class RoundSchedule:
     def resume(
         self, place: SchedulePlace, step: int, cycle_start: int, pushes_in_flight: Collection[int]
     ) -> None:
-        """Go on where a previous life of this worker left off, with these fragments in flight."""
+        """Go on where this worker was before its restart, with these fragments in flight."""
         self.pace(place.sync_every, step)
         self.restart(step)
         self.cycle_start, self._slot = cycle_start, place.slot

@@ -2,9 +2,8 @@
 
 Its conversation with the broker (`Session`, which takes `events` and asks for `effects`), what it keeps
 for training (`Inbox`), what happens after each optimizer step (`after_step`, over a `SyncState` and its
-`Ports`), and the `Executor` of effects, whose ports are handed in. A simulation
-in which these decide waits, overlaps and merges when a real worker does. Nothing here reaches torch, a
-socket or the clock.
+`Ports`), and the `Executor` of effects, whose ports are handed in. A simulation in which these decide
+waits, overlaps and merges when a real worker does. Nothing here reaches torch, a socket or the clock.
 """
 
 from diloco_worker.session import effects, events

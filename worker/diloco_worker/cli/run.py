@@ -94,8 +94,8 @@ def run(  # noqa: PLR0913  each is an option
         bool,
         typer.Option(
             "--over-is-success",
-            help="End with 0, not 3, where the run is over, for launchers that treat any non-zero exit as "
-            "a failure.",
+            help="End with 0, not 3, where the run is over, for launchers that treat any non-zero exit "
+            "as a failure.",
         ),
     ] = False,
     detach: Annotated[

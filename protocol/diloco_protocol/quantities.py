@@ -188,3 +188,19 @@ def parse_duration(text: object) -> float:
     if found is None:
         raise ValueError(f"{text!r:.60} is not a duration (use 30s, 5min, 2h)")
     return float(found[1]) * _SECONDS[found[2]]
+
+
+_NUMBER = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)([kmgbt]?)", re.IGNORECASE)
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+
+
+def parse_parameters(text: str) -> int:
+    """The size of a model: 124M, 1.3B, 350e6, or plain digits. Raises ValueError with a sentence."""
+    found = _NUMBER.fullmatch(text.replace(" ", ""))
+    try:
+        number = round(float(found[1]) * _THOUSANDS[found[2].lower()]) if found else 0
+    except (ValueError, OverflowError):  # several points, or too many digits
+        number = 0
+    if number < 1:
+        raise ValueError(f"{text!r} is not a number of parameters; write 124M or 1.3B.")
+    return number

@@ -58,8 +58,8 @@ def test_quantities_are_written_as_people_do(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--parameters", "many"), "'many' is no number of parameters"),
-        (("--parameters", "-1"), "is no number of parameters"),
+        (("--parameters", "many"), "'many' is not a number of parameters"),
+        (("--parameters", "-1"), "is not a number of parameters"),
         ((*SMALL, "--link", "fast"), "'fast' is no speed of a line"),
         ((*SMALL, "--link", "0M"), "is no speed of a line"),
         ((*SMALL, "--delay", "20 parsecs"), "not a duration"),

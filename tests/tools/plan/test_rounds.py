@@ -12,7 +12,7 @@ from diloco_protocol.errors import UsageError
 from diloco_tools.plan.answer import Answer, answer
 from diloco_tools.plan.question import USABLE, Question
 from diloco_tools.plan.simulated.costs import Costs
-from diloco_worker.session.round_cost import Exchange, Line, fragment_seconds
+from diloco_worker.doctor.round_cost import Exchange, Line, fragment_seconds
 
 # Work takes no time, and lines are shared evenly: what is left is bytes over rates.
 FREE = Costs(

@@ -13,7 +13,7 @@ from diloco_protocol.feed import Counts, Snapshot, parse_snapshot
 from diloco_worker.doctor.examination import Findings
 from diloco_worker.doctor.planning import plan, words
 from diloco_worker.doctor.report import Estimate
-from diloco_worker.session.round_cost import Exchange, Line, fragment_seconds
+from diloco_worker.doctor.round_cost import Exchange, Line, fragment_seconds
 from kit.feed_snapshots import frame, status
 
 RATE = 118.75e6  # bytes a second of ours, on a line of 1 Gb/s

@@ -6,7 +6,7 @@ import pytest
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_worker.doctor.report import Estimate, _sentences
-from diloco_worker.session.round_cost import Exchange, Line
+from diloco_worker.doctor.round_cost import Exchange, Line
 
 GIGABIT = 125e6
 

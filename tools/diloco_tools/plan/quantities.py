@@ -17,15 +17,6 @@ _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _RATE_ENDS = ("bit/s", "bits/s", "b/s", "bps", "bit")
 
 
-def count(text: str) -> int:
-    """124M, 1.3B, 350e6, or plain digits. Raises ValueError with a sentence."""
-    number, unit = _split(text)
-    factor = _THOUSANDS.get(unit)
-    if number is None or factor is None or round(number * factor) < 1:
-        raise ValueError(f"{text!r} is no number of parameters; write 124M or 1.3B.")
-    return round(number * factor)
-
-
 def rate(text: str) -> float:
     """Bits a second: 100M, 1G, 2.5Gbit/s. Raises ValueError with a sentence."""
     number, unit = _split(text)

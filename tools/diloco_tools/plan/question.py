@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES, check_wire_dtype, in_few_bits
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import longest_delay
-from diloco_protocol.quantities import parse_duration
+from diloco_protocol.quantities import parse_duration, parse_parameters
 from diloco_tools.options import option
 from diloco_tools.plan import quantities
 
@@ -45,7 +45,7 @@ class Question:
     """
 
     parameters: int = option(
-        MISSING, "Size of the model: 124M, 7B.", value="N", panel=MOST_USED, parse=quantities.count
+        MISSING, "Size of the model: 124M, 7B.", value="N", panel=MOST_USED, parse=parse_parameters
     )
     workers: int = option(2, "Workers that train.", value="N", panel=MOST_USED)
     broker_link: float = option(

@@ -17,25 +17,19 @@ from diloco_protocol.clients.command_line import (
     server_of,
 )
 from diloco_protocol.errors import UsageError
+from diloco_protocol.quantities import parse_parameters
 from diloco_worker.doctor import report
 from diloco_worker.doctor.examination import Fault, Findings, Wrong, examine
 from diloco_worker.doctor.planning import plan
 
 WIDE = 400  # columns
-_POWERS = {"k": 3, "m": 6, "b": 9}
 
 
-def _count(text: str) -> int:
-    """124M, 1.3B, 350e6, or plain digits."""
-    plain = text.strip().lower()
-    power = _POWERS.get(plain[-1:], 0)
+def _size(text: str) -> int:
     try:
-        number = round(float(plain[:-1] if power else plain) * float(10**power))
-    except (ValueError, OverflowError):
-        number = 0
-    if number < 1:
-        raise typer.BadParameter(f"{text!r} is not a number of parameters; write 124M or 1.3B.")
-    return number
+        return parse_parameters(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def doctor(
@@ -45,7 +39,7 @@ def doctor(
     keys: KeyFile = None,
     parameters: Annotated[
         int | None,
-        typer.Option(metavar="N", parser=_count, help="Of a model: 124M. Default: the run's."),
+        typer.Option(metavar="N", parser=_size, help="Of a model: 124M. Default: the run's."),
     ] = None,
     step_time: Annotated[
         float | None,

@@ -1,6 +1,6 @@
 """What a round takes of all workers of the run together: `diloco-plan` knows, on the line measured here.
 
-`core.round_cost` is for this worker alone. Other workers' links and the broker's are not
+`round_cost` is for this worker alone. Other workers' links and the broker's are not
 measured: they are taken to be like this one, and the broker's to be as fast as the slower way of this
 one. A planner that cannot be run, or takes too long, is left out: the link was the question.
 """

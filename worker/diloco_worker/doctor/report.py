@@ -13,10 +13,10 @@ from diloco_protocol import feed, quantities
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import SIZES
 from diloco_protocol.quantities import estimate_s
+from diloco_worker.doctor import round_cost
 from diloco_worker.doctor.examination import Fault, Findings
 from diloco_worker.doctor.line import Rate
-from diloco_worker.session import round_cost
-from diloco_worker.session.round_cost import Exchange, Line
+from diloco_worker.doctor.round_cost import Exchange, Line
 
 SHARE = 0.95  # of the time, that training should have
 # Dtypes of pushes and replies, from those that round least to those that need the fewest bytes.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_worker.session.round_cost import (
+from diloco_worker.doctor.round_cost import (
     Exchange,
     Line,
     round_seconds,

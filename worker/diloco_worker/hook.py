@@ -158,7 +158,6 @@ class DiLoCoWorker:
         self._termination = Termination(
             self._wake, at_once=self._settings.handle_signals == settings.EXIT
         )
-        self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
         # For the `data.WorkQueue` of this worker.
         self.units = UnitLine(
@@ -240,7 +239,6 @@ class DiLoCoWorker:
             reports=self._reports,
             metrics=self._counters,
             publish=self._publish,
-            clock=self._clock,
             step=self._step,
             cycle_start=self._cycle_start,
             opened=self._opened,
@@ -522,7 +520,7 @@ class DiLoCoWorker:
         metrics = dict(self.sync_metrics)
         for passing in ("last_error", "unsynced_steps", "model_change"):
             del metrics[passing]
-        self._reports.read(self._clock(), at_once=True)
+        self._reports.read(time.monotonic(), at_once=True)
         ports = self._ports
         return {
             "local_step": self._step,
@@ -604,11 +602,11 @@ class DiLoCoWorker:
     ) -> bool:
         """Do what the script asks for between two steps; the time does not count as training."""
         assert self._ports is not None
-        began = self._clock()
+        began = time.monotonic()
         done = self._run(self._ports, call, steps)
         self._steps.changed()
         self._publish()
-        self._steps.pace.leave_out(self._clock() - began)
+        self._steps.pace.leave_out(time.monotonic() - began)
         return bool(done)
 
     def _run(

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ class Joining(Participant):
         return ports
 
     def patience(self) -> Patience:
-        return Patience(self.clock, first=FIRST_LOG_S)
+        return Patience(time.monotonic, first=FIRST_LOG_S)
 
     def session(self, processes: int | None = None) -> Session:
         """The session of this worker; `processes` of a group, None where it is not one."""
@@ -63,7 +64,7 @@ class Joining(Participant):
             processes=processes,
         )
         if resumption is not None:
-            session.handle(Resume(resumption.terms, resumption.held), self.clock())
+            session.handle(Resume(resumption.terms, resumption.held), time.monotonic())
         return session
 
     def link(self, session: Session, **arguments: Any) -> Link:

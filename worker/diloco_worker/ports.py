@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -74,7 +75,6 @@ class Participant:
     reports: Reports
     metrics: SyncMetrics  # what happens is counted in them
     publish: Callable[[bool], None]  # makes the next heartbeat; True: training waits
-    clock: Callable[[], float]
     step: int  # optimizer steps so far
     cycle_start: int  # those when the cycle of slots began
     resumption: Resumption | None  # what to go on from; the model is as it was then
@@ -311,6 +311,9 @@ class LocalPorts(Participant):
         assert delta is not None
         self.link.offer(in_flight.push, delta.wire)
         return self.link.reconnections
+
+    def clock(self) -> float:
+        return time.monotonic()
 
     def draw(self) -> int:
         return secrets.randbits(64)

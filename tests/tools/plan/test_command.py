@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from diloco_protocol.errors import UsageError
+from diloco_protocol.quantities import parse_parameters
 from diloco_tools.plan import quantities
 from diloco_tools.plan.cli import app
 from diloco_tools.plan.page import filled
@@ -36,10 +37,10 @@ def run(*words: str, columns: int = 80) -> Result:
 @pytest.mark.parametrize(
     ("read", "text", "value"),
     [
-        (quantities.count, "124M", 124_000_000),
-        (quantities.count, "1.3B", 1_300_000_000),
-        (quantities.count, "7g", 7_000_000_000),
-        (quantities.count, "350e6", 350_000_000),
+        (parse_parameters, "124M", 124_000_000),
+        (parse_parameters, "1.3B", 1_300_000_000),
+        (parse_parameters, "7g", 7_000_000_000),
+        (parse_parameters, "350e6", 350_000_000),
         (quantities.rate, "1G", 1e9),
         (quantities.rate, "2.5Gbit/s", 2.5e9),
         (quantities.rate, "50 Mb/s", 5e7),

@@ -75,7 +75,7 @@ class Participant:
     reports: Reports
     metrics: SyncMetrics  # what happens is counted in them
     publish: Callable[[bool], None]  # makes the next heartbeat; True: training waits
-    step: int  # optimizer steps so far
+    step: int  # optimizer steps when it joins
     cycle_start: int  # those when the cycle of slots began
     resumption: Resumption | None  # what to go on from; the model is as it was then
     # Told of the link before it is started: from then on it has to be closed.

@@ -46,7 +46,7 @@ PLACES = (
     "diloco_broker.tensors",
     "diloco_worker.session",
     *(f"diloco_worker.sync.{each}" for each in ("boundary", "fragment", "metrics", "patience")),
-    *(f"diloco_worker.sync.{each}" for each in ("resumption", "schedule", "state")),
+    *(f"diloco_worker.sync.{each}" for each in ("schedule", "state")),
 )
 TESTS = (
     *("tests/broker/core", "tests/broker/tensors", "tests/worker/session", "tests/worker/sync"),

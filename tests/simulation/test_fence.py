@@ -9,7 +9,7 @@ import pytest
 from diloco_broker.core.standby import fence as rules
 from diloco_broker.core.standby import voters
 from diloco_broker.standby import core as standby
-from diloco_worker.session import votes
+from diloco_worker.session import connection
 from simulation.fence import Fence, FenceBroken, Troubles
 
 SEEDS = 25  # a tenth of a second each
@@ -62,7 +62,7 @@ def test_a_standby_takes_over_soon_after_workers_miss_a_dead_hub() -> None:
 
 
 def _lets_workers_forget_their_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(votes, "SAFETY", 0.0)
+    monkeypatch.setattr(connection, "SAFETY", 0.0)
 
 
 def _lets_the_standby_forget_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 It promises its hub not to take over for a while, again and again. When it hears the hub no more, its
 last promise runs out. Workers that hear the hub no more come to it, and each that may vote for it does
-(`diloco_worker.session.votes`). Once the last promise is over and a majority of the hub's workers are
-here at one time, no lease of the hub's can hold, and it takes over. `core.standby.lease` has the other
-side.
+(`diloco_worker.session.connection`). Once the last promise is over and a majority of the hub's workers
+are here at one time, no lease of the hub's can hold, and it takes over. `core.standby.lease` has the
+other side.
 
 `now` is an argument, random numbers are handed in. Methods yield commands for the shell, in order.
 """

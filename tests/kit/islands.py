@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diloco_worker import DiLoCoWorker, WorkerOptions
-from diloco_worker.group import ports, waiting
+from diloco_worker.group import beginning, ports
 from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address
 
 WORDS, WIDTH = 40, 32
@@ -183,12 +183,13 @@ def train_island(
             step += 1
             print(f"step {step}", flush=True)
             if step == 4 and options.get("alone", ("", None))[1] == rank:
-                waiting.SAYS_AFTER_S = 0.5
+                beginning.SAYS_AFTER_S = 0.5
                 call_alone(diloco, options["alone"][0])
             threading.Event().wait(options.get("pause", 0.0))  # a slower machine
         if options.get("late") and rank:
-            lane = diloco._link.lane  # type: ignore[union-attr]
-            assert lane.wait_for_the_end(PATIENCE_S), "the leader does not wait for the others"
+            assert diloco._link is not None
+            diloco._link.wait_for(lambda: False, PATIENCE_S)
+            assert diloco._link.has_ended, "the leader does not wait for the others"
     torch.save({"steps": step, "rounds": diloco.sync_count, "stop": diloco.stop_reason}, out)
     print("done", flush=True)
 
@@ -228,14 +229,13 @@ def die_in(phase: str, mark: Path) -> None:
     """This process is killed where it does that for the third time."""
     from diloco_worker.group.ports import FollowerPorts, LeaderPorts
     from diloco_worker.model.spread.spread_tensors import SpreadTensors
-    from diloco_worker.transport.lanes.lane import LaneThread
     from diloco_worker.transport.link import Link
 
     leads = os.environ["RANK"] == "0"
     target: tuple[type, str] = {
         "freezing": (SpreadTensors, "delta"),
         "merging": (SpreadTensors, "bring_in"),
-        "pushing": (Link, "send") if leads else (LaneThread, "_send"),
+        "pushing": (Link, "send"),
         "waiting": (LeaderPorts if leads else FollowerPorts, "wait"),
     }[phase]
     owner, name = target
@@ -244,7 +244,7 @@ def die_in(phase: str, mark: Path) -> None:
 
     def counted(self: Any, *arguments: Any, **named: Any) -> Any:
         nonlocal calls
-        calls += not (phase == "pushing" and leads and not named.get("bulk"))
+        calls += phase != "pushing" or bool(named.get("bulk"))
         if calls == 3:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)

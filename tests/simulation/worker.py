@@ -79,7 +79,7 @@ class Worker:
             habits.heartbeat_interval,
         )
         self.connections: tuple[Connection, Connection] | None = None  # control, bulk
-        self.inbox = Inbox(self.session)
+        self.inbox = Inbox()
         self._memory = Fragments(self._layout_of, self._gradient)
         several = habits.processes > 1
         self.lanes = Lanes(self, habits.processes, connect) if several else None

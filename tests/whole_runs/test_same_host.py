@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from diloco_broker import Broker
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.transport import connections as connections_module
 from diloco_worker.transport import link as link_module
+from diloco_worker.transport.forks import monitored
 from kit.keyed_broker import file_of
 from kit.layers import Layers, delta, name_of
 from kit.process_kit import PATIENCE_S, wait_for
@@ -101,7 +104,16 @@ def test_socket_is_open_to_the_user_of_the_broker_alone() -> None:
     assert not can_be_entered(address)
 
 
-def test_socket_that_breaks_alone_twice_is_left_out_once() -> None:
+def test_socket_that_breaks_alone_twice_is_left_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptors: dict[object, int] = {}  # by monitor
+
+    def watched(monitor: Any) -> Iterator[dict[str, Any]]:
+        for event in monitored(monitor):
+            if event["event"] == zmq.EVENT_CONNECTED:
+                descriptors[monitor] = event["value"]
+            yield event
+
+    monkeypatch.setattr(connections_module, "monitored", watched)
     with (
         Broker(a_config(workers=1)) as broker,
         DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
@@ -116,7 +128,7 @@ def test_socket_that_breaks_alone_twice_is_left_out_once() -> None:
         ):
             connections = link._connections
             assert connections is not None
-            _shut(connections.descriptors[broken][0])
+            _shut(descriptors[connections._by_name[broken].monitor])
             wait_for(partial(_has_reconnected, link, number))
             client.push({name_of(0): delta(0, number)}, steps=1)
             client.pull()
@@ -214,4 +226,4 @@ def test_socket_that_goes_behind_the_look_at_it_costs_a_moment(
         client.pull()
         assert not way_of(client)
         assert client._link is not None
-        assert client._link.session.connection.reconnections == 1
+        assert _has_reconnected(client._link, 1)

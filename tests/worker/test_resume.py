@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from diloco_broker import Broker
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.session.connection import Phase
+from diloco_worker.session.session import Session
 from kit.reference import State, one_thread, state_of
 from kit.uniform_model import until
 from kit.whole_run import PATIENCE_S, adamw, batch, make_config, mlp, sgd
@@ -107,7 +108,7 @@ class Life:
     def dies(self) -> None:
         """As by kill -9: nothing is said to anybody, the connections are simply gone."""
         link, members = self.hook._link, self.script.broker._loop.core.state.members
-        assert link is not None
+        assert link is not None and isinstance(link.session, Session)
         self.hook._steps.stop()
         link.session.connection.phase = Phase.LEFT
         link.wake()

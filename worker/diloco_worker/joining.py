@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from diloco_protocol import Manifest, Unreachable, UsageError
+from diloco_protocol import Manifest, Unreachable, UsageError, VersionId
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
+from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.ports import PORTS, LocalPorts, Participant
 from diloco_worker.session.connection import Phase
@@ -67,15 +68,20 @@ class Joining(Participant):
             session.handle(Resume(resumption.terms, resumption.held), time.monotonic())
         return session
 
-    def link(self, session: Session, **arguments: Any) -> Link:
+    def link(self, session: Session | None, **arguments: Any) -> Link:
         """A link that has begun; the arguments are those of `Link`."""
-        resumption, link = self.resumption, None
+        link = None
+        states: dict[int, dict[VersionId | None, FlatState]] = {}
+        if self.resumption is not None:  # a session holds one version, and a follower names each
+            for fragment, state in self.resumption.states.items():
+                held = None if session is not None else self.resumption.held[fragment].version
+                states[fragment] = {held: state}
         try:
             link = Link(
                 self.server,
                 session,
                 pinned=self.placement.is_pinned,
-                states=resumption.states if resumption is not None else None,
+                states=states,
                 welcomed=self.audit.joined,
                 keys=self.keys,
                 **arguments,

@@ -79,7 +79,7 @@ class Uplink:
             return
         connections = self._connections
         if connections is not None:
-            for each in (connections.control, connections.bulk):
+            for each in connections.sockets:
                 if self._connections is connections and not each.closed:
                     self._receive(self._executor, connections, each)
             if self._connections is connections:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
 import zmq
 
-from diloco_protocol import Kind, Manifest, TensorEntry, VersionId, lay_out, pack
-from diloco_protocol.messages import Chunk, Lane, decode
+from diloco_protocol import (
+    Kind,
+    Manifest,
+    RunConfig,
+    Segment,
+    TensorEntry,
+    VersionId,
+    lay_out,
+    pack,
+)
+from diloco_protocol.messages import Chunk, Credit, Lane, Purpose, Push, decode
+from diloco_worker.model.flat_state import FlatState
 from diloco_worker.session import events
-from diloco_worker.transport.lanes.hub import Hub
-from diloco_worker.transport.lanes.lane import LaneThread
-from diloco_worker.transport.lanes.lane_buffers import LaneBuffers, numbers_of
+from diloco_worker.session.compatibility import Terms
+from diloco_worker.transport.between_ranks import Followers, LeaderConnection
+from diloco_worker.transport.link import Link
 
 PATIENCE_S = 10.0
 CHUNK = 300
@@ -33,20 +44,37 @@ class Scene:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.broker = self.context.socket(zmq.ROUTER)
         self.address = f"tcp://127.0.0.1:{self.broker.bind_to_random_port('tcp://127.0.0.1')}"
-        self.hub = Hub(2)
-        self.lane = LaneThread(self.hub.meeting, 1)
-        part = layout.fragments[0]
-        self.lane.buffers = LaneBuffers((part,), (numbers_of((1, 1, 1, 1), 1),))
+        self.followers = Followers(2)
+        leader = LeaderConnection(self.followers.address, 1)
+        self.own: Future[FlatState] = Future()  # the model's own values, once they are read
+        self.link = Link(
+            "tcp://127.0.0.1:1", None, others=leader, capture=lambda _: self.own.result()
+        )
+        self.link.terms = Terms(RunConfig("sync", 1), (), layout)
+        self.part = layout.fragments[0]
+        self.link.share_out(((1, 1, 1, 1), ()), 1, layout.all)
         self.heard: list[events.Event] = []
-        self.lane.start()
+        self.link.start()
 
     def opens(self, reply: str, address: str = "", shortcut: str = "") -> bytes:
         """The broker's route to the new connection."""
-        self.hub.open(address or self.address, (Lane(b"session", 1, (b"\x0f",)),), reply, shortcut)
+        self.followers.open(
+            address or self.address, (Lane(b"session", 1, (b"\x0f",)),), reply, shortcut
+        )
         self.until(lambda: bool(self.broker.poll(0)))
         route, header = self.broker.recv_multipart()
         assert isinstance(decode(header), Lane)
         return route
+
+    def broker_receives(self) -> tuple[Chunk, bytes]:
+        """The next chunk of this rank."""
+        while True:
+            self.until(lambda: bool(self.broker.poll(0)))
+            _, header, *payload = self.broker.recv_multipart()
+            message = decode(header)
+            if isinstance(message, Chunk):
+                return message, payload[0]
+            assert isinstance(message, Credit)
 
     def says(self, route: bytes, index: int, payload: bytes) -> None:
         self.broker.send_multipart([route, *pack(Chunk(0, index, version=VERSION), payload)])
@@ -55,8 +83,8 @@ class Scene:
         ends = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < ends, self.heard
-            self.hub.socket.poll(20)
-            self.heard += self.hub.receive()
+            self.followers.socket.poll(20)
+            self.heard += self.followers.receive()
 
     def hears(self, kind: type[events.Event]) -> events.Event:
         self.until(lambda: any(isinstance(each, kind) for each in self.heard))
@@ -64,8 +92,8 @@ class Scene:
         return found
 
     def close(self) -> None:
-        self.lane.close()
-        self.hub.close()
+        self.link.close()
+        self.followers.close()
         self.broker.close(linger=0)
         self.context.term()
 
@@ -91,30 +119,69 @@ def test_connection_over_which_something_wrong_comes_is_opened_anew(
         scene.says(route, index, bytes(size))
     broken = scene.hears(events.Disconnected)
     assert isinstance(broken, events.Disconnected) and why in broken.reason
-    scene.hub.close_all()
+    scene.followers.close_all()
     scene.heard.clear()
     route = scene.opens("fp32")
     for number in range(4):
         scene.says(route, number, torch.full((CHUNK,), float(number)).numpy().tobytes())
     scene.until(lambda: len(scene.heard) == 4)
-    vector = next(iter(scene.lane.take(0, VERSION).vectors.values()))
+    vector = next(iter(scene.link.share_of(0, VERSION).vectors.values()))
     assert vector.view(4, CHUNK)[:, 0].tolist() == [0, 1, 2, 3]
-    assert not scene.lane.has_ended and scene.lane.last_error is None
+    assert not scene.link.has_ended and scene.link.last_error is None
 
 
 def test_each_connection_has_the_dtype_of_its_replies(scene: Scene) -> None:
     route = scene.opens("fp32")
     scene.says(route, 0, torch.ones(CHUNK).numpy().tobytes())
     scene.hears(events.ArrivedElsewhere)
-    scene.hub.close_all()
+    scene.followers.close_all()
     scene.heard.clear()
     route = scene.opens("bf16")
     wire = torch.full((CHUNK,), 2.0, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
     for number in range(4):
         scene.says(route, number, wire)
     scene.until(lambda: len(scene.heard) == 4)
-    (vector,) = scene.lane.take(0, VERSION).vectors.values()
+    (vector,) = scene.link.share_of(0, VERSION).vectors.values()
     assert vector.tolist() == [2.0] * 4 * CHUNK
+
+
+@pytest.mark.parametrize("is_fetched", [True, False], ids=["fetched", "the model's own"])
+def test_rank_donates_its_chunks_of_the_version_that_the_leader_holds(
+    scene: Scene, is_fetched: bool
+) -> None:
+    """Frozen parameters are not fetched where the model has them already."""
+    route = scene.opens("fp32")
+    if is_fetched:
+        for number in range(4):
+            scene.says(route, number, torch.full((CHUNK,), 5.0).numpy().tobytes())
+        scene.until(lambda: len(scene.heard) == 4)
+    donation = Push(b"s", 9, 0, 4, base=VERSION, purpose=Purpose.DONATION, wire_dtype="fp32")
+    scene.followers.donate(donation)
+    scene.followers.send(1, Chunk(0, 2, session=b"s", push_id=9))
+    if not is_fetched:
+        own = FlatState.empty(scene.part)
+        own.vectors[Segment.PARAMETERS].fill_(7.0)
+        scene.own.set_result(own)
+    chunk, payload = scene.broker_receives()
+    assert (chunk.push_id, chunk.index) == (9, 2)
+    assert torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist() == CHUNK * [
+        5.0 if is_fetched else 7.0
+    ]
+
+
+def test_push_that_ended_before_the_rank_laid_it_out_leaves_nothing_to_send(scene: Scene) -> None:
+    """The broker may have rejected it meanwhile."""
+    route = scene.opens("fp32")
+    delta = FlatState.empty(scene.part)
+    delta.vectors[Segment.PARAMETERS].fill_(1.0)
+    for push_id in (1, 2):
+        scene.followers.send(1, Chunk(0, 0, session=b"s", push_id=push_id))
+        if push_id == 1:
+            scene.followers.over(push_id)
+            scene.says(route, 0, bytes(4 * CHUNK))
+            scene.hears(events.ArrivedElsewhere)
+        scene.link.offer(Push(b"s", push_id, 0, 4, wire_dtype="fp32"), delta)
+    assert scene.broker_receives()[0].push_id == 2
 
 
 @pytest.mark.parametrize("is_brokers", [True, False])

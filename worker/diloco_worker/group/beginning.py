@@ -6,18 +6,18 @@ fails for all.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from diloco_protocol import RunConfig, UsageError
-from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.version import digest_of, tag_of
-from diloco_worker.group.ports import FollowerPorts, GroupPorts, LaneLink, LeaderPorts
-from diloco_worker.group.waiting import said_when_long
+from diloco_worker.group.ports import FollowerPorts, GroupPorts, LeaderPorts
 from diloco_worker.joining import Joining, await_model, await_versions
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.placement import CPU
@@ -27,20 +27,41 @@ from diloco_worker.saved_state import Resumption
 from diloco_worker.session.compatibility import Terms, cut
 from diloco_worker.session.news import Arrival
 from diloco_worker.settings import Settings
-from diloco_worker.transport.lanes import words
-from diloco_worker.transport.lanes.hub import Hub
-from diloco_worker.transport.lanes.lane import LaneThread
-from diloco_worker.transport.lanes.lane_buffers import LaneBuffers, numbers_of
-from diloco_worker.transport.lanes.words import Meeting
+from diloco_worker.transport.between_ranks import (
+    Followers,
+    LeaderAddress,
+    LeaderConnection,
+    machine,
+)
+from diloco_worker.transport.link import Link
 
-# What the leader broadcasts until training begins: nothing yet, the terms of the run, that it begins, or
-# that it has failed.
-WAIT, TERMS, BEGIN, FAIL = "wait", "terms", "begin", "fail"
+logger = logging.getLogger("diloco.worker")
+
+# What the leader broadcasts until training begins: nothing yet, what it has found, or why it has failed.
+WAITING, FOUND, FAILED = "waiting", "found", "failed"
+# By fragment, what this process owns of the model's own values, and the tag of all frozen ones. A broker
+# without parameters may ask for them before they are known.
+Own = Future[tuple[dict[int, FlatState], int]]
+# Seconds that a process waits for the others before it says so.
+SAYS_AFTER_S = 30.0
 
 UNREACHABLE_LEADER = (
     "The processes of this worker are on several machines, and MASTER_ADDR is {reach!r}, by which the "
     "others cannot find the first of them; set it to an address of that machine that all can reach."
 )
+
+
+@contextmanager
+def said_when_long(deed: str) -> Iterator[None]:
+    """The others may wait for this one elsewhere, in a collective of the script, unseen from here."""
+    text = f"{deed} waits for the other processes of this worker. Call it in all, at the same step."
+    timer = threading.Timer(SAYS_AFTER_S, logger.warning, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def same_settings(ranks: Ranks, settings: Settings, chosen_id: str | None) -> str | None:
@@ -99,164 +120,118 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
     tensors = joining.tensors
     assert isinstance(tensors, SpreadTensors)
     ranks.waits_for = said_when_long
-    return _lead(joining, ranks, tensors) if ranks.leads else _follow(joining, ranks, tensors)
-
-
-class Initial:
-    """The model's own values before the run's, which a broker without parameters may ask for.
-
-    What another thread asks for before it is there, it waits for.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[int, FlatState] = {}
-        self._tag: int | None = None
-        self._is_here = threading.Event()
-
-    def put(self, states: dict[int, FlatState], tag: int | None) -> None:
-        self._states, self._tag = states, tag
-        self._is_here.set()
-
-    def capture(self, layout: FragmentLayout) -> FlatState:
-        """This process's share of a fragment."""
-        self._is_here.wait()
-        return self._states[layout.fragment]
-
-    def tag(self, layout: FragmentLayout) -> int:
-        """The tag that the frozen parameters of the worker have."""
-        self._is_here.wait()
-        assert self._tag is not None, "there are no frozen parameters"
-        return self._tag
-
-    def release(self, fragments: Sequence[int]) -> None:
-        """Training stands on versions of these now."""
-        for fragment in fragments:
-            self._states.pop(fragment, None)
-
-
-def _lead(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> GroupPorts:
-    reach = os.environ.get("MASTER_ADDR")
-    hub = Hub(ranks.count, reach)
-    try:
-        machines = set(ranks.gather(words.machine()))
-        if len(machines) > 1 and len(hub.meeting.addresses) == 1:
-            ranks.broadcast(None)
-            raise UsageError(UNREACHABLE_LEADER.format(reach=reach))
-        ranks.broadcast(hub.meeting.plain())
-        initial = Initial()
-        session = joining.session(processes=ranks.count)
-    except BaseException:
-        hub.close()
-        raise
+    own: Own = Future()
+    link = (_connect_leader if ranks.leads else _connect_follower)(joining, ranks, own)
+    arrived: dict[int, Arrival] = {}
 
     def tick() -> None:
-        ranks.broadcast([WAIT])
+        ranks.broadcast([WAITING])
         if link.lost_process is not None:
             raise GroupBroken(f"{link.lost_process}; this worker has not begun.")
 
-    with _failing_together(ranks):
-        link = joining.link(session, capture=initial.capture, tag_of=initial.tag, hub=hub)
+    def await_terms() -> list[Any]:
         await_model(link, joining.patience(), only_terms=True, tick=tick)
-        terms = link.terms
-        assert terms is not None
-        has_forgotten = link.has_forgotten
-        told = [asdict(terms.config), list(terms.plan), link.shard, has_forgotten]
-        ranks.broadcast([TERMS, *told])
-    if has_forgotten:
+        assert link.terms is not None
+        return [asdict(link.terms.config), list(link.terms.plan), link.shard, link.has_forgotten]
+
+    def take_versions() -> list[Any]:
+        arrived.update(await_versions(link, joining.patience(), tick=tick))
+        return [link.has_forgotten]  # it may have rejoined meanwhile
+
+    fields, plan, shard, is_new = _from_leader(ranks, await_terms)
+    if not ranks.leads:
+        config = RunConfig(**fields)
+        link.terms, link.shard = Terms(config, plan, cut(tensors.manifest, config, plan)), shard
+    terms = link.terms
+    assert terms is not None
+    if is_new:
         joining.resumption = None
     tensors.set_layout(terms.layout)
-    ranks.gather(None)  # all of them have room for what comes
-    numbers = tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners)
-    link.share_out(tensors.owners, tensors.shares, numbers)
-    initial.put(*_own_values(joining, ranks, tensors, terms))
-    with _failing_together(ranks):
-        arrived = await_versions(link, joining.patience(), tick=tick)
-    has_forgotten = link.has_forgotten  # it may have rejoined meanwhile
-    ranks.broadcast([BEGIN, has_forgotten])
-    if has_forgotten:
+    if ranks.leads:
+        ranks.gather(None)  # the followers know what they have to do
+    link.share_out(tensors.owners, ranks.rank, tensors.shares)
+    if not ranks.leads:
+        ranks.gather(None)
+    own.set_result(_own_values(joining, ranks, tensors, terms))
+    (is_new,) = _from_leader(ranks, take_versions)
+    if is_new:
         joining.resumption = None
-    ports = LeaderPorts(**_of_group(joining, ranks, link, arrived))
+    of_group: dict[str, Any] = {
+        "ranks": ranks,
+        "metrics": joining.metrics,
+        "timeout": joining.settings.timeout,
+    }
+    make = LeaderPorts if ranks.leads else FollowerPorts
+    ports = make(**joining.of_ports(link, arrived), **of_group)
     ports.begin()
-    initial.release([part.fragment for part in terms.layout.fragments])
+    states, _ = own.result()
+    for fragment in [each for each in states if link.holds(each)]:
+        del states[fragment]
     return ports
 
 
-@contextmanager
-def _failing_together(ranks: Ranks) -> Iterator[None]:
-    """What fails at the leader fails at all ranks."""
+def _connect_leader(joining: Joining, ranks: Ranks, own: Own) -> Link:
+    reach = os.environ.get("MASTER_ADDR")
+    followers = Followers(ranks.count, reach)
     try:
-        yield
-    except GroupBroken:
+        machines = set(ranks.gather(machine()))
+        if len(machines) > 1 and len(followers.address.addresses) == 1:
+            ranks.broadcast(None)
+            raise UsageError(UNREACHABLE_LEADER.format(reach=reach))
+        ranks.broadcast(astuple(followers.address))
+        session = joining.session(processes=ranks.count)
+    except BaseException:
+        followers.close()
         raise
+    try:
+        return joining.link(
+            session,
+            capture=lambda part: own.result()[0][part.fragment],
+            tag_of=lambda _: own.result()[1],
+            others=followers,
+        )
     except Exception as error:
-        ranks.broadcast([FAIL, str(error)])
+        ranks.broadcast([FAILED, str(error)])
         raise
 
 
-def _of_group(
-    joining: Joining, ranks: Ranks, link: Any, arrived: dict[int, Arrival]
-) -> dict[str, Any]:
-    """The arguments of the ports of a rank."""
-    of_group = {"ranks": ranks, "metrics": joining.metrics, "timeout": joining.settings.timeout}
-    return {**joining.of_ports(link, arrived), **of_group}
-
-
-def _follow(joining: Joining, ranks: Ranks, tensors: SpreadTensors) -> GroupPorts:
-    ranks.gather(words.machine())
+def _connect_follower(joining: Joining, ranks: Ranks, own: Own) -> Link:
+    ranks.gather(machine())
     told = ranks.broadcast()
     if told is None:
         raise UsageError(UNREACHABLE_LEADER.format(reach=os.environ.get("MASTER_ADDR")))
-    meeting = Meeting.from_plain(told)
-    lane = LaneThread(meeting, ranks.rank, joining.keys)
-    link = LaneLink(lane)
-    joining.opened(link)
-    lane.start()
-    joining.take_signals()
-    terms = _heard_terms(joining, ranks, tensors, link)
-    tensors.set_layout(terms.layout)
-    lane.buffers = LaneBuffers(
-        tensors.shares,
-        tuple(numbers_of(owners, ranks.rank) for owners in tensors.owners),
-        joining.placement.is_pinned,
-    )
-    ranks.gather(None)
-    lane.buffers.initial, _ = _own_values(joining, ranks, tensors, terms)
-    lane.has_own_values()
-    (has_forgotten,) = _heard(ranks, BEGIN)
-    if has_forgotten:
-        joining.resumption = None
-    ports = FollowerPorts(**_of_group(joining, ranks, link, {}))
-    ports.begin()
-    return ports
+    leader = LeaderConnection(LeaderAddress(*told), ranks.rank)
+    return joining.link(None, capture=lambda part: own.result()[0][part.fragment], others=leader)
 
 
-def _heard_terms(joining: Joining, ranks: Ranks, tensors: SpreadTensors, link: LaneLink) -> Terms:
-    config, plan, shard, has_forgotten = _heard(ranks, TERMS)
-    if has_forgotten:
-        joining.resumption = None
-    made = RunConfig(**config)
-    link.terms, link.shard = Terms(made, plan, cut(tensors.manifest, made, plan)), shard
-    return link.terms
-
-
-def _heard(ranks: Ranks, wanted: str) -> Sequence[Any]:
-    """What the leader says with this word, as soon as it does.
+def _from_leader(ranks: Ranks, find: Callable[[], list[Any]]) -> Sequence[Any]:
+    """What the leader finds, at all ranks.
 
     Raises:
-        UsageError: it has failed.
+        UsageError: it has failed; the leader raises its own error.
     """
+    if ranks.leads:
+        try:
+            found = find()
+        except GroupBroken:
+            raise
+        except Exception as error:
+            ranks.broadcast([FAILED, str(error)])
+            raise
+        ranks.broadcast([FOUND, *found])
+        return found
     while True:
-        word, *told = ranks.broadcast()
-        heard: Sequence[Any] = told
-        if word == FAIL:
+        what, *told = ranks.broadcast()
+        if what == FAILED:
             raise UsageError(told[0])
-        if word == wanted:
+        if what == FOUND:
+            heard: Sequence[Any] = told
             return heard
 
 
 def _own_values(
     joining: Joining, ranks: Ranks, tensors: SpreadTensors, terms: Terms
-) -> tuple[dict[int, FlatState], int | None]:
+) -> tuple[dict[int, FlatState], int]:
     """What this process owns of the model's own values, and the tag of the frozen ones of all."""
     layout = terms.layout
     parts = layout.all if joining.resumption is None else (layout.frozen,)
@@ -265,7 +240,7 @@ def _own_values(
     }
     frozen = layout.frozen
     if not frozen.chunks:
-        return states, None
+        return states, 0
     mine = states[frozen.fragment]
     digests = [digest_of([mine.chunk(index)]) for index in range(mine.layout.chunks)]
     told: list[Any] = [iter(each) for each in ranks.gather(digests)]

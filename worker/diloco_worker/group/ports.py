@@ -9,35 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
 
-import msgpack
-
-from diloco_protocol import ModelLayout, RunConfig, UsageError
+from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.messages import Heartbeat, Progress, Push, Released, decode, encode
+from diloco_protocol.messages import Progress, Push
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.spread.ranks import STEP, GroupBroken, Ranks
 from diloco_worker.model.spread.saved_share import OF_FLIGHT
 from diloco_worker.model.spread.spread_tensors import SpreadTensors
 from diloco_worker.ports import LocalPorts, RunFacts
-from diloco_worker.saved_state import Plain, SavedFragment
-from diloco_worker.session.compatibility import Terms
+from diloco_worker.saved_state import Plain
 from diloco_worker.session.connection import Phase
-from diloco_worker.session.events import Event, TakeUnits
-from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Turning, Work
+from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Work
 from diloco_worker.sync.fragment import InFlight, Merge
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import HASTY_S
 from diloco_worker.sync.ports import NonFinite
-from diloco_worker.transport.lanes.lane import LaneThread
+from diloco_worker.transport.between_ranks import Codec
 
 # Seconds after which a waiting leader polls: far less than a collective of torch.distributed waits.
 POLL_EVERY_S = 20.0
 # Seconds that the leader may take to leave, besides those that it waits for what is in flight.
 LEADER_LEAVES_WITHIN_S = 10.0
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -70,6 +63,13 @@ class GroupPorts(LocalPorts):
     @property
     def is_asked(self) -> bool:
         return self._is_asked
+
+    def set_base(
+        self, fragment: int, base: FlatState | None, came_as: FlatState | None = None
+    ) -> None:
+        # Where None, the model has the values; but no rank can read its share of them by itself.
+        if base is not None:
+            super().set_base(fragment, base, came_as)
 
     def has_news(self) -> bool:
         return True  # only the leader knows, and all of them poll together
@@ -145,19 +145,21 @@ class LeaderPorts(GroupPorts):
 
     def link_state(self) -> LinkState:
         state = super().link_state()
-        self.ranks.broadcast(_plain_link(state))
+        self.ranks.broadcast(CODEC.packed(state))
         return state
 
     def take(self, fragments: Sequence[int]) -> list[Arrival]:
         arrivals = super().take(fragments)
-        self.ranks.broadcast([_plain_arrival(each) for each in arrivals])
+        self.ranks.broadcast(CODEC.packed([_without_values(each) for each in arrivals]))
         return arrivals
 
     def poll(self) -> Poll:
         found = replace(super().poll(), totals=self._totals)
         self._facts = super(GroupPorts, self).facts
         if not self._is_leaving:
-            self.ranks.broadcast([*_plain_poll(found), asdict(self._facts)])
+            arrivals = {f: _without_values(each) for f, each in found.news.arrivals.items()}
+            told = replace(found, news=replace(found.news, arrivals=arrivals))
+            self.ranks.broadcast(CODEC.packed([told, self._facts]))
         return found
 
     def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
@@ -183,56 +185,33 @@ class LeaderPorts(GroupPorts):
         """The others wait until this process has left, and hear nothing over the group any more."""
         self._is_leaving = True
         super().leave(hasty=hasty)
-        last = {"metrics": asdict(self.metrics), "facts": asdict(self._facts)}
-        self.link.say_at_the_end(msgpack.packb(last))
+        self.link.say_at_the_end(CODEC.packed([asdict(self.metrics), self._facts]))
 
 
 class FollowerPorts(GroupPorts):
     """The ports of the other ranks: the leader speaks to the broker, the script's log and displays."""
 
-    @property
-    def lane_link(self) -> LaneLink:
-        link: Any = self.link
-        assert isinstance(link, LaneLink)
-        return link
-
-    @property
-    def lane(self) -> LaneThread:
-        return self.lane_link.lane
-
     def link_state(self) -> LinkState:
-        self._shown = _link_of(self.ranks.broadcast())
+        self._shown = CODEC.unpacked(self.ranks.broadcast())
+        assert self._shown is not None
         return self._shown
 
     def take(self, fragments: Sequence[int]) -> list[Arrival]:
-        return [_arrival_of(each) for each in self.ranks.broadcast()]
+        return list(CODEC.unpacked(self.ranks.broadcast()))
 
     def values_of(self, arrival: Arrival) -> FlatState | None:
         if arrival.values is None:
             return None
-        return self.lane.take(arrival.released.fragment, arrival.version)
-
-    def stand_on(
-        self, saved: Sequence[SavedFragment], layout: ModelLayout, config: RunConfig
-    ) -> None:
-        assert self.lane.buffers is not None
-        for fragment, each in enumerate(saved):
-            self.lane.buffers.stand_on(fragment, each.base.version, each.values)
-        super().stand_on(saved, layout, config)
-
-    def set_base(
-        self, fragment: int, base: FlatState | None, came_as: FlatState | None = None
-    ) -> None:
-        assert self.lane.buffers is not None
-        if base is not None:
-            self.lane.buffers.set_base(fragment, base, came_as)
+        return self.link.share_of(arrival.released.fragment, arrival.version)
 
     def poll(self) -> Poll:
-        news, link, totals, facts = self.ranks.broadcast()
-        self._facts = _facts_of(facts)
-        self._shown = _link_of(link)
-        self.lane_link.polled(self._shown)
-        return Poll(_news_of(news), self._shown, Work(*totals))
+        found: Poll
+        found, self._facts = CODEC.unpacked(self.ranks.broadcast())
+        self._shown, link, terms = found.link, self.link, self.link.terms
+        link.stopping, link.last_error = found.link.over, found.link.last_error or link.last_error
+        if terms is not None and terms.config != found.link.config:
+            link.terms = replace(terms, config=found.link.config)
+        return found
 
     async def wait(self, seconds: float) -> Poll:
         return self.poll()  # the leader polls again when it has waited
@@ -240,7 +219,7 @@ class FollowerPorts(GroupPorts):
     def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
         delta = self.fragments[in_flight.push.fragment].delta
         assert delta is not None
-        self.lane.lay_out(in_flight.push_id, delta.wire)
+        self.link.offer(in_flight.push, delta.wire)
         reconnections: int = self.ranks.broadcast()
         return reconnections
 
@@ -254,7 +233,7 @@ class FollowerPorts(GroupPorts):
         """The leader logs it."""
 
     def trouble(self, text: str, cause: BaseException | None = None) -> None:
-        self.lane_link.leader_error = text  # the leader logs it
+        self.link.last_error = text  # the leader logs it
 
     def leave(self, *, hasty: bool) -> None:
         """The leader waits for what is in flight; some of it goes over the connection of this rank.
@@ -263,152 +242,26 @@ class FollowerPorts(GroupPorts):
         """
         self.has_left = True
         patience = HASTY_S if hasty else self.timeout
-        self.lane.wait_for_the_end(patience + LEADER_LEAVES_WITHIN_S)
-        if self.lane.last_word:
-            last = msgpack.unpackb(self.lane.last_word)
-            self._facts = _facts_of(last["facts"])
-            for name, value in last["metrics"].items():
+        self.link.wait_for(lambda: False, patience + LEADER_LEAVES_WITHIN_S)
+        if self.link.last_of_leader:
+            counts, self._facts = CODEC.unpacked(self.link.last_of_leader)
+            for name, value in counts.items():
                 setattr(self.metrics, name, value)
 
 
-class LaneLink:
-    """What a follower has instead of a link to the broker: its lane, and what the leader polled."""
+# What the leader broadcasts. Values of tensors never travel there: each rank has its own share of them.
 
-    def __init__(self, lane: LaneThread) -> None:
-        self.lane = lane
-        self.terms: Terms | None = None  # until the leader broadcasts them
-        self.shard: tuple[int, int] | None = None
-        self.progress: Heartbeat | None = None  # the leader sends its own
-        self.bytes_up = self.bytes_down = self.retries = self.reconnections = 0
-        self.own_error: str | None = None
-        self.leader_error: str | None = None
-        self.stopping: str | None = None  # why the run is over
-        self.dropped_units: dict[str, Any] = {}
-        self.results: dict[int, Any] = {}
-
-    @property
-    def config(self) -> RunConfig | None:
-        return self.terms.config if self.terms else None
-
-    @property
-    def layout(self) -> ModelLayout | None:
-        return self.terms.layout if self.terms else None
-
-    @property
-    def last_error(self) -> str | None:
-        return self.own_error or self.lane.last_error or self.leader_error
-
-    @last_error.setter
-    def last_error(self, text: str | None) -> None:
-        self.own_error = text
-
-    @property
-    def has_ended(self) -> bool:
-        return self.lane.has_ended
-
-    def polled(self, link: LinkState) -> None:
-        """The leader's link stands like this."""
-        self.stopping, self.leader_error = link.over, link.last_error
-        if self.terms is not None and self.terms.config != link.config:
-            self.terms = replace(self.terms, config=link.config)
-
-    def tell(self, event: Event) -> None:
-        """Only the leader speaks to the broker; raises UsageError for what only it may ask for."""
-        if isinstance(event, TakeUnits):
-            raise UsageError(
-                "Units of a work queue are handed to the first process of a worker; take them there, "
-                "and give them to the others with torch.distributed."
-            )
-
-    def wake(self) -> None:
-        """Nothing waits here that a signal could wake: the leader's word ends the waiting."""
-
-    def close(self, reason: str, patience: float) -> None:
-        self.lane.close(patience)
+ELSEWHERE = "this rank's share is in its own buffers"
 
 
-# What the leader broadcasts, as plain values. Values of tensors never travel there: each rank has its
-# own share of them.
-
-ELSEWHERE = "this rank's share is in its lane"
-
-
-def _plain_poll(found: Poll) -> list[Any]:
-    news, totals = found.news, found.totals
-    return [
-        [
-            [encode(each) for each in news.turns],
-            [_plain_arrival(each) for each in news.arrivals.values()],
-            [
-                [push_id, each.code, each.text, _plain_bitmap(each.counted)]
-                for push_id, each in news.rejections.items()
-            ],
-        ],
-        _plain_link(found.link),
-        [totals.steps, totals.tokens, totals.samples, totals.loss],
-    ]
+CODEC = Codec(
+    *(Poll, News, Arrival, Rejection, Bitmap, LinkState, Phase, frozenset),
+    *(RunConfig, Work, RunFacts, Progress),
+)
 
 
-def _news_of(plain: Any) -> News:
-    turns, arrivals, rejections = plain
-    arrived = [_arrival_of(each) for each in arrivals]
-    return News(
-        tuple(_turning(each) for each in turns),
-        {each.released.fragment: each for each in arrived},
-        {
-            push_id: Rejection(code, text, _bitmap_of(counted))
-            for push_id, code, text, counted in rejections
-        },
-    )
-
-
-def _turning(frame: bytes) -> Turning:
-    message: Any = decode(frame)
-    turning: Turning = message
-    return turning
-
-
-def _plain_arrival(arrival: Arrival) -> list[Any]:
-    return [
-        encode(arrival.released),
-        sorted(arrival.counted),
-        arrival.values is not None,
-        arrival.staleness,
-        arrival.superseding,
-    ]
-
-
-def _arrival_of(plain: Any) -> Arrival:
-    released, counted, has_values, staleness, superseding = plain
-    message = decode(released)
-    assert isinstance(message, Released)
-    values = ELSEWHERE if has_values else None
-    return Arrival(message, frozenset(counted), values, staleness, superseding)
-
-
-def _plain_bitmap(chunks: Bitmap | None) -> list[Any] | None:
-    return None if chunks is None else [chunks.size, chunks.to_bytes()]
-
-
-def _bitmap_of(plain: Any) -> Bitmap | None:
-    return None if plain is None else Bitmap.from_bytes(plain[1], plain[0])
-
-
-def _plain_link(link: LinkState) -> dict[str, Any]:
-    config = asdict(link.config)
-    plain = {name: value for name, value in vars(link).items() if name != "config"}
-    sets = {name: sorted(plain[name]) for name in ("uploaded", "put_off")}
-    return {**plain, **sets, "phase": link.phase.value, "config": config}
-
-
-def _link_of(plain: Mapping[str, Any]) -> LinkState:
-    sets = {name: frozenset(plain[name]) for name in ("uploaded", "put_off")}
-    config = RunConfig(**plain["config"])
-    return LinkState(**{**plain, **sets, "phase": Phase(plain["phase"]), "config": config})
-
-
-def _facts_of(plain: Mapping[str, Any]) -> RunFacts:
-    return RunFacts(**{**plain, "progress": Progress(**plain["progress"])})
+def _without_values(arrival: Arrival) -> Arrival:
+    return arrival if arrival.values is None else replace(arrival, values=ELSEWHERE)
 
 
 # What is saved of a worker: the same at all ranks, and the vectors of each one's share.

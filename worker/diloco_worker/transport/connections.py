@@ -1,4 +1,4 @@
-"""The two DEALER connections of a worker as one thing that is opened and closed as a whole."""
+"""The DEALER connections of a process to its broker, opened and closed as a whole."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from diloco_protocol.clients.handshake import EXPLAINED, Handshakes
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
-from diloco_worker.transport.forks import inode_of
+from diloco_worker.transport.forks import monitored
 
 # Milliseconds between ZeroMQ's own attempts to connect: it doubles them from the first to the second.
 RECONNECT_MS = 100
@@ -28,25 +27,15 @@ _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED | EXPLAINED
 
 
-def dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None = None
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A DEALER that connects to a broker, and its monitor."""
-    socket = context.socket(zmq.DEALER)
+def prepared(socket: zmq.Socket[bytes], longest: int) -> zmq.Socket[bytes]:
+    """A socket that finds its peer again soon, and takes no message of more bytes than `longest`."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_WITHIN_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.setsockopt(zmq.MAXMSGSIZE, longest)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
-    if keys is not None:
-        keys.lock(socket)
-    monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
-    monitor.setsockopt(zmq.LINGER, 0)
-    socket.connect(address)
-    return socket, monitor
+    return socket
 
 
 @dataclass
@@ -62,55 +51,65 @@ class Changes:
     is_final: bool = False
 
 
-class Connections:
-    """Control and bulk to one address, with a monitor for each. Belongs to one thread.
+@dataclass
+class _Connection:
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    handshakes: Handshakes
 
-    Connecting to a broker that is not there yet is no error: ZeroMQ goes on trying.
+
+class Connections:
+    """Connections to one address by their names, with a monitor for each. Belongs to one thread.
+
+    A session has control and bulk, a follower bulk alone. Connecting to a broker that is not there yet
+    is no error: ZeroMQ goes on trying.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None = None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        keys: Keys | None = None,
+        *,
+        names: Sequence[str] = ("control", "bulk"),
     ) -> None:
         self._keys = keys
         self._context = context
         self.is_shortened = False  # bulk goes through a Unix socket
-        self._sockets: list[zmq.Socket[bytes]] = []
-        # Of the connections that are up, by name: ZeroMQ's own descriptor, for a forked child to close,
-        # and its inode.
-        self.descriptors: dict[str, tuple[int, int | None]] = {}
-        self.control, self._control_monitor = self._dealer(context, address)
-        self.bulk, self._bulk_monitor = self._dealer(context, address)
-        self._handshakes = {name: Handshakes(address, keys) for name in ("control", "bulk")}
+        self._by_name = {name: self._connect(address) for name in names}
 
-    def _dealer(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str
-    ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        made = dealer(context, address, self._keys)
-        self._sockets += made
-        return made
+    def _connect(self, address: str) -> _Connection:
+        socket = prepared(self._context.socket(zmq.DEALER), MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_WITHIN_MS)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        if self._keys is not None:
+            self._keys.lock(socket)
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
+        monitor.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        return _Connection(socket, monitor, Handshakes(address, self._keys))
 
     def shorten(self, address: str) -> None:
         """Take another way to the same broker for bulk, over which nothing has gone yet."""
-        for each in (self.bulk, self._bulk_monitor):
-            self._sockets.remove(each)
-        self.bulk.disable_monitor()
-        self.bulk.close(linger=0)
-        self._bulk_monitor.close(linger=0)
-        self.descriptors.pop("bulk", None)
-        self.bulk, self._bulk_monitor = self._dealer(self._context, address)
-        self._handshakes["bulk"] = Handshakes(address, self._keys)
+        self._close(self._by_name["bulk"])
+        self._by_name["bulk"] = self._connect(address)
         self.is_shortened = True
 
     @property
-    def pollable(self) -> Sequence[zmq.Socket[bytes]]:
-        return self._sockets
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Those that messages come from, control first."""
+        return [each.socket for each in self._by_name.values()]
+
+    @property
+    def pollable(self) -> list[zmq.Socket[bytes]]:
+        return [*self.sockets, *(each.monitor for each in self._by_name.values())]
 
     def send(self, frames: Sequence[Any], *, bulk: bool) -> bool:
         """Send a message. False when the connection takes nothing, and then nothing is sent.
 
         The last frame is sent from where it lies; it must not change any more.
         """
-        target = self.bulk if bulk else self.control
+        target = self._by_name["bulk" if bulk else "control"].socket
         try:
             for frame in frames[:-1]:
                 target.send(frame, _MORE)
@@ -121,21 +120,18 @@ class Connections:
 
     def may_have_changed(self, ready: Container[object]) -> bool:
         """Whether a monitor is among the sockets with something to read."""
-        return self._control_monitor in ready or self._bulk_monitor in ready
+        return any(each.monitor in ready for each in self._by_name.values())
 
     def changes(self) -> Changes:
         """What the monitors have seen since the last call."""
         changes = Changes()
-        for name, monitor in (("control", self._control_monitor), ("bulk", self._bulk_monitor)):
-            while monitor.poll(0):
-                event: Any = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+        for name, each in self._by_name.items():
+            for event in monitored(each.monitor):
                 if not changes.is_final:  # of several reasons the final one
-                    failed = self._handshakes[name].failure(event["event"])
+                    failed = each.handshakes.failure(event["event"])
                     if failed is not None:
                         changes.refused, changes.is_final = failed.text, failed.is_final
-                if event["event"] == zmq.EVENT_CONNECTED:
-                    self.descriptors[name] = (event["value"], inode_of(event["value"]))
-                elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
+                if event["event"] == zmq.EVENT_CONNECT_RETRIED:
                     # Over TCP that is what ZeroMQ is for. A Unix socket was there a moment ago, and a
                     # broker that goes on says where it is now.
                     changes.unreached |= name == "control"
@@ -143,7 +139,6 @@ class Connections:
                         changes.is_of_bulk_alone = True
                         changes.broken = "The Unix socket of the broker is gone."
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
-                    self.descriptors.pop(name, None)
                     changes.is_of_bulk_alone = name == "bulk" and changes.broken is None
                     changes.broken = f"The {name} connection to the broker broke."
                 elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -152,7 +147,10 @@ class Connections:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close everything. What is queued on control gets so long to leave in the background."""
-        for socket in (self.control, self.bulk):
-            socket.disable_monitor()
-        for socket in self._sockets:
-            socket.close(linger=linger_ms if socket is self.control else 0)
+        for name, each in self._by_name.items():
+            self._close(each, linger_ms if name == "control" else 0)
+
+    def _close(self, each: _Connection, linger_ms: int = 0) -> None:
+        each.socket.disable_monitor()
+        each.socket.close(linger=linger_ms)
+        each.monitor.close(linger=0)

@@ -2,6 +2,9 @@
 
 A version is assembled in memory of its own. Once training stands on it, the memory of the base before
 it is room for the next version: two vectors a fragment take turns.
+
+A process that is a worker by itself has all chunks of a fragment, a rank of several those that it owns:
+its share, a layout of its own. Chunks are named by their index in the fragment, as on the wire.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from typing import TypeVar
 
 import torch
 
-from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, Segment
+from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, Segment, VersionId
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes, whole_dtype
 from diloco_protocol.messages import Chunk, Message
 from diloco_worker.model.flat_state import FlatState
+from diloco_worker.session.lanes import Owners
 
 T = TypeVar("T")
 
@@ -54,12 +58,19 @@ def check_parts(message: Chunk, payload: memoryview, span: ChunkSpan, wire: str)
         raise ProtocolError(Code.BAD_CHUNK, text)
 
 
+Versions = dict[VersionId | None, FlatState]
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class FragmentBuffers:
     """See the head of this module, and `Memory` of `transport.executor`. Belongs to the I/O thread.
 
-    `states` are room for later versions once training stands on others. A fragment is copied in a thread
-    of its own, one at a time, and only where nobody is training it.
+    A session knows which version it holds, and names none: the last one is held. Only a follower names
+    them. There the chunks of the next version may come before the leader says that the last is complete,
+    so every complete version is held until training stands on a later one.
+
+    `states` are those that are held already, and room for later versions once training stands on others.
+    A fragment is copied in a thread of its own, one at a time, and only where nobody is training it.
     """
 
     # Copies a fragment of the model to the host, for a broker that has no parameters.
@@ -70,28 +81,27 @@ class FragmentBuffers:
     tag_of: Callable[[FragmentLayout], int] | None
     named: Callable[[Future[int]], object]  # called with it in that thread, as `copied`
     pinned: bool  # whether to receive into pinned memory (the model is on a CUDA device)
-    states: InitVar[Mapping[int, FlatState]]  # by fragment, the values of what is held already
+    states: InitVar[Mapping[int, Versions]]  # by fragment
     outgoing: dict[int, FlatState] = field(default_factory=dict)  # by push id, what is being sent
-    # By fragment: what is being assembled, and room for the next time; what has been delivered, merged
-    # or not; what training stands on.
-    _assembly: dict[int, FlatState] = field(default_factory=dict)
+    # By fragment: what is being assembled, and room for the next time; what is complete, merged or not,
+    # the latest last; what training stands on.
+    _assembly: dict[int, tuple[VersionId | None, FlatState]] = field(default_factory=dict)
     _spare: dict[int, FlatState] = field(default_factory=dict)
-    _held: dict[int, FlatState] = field(default_factory=dict)
-    # Of a worker of several processes, by fragment: the chunks that this one has, as a layout of their
-    # own, and the index of each in it.
-    _shares: tuple[FragmentLayout, ...] = ()
-    _numbers: tuple[Mapping[int, int], ...] = ()
+    _held: dict[int, Versions] = field(default_factory=dict)
     _bases: dict[int, FlatState] = field(default_factory=dict)
+    # By fragment, where it is shared: the share of this rank, and the index of each chunk in it.
+    _shares: tuple[FragmentLayout, ...] = ()
+    _numbers: Sequence[Mapping[int, int]] = ()
     _copying: threading.Lock = field(default_factory=threading.Lock)
 
-    def __post_init__(self, states: Mapping[int, FlatState]) -> None:
+    def __post_init__(self, states: Mapping[int, Versions]) -> None:
         self._held |= states
 
-    def share_out(
-        self, shares: tuple[FragmentLayout, ...], numbers: tuple[Mapping[int, int], ...]
-    ) -> None:
-        """From here on only the chunks of these shares come and go."""
-        self._shares, self._numbers = shares, numbers
+    def share_out(self, owners: Owners, rank: int, shares: tuple[FragmentLayout, ...]) -> None:
+        """From here on only the chunks of this rank come and go, which are these shares."""
+        self._shares = shares
+        own = [[index for index, owner in enumerate(each) if owner == rank] for each in owners]
+        self._numbers = [{index: number for number, index in enumerate(each)} for each in own]
 
     def _share(self, layout: FragmentLayout) -> FragmentLayout:
         return self._shares[layout.fragment] if self._shares else layout
@@ -99,32 +109,52 @@ class FragmentBuffers:
     def _number(self, fragment: int, index: int) -> int:
         return self._numbers[fragment][index] if self._numbers else index
 
-    def begin(self, layout: FragmentLayout) -> None:
-        fragment, layout = layout.fragment, self._share(layout)
-        if fragment not in self._assembly:
-            room = self._spare.pop(fragment, None)
-            self._assembly[fragment] = room or FlatState.empty(layout, pinned=self.pinned)
+    def begin(self, layout: FragmentLayout, version: VersionId | None = None) -> None:
+        fragment = layout.fragment
+        _, room = self._assembly.get(fragment, (None, None))
+        room = room or self._spare.pop(fragment, None)
+        room = room or FlatState.empty(self._share(layout), pinned=self.pinned)
+        self._assembly[fragment] = version, room
 
     def store(self, fragment: int, index: int, payload: memoryview, wire_dtype: str) -> None:
         """Decode a chunk into its place; the payload has the right length."""
-        self._assembly[fragment].store(self._number(fragment, index), payload, wire_dtype)
+        _, state = self._assembly[fragment]
+        state.store(self._number(fragment, index), payload, wire_dtype)
 
-    def follow(
-        self, fragment: int, index: int, payload: memoryview, wire_dtype: str, parts: Sequence[int]
+    def follow(  # noqa: PLR0917  of `Memory`, and what it is a difference from
+        self,
+        fragment: int,
+        index: int,
+        payload: memoryview,
+        wire_dtype: str,
+        parts: Sequence[int],
+        base: VersionId | None = None,
     ) -> int | None:
         """The same of a difference from what is held; returns the checksum of what comes of it."""
-        held = self._held.get(fragment)
+        held = self.held(fragment, base)
         if held is None:
             return None
-        number = self._number(fragment, index)
-        return self._assembly[fragment].follow(number, held, payload, parts, wire_dtype)
+        _, state = self._assembly[fragment]
+        return state.follow(self._number(fragment, index), held, payload, parts, wire_dtype)
 
     def finish(self, fragment: int) -> FlatState:
-        state = self._held[fragment] = self._assembly.pop(fragment)
+        version, state = self._assembly.pop(fragment)
+        self._held.setdefault(fragment, {})[version] = state
         return state
 
-    def held(self, fragment: int) -> FlatState | None:
-        return self._held.get(fragment)
+    def held(self, fragment: int, version: VersionId | None = None) -> FlatState | None:
+        return self._held.get(fragment, {}).get(version)
+
+    def holds(self, fragment: int) -> bool:
+        """Whether any version is held. Any thread may call."""
+        return bool(self._held.get(fragment))
+
+    def share_of(self, fragment: int, version: VersionId) -> FlatState:
+        """The share of a complete version. Any thread may call; raises KeyError where it is not here."""
+        is_empty = not self._shares[fragment].chunks
+        return (
+            FlatState.empty(self._shares[fragment]) if is_empty else self._held[fragment][version]
+        )
 
     def forget(self) -> None:
         self._held.clear()
@@ -140,14 +170,16 @@ class FragmentBuffers:
         if state is None:
             self._held.pop(fragment, None)
             return
-        if came_as is not None and self._held.get(fragment) is came_as:
-            self._held[fragment] = state
+        held = self._held.get(fragment, {})
+        for version, each in list(held.items()):
+            if each is state or each is came_as:
+                held[version] = state
+                for earlier in list(held)[: list(held).index(version)]:
+                    del held[earlier]
         former, self._bases[fragment] = self._bases.get(fragment), state
-        if former is None or former is state or former is self._held.get(fragment):
+        if former is None or former is state or former.device.type != "cpu":
             return
-        if former.device.type != "cpu":
-            return
-        if all(sent is not former for sent in self.outgoing.values()):
+        if all(each is not former for each in (*held.values(), *self.outgoing.values())):
             self._spare[fragment] = former
 
     def chunk(self, push_id: int, fragment: int, index: int) -> memoryview:
@@ -156,13 +188,15 @@ class FragmentBuffers:
     def drop(self, push_id: int) -> None:
         self.outgoing.pop(push_id, None)
 
-    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
+    def prepare(
+        self, push_id: int, layout: FragmentLayout, version: VersionId | None = None
+    ) -> bool:
         """Lay out a donation: what is held as it is, or else a copy of the model.
 
         A large model takes long to copy, and heartbeats must go on meanwhile: returns False then, and
         `copied` is called later. So it is with what is held on another device.
         """
-        held = self._held.get(layout.fragment)
+        held = self.held(layout.fragment, version)
         if held is not None and held.device.type == "cpu":
             self.outgoing[push_id] = held
             return True

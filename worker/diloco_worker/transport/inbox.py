@@ -13,6 +13,7 @@ from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Notice, Progress, Released, Welcome
 from diloco_worker.session import effects
 from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.connection import Phase
 from diloco_worker.session.news import Arrival, LinkState, News, Rejection, Turning
 from diloco_worker.session.previous_life import SENT_BEFORE
 from diloco_worker.session.session import Session
@@ -28,10 +29,10 @@ class Inbox:
     `last_heard` wake nobody who waits. `turns` are kept only where somebody `follows_rounds`.
     """
 
-    def __init__(self, session: Session, *, follows_rounds: bool = True) -> None:
+    def __init__(self, *, follows_rounds: bool = True) -> None:
         self.condition = threading.Condition()
         # Of the session.
-        self.phase = session.phase
+        self.phase = Phase.NEW
         self.terms: Terms | None = None
         self.last_heard: float | None = None
         self.reconnections = 0

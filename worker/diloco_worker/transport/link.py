@@ -1,9 +1,11 @@
 """What the training thread calls to take part in a run, and the one thread that owns its sockets.
 
-The thread feeds the session and carries out its effects. What another thread wants of it is left as a
-call, which it makes between two looks at the sockets; what comes back is read from the link as from an
-inbox. Nothing that goes wrong in here reaches the training thread as an exception, and nothing makes it
-wait without an end: `has_ended` says that the thread is gone, for whatever reason.
+The thread feeds the session and carries out its effects. A worker of several processes has a session in
+its leader alone; in the others the thread feeds a follower, which does as the leader says. What another
+thread wants of it is left as a call, which it makes between two looks at the sockets; what comes back is
+read from the link as from an inbox. Nothing that goes wrong in here reaches the training thread as an
+exception, and nothing makes it wait without an end: `has_ended` says that the thread is gone, for
+whatever reason.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ from typing import Any
 
 import zmq
 
-from diloco_protocol import ProtocolError, pack, unpack
+from diloco_protocol import ProtocolError, UsageError, VersionId, pack, unpack
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.clients.same_host import can_be_entered, leads_to
@@ -34,12 +35,13 @@ from diloco_worker.session import events
 from diloco_worker.session.connection import Owners, Phase
 from diloco_worker.session.news import LinkState
 from diloco_worker.session.session import Session
+from diloco_worker.transport.between_ranks import Followers, LeaderConnection, Moved
 from diloco_worker.transport.connections import NOW, Changes, Connections
 from diloco_worker.transport.executor import Executor
-from diloco_worker.transport.forks import inode_of, keep_from_children
-from diloco_worker.transport.fragment_buffers import FragmentBuffers, check_length
+from diloco_worker.transport.follower import Follower, SharesKnown
+from diloco_worker.transport.forks import keep_from_children
+from diloco_worker.transport.fragment_buffers import FragmentBuffers, Versions, check_length
 from diloco_worker.transport.inbox import Inbox
-from diloco_worker.transport.lanes.hub import Hub
 from diloco_worker.transport.whereabouts import Given, Whereabouts
 
 logger = logging.getLogger("diloco.worker")
@@ -83,32 +85,32 @@ class Link(Inbox):
 
     Only the I/O thread touches the session from now on. It calls `welcomed` with the broker's epoch,
     whenever it takes this worker in. `capture`, `tag_of`, `pinned` and `states` are those of
-    `FragmentBuffers`, `follows_rounds` is that of `Inbox`. By its `keys` it proves
-    itself where the broker asks for it. `hub` leads to the other processes of the worker.
+    `FragmentBuffers`, `follows_rounds` is that of `Inbox`. By its `keys` it proves itself where the
+    broker asks for it. `others` leads to the other processes of the worker: from a follower, which has
+    no session, to its leader.
     """
 
     def __init__(  # noqa: PLR0913  what it stands between
         self,
         address: Given,
-        session: Session,
+        session: Session | None,
         *,
         capture: Callable[[FragmentLayout], FlatState] | None = None,
         tag_of: Callable[[FragmentLayout], int] | None = None,
         pinned: bool = False,
-        states: Mapping[int, FlatState] | None = None,
+        states: Mapping[int, Versions] | None = None,
         welcomed: Callable[[str], object] = lambda _: None,
         follows_rounds: bool = True,
         keys: Keys | None = None,
-        hub: Hub | None = None,
+        others: Followers | LeaderConnection | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(session, follows_rounds=follows_rounds)
+        super().__init__(follows_rounds=follows_rounds)
         # As it was given, or where the broker was found by it.
         self.address = address if isinstance(address, str) else "the address that server() says"
         self._whereabouts = Whereabouts(address)
         self.refused_key: str | None = None  # why the broker does not speak to us
         self._keys = keys
-        self.session = session
         self.progress = Heartbeat(b"", 0)  # how training stands, for the next heartbeat
         self.said = RepeatedLines()  # what was logged lately
         self.welcomed = welcomed
@@ -121,8 +123,16 @@ class Link(Inbox):
             pinned=pinned,
             states=states or {},
         )
-        self._executor = Executor(session, self, self, self._buffers, others=hub)
-        self._hub = hub
+        self._others = others
+        self._followers = others if isinstance(others, Followers) else None
+        self._executor: Executor | Follower
+        self.session: Session | Follower
+        if isinstance(others, LeaderConnection):
+            self._executor = self.session = Follower(self, self.connect_bulk, self._buffers, others)
+        else:
+            assert session is not None
+            self.session = session
+            self._executor = Executor(session, self, self, self._buffers, others=others)
         self._calls: deque[Callable[[], object]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -146,7 +156,15 @@ class Link(Inbox):
         self._thread.start()
 
     def tell(self, event: events.Event) -> None:
-        """Let the session take in an event: a version is requested, for instance."""
+        """Let the session take in an event: a version is requested, for instance.
+
+        A follower takes in what concerns itself. Raises UsageError for what only the leader may ask for.
+        """
+        if isinstance(event, events.TakeUnits) and self.session is self._executor:
+            raise UsageError(
+                "Units of a work queue are handed to the first process of a worker; take them there, "
+                "and give them to the others with torch.distributed."
+            )
         self._call(self._executor.feed, event)
 
     def offer(self, push: Push, wire: FlatState) -> None:
@@ -159,25 +177,40 @@ class Link(Inbox):
         """Training stands on these values from now on; see `FragmentBuffers`."""
         self._call(self._buffers.set_base, fragment, state, came_as)
 
-    def share_out(
-        self,
-        owners: Owners,
-        shares: tuple[FragmentLayout, ...],
-        numbers: tuple[Mapping[int, int], ...],
-    ) -> None:
-        """The chunks that each process of this worker owns, and those of this one."""
-        self._call(self._buffers.share_out, shares, numbers)
-        self.tell(events.ShareOut(owners))
+    def share_out(self, owners: Owners, rank: int, shares: tuple[FragmentLayout, ...]) -> None:
+        """The chunks that each rank of this worker owns, and those of this one.
+
+        A follower knows the terms of the run by now, from its leader.
+        """
+        self._call(self._buffers.share_out, owners, rank, shares)
+        if isinstance(self.session, Follower):
+            assert self.terms is not None
+            self.tell(SharesKnown(self.terms, owners))
+        else:
+            self.tell(events.ShareOut(owners))
+
+    def share_of(self, fragment: int, version: VersionId) -> FlatState:
+        """A follower's share of a version that the leader has called complete."""
+        return self._buffers.share_of(fragment, version)
+
+    def holds(self, fragment: int) -> bool:
+        """Whether this process has values of a complete version."""
+        return self._buffers.holds(fragment)
+
+    @property
+    def last_of_leader(self) -> bytes:
+        """What the leader told this follower when it left; empty where it has not."""
+        return self.session.last if isinstance(self.session, Follower) else b""
 
     def say_at_the_end(self, word: bytes) -> None:
-        """What the other processes of this worker are to know when it has left."""
-        if self._hub is not None:
-            self._hub.last_word = word
+        """What the followers of this leader are to know when it has left."""
+        if self._followers is not None:
+            self._followers.last = word
 
     @property
     def lost_process(self) -> str | None:
         """Which process of this worker is gone, a sentence; None while all are there."""
-        return self._hub.lost if self._hub is not None else None
+        return self._followers.lost if self._followers is not None else None
 
     def withdraw(self, request: int) -> None:
         """Nobody waits for the answer to this control action any more."""
@@ -233,13 +266,8 @@ class Link(Inbox):
             self._wake_writer.send(b"\0")
 
     def leave_to_the_parent(self) -> None:
-        """In a forked child: this link has ended, and holds no connection open."""
-        connections, self._connections = self._connections, None
-        for descriptor, inode in (
-            connections.descriptors.values() if connections is not None else ()
-        ):
-            if inode is not None and inode_of(descriptor) == inode:  # else it is closed already
-                os.close(descriptor)
+        """In a forked child: this link has ended."""
+        self._connections = None
         self._close_wake_ups()
         self.condition = threading.Condition()  # the thread may have held the other one
         self.has_ended = True
@@ -290,9 +318,9 @@ class Link(Inbox):
         try:
             self._context = zmq.Context()
             self._poller.register(self._wake_reader, zmq.POLLIN)
-            if self._hub is not None:
-                self._poller.register(self._hub.socket, zmq.POLLIN)
-                self._poller.register(self._hub.monitor, zmq.POLLIN)
+            if self._others is not None:
+                self._poller.register(self._others.socket, zmq.POLLIN)
+                self._poller.register(self._others.monitor, zmq.POLLIN)
             start = events.Start(self._whereabouts.count)
             self._calls.appendleft(partial(self._executor.feed, start))
             self.wake()
@@ -308,9 +336,8 @@ class Link(Inbox):
         finally:
             try:
                 self.disconnect(LEAVE_LINGER_MS)
-                if self._hub is not None:
-                    self._hub.end()
-                    self._hub.close(LEAVE_LINGER_MS)
+                if self._others is not None:
+                    self._others.close(LEAVE_LINGER_MS)
                 if self._context is not None:
                     self._context.term()
             finally:
@@ -325,7 +352,7 @@ class Link(Inbox):
         try:
             self._restart_after_failure()
             self._turn()
-            self.publish(self.session)
+            self._publish()
         except Exception as error:  # noqa: BLE001  whatever it is
             pause = self._failed(error)
             with contextlib.suppress(Exception):  # else it is tried again after the pause
@@ -356,6 +383,10 @@ class Link(Inbox):
         if self._failure is not None:
             self._executor.feed(events.Disconnected(self._failure))
             self._failure = None
+            self._publish()
+
+    def _publish(self) -> None:
+        if isinstance(self.session, Session):
             self.publish(self.session)
 
     def _turn(self) -> None:
@@ -370,14 +401,30 @@ class Link(Inbox):
             self._calls.popleft()()
         connections = self._connections
         if connections is not None:
-            for each in (connections.control, connections.bulk):
+            for each in connections.sockets:
                 if each in ready and not each.closed:
                     self._receive(each)
             if self._connections is connections and connections.may_have_changed(ready):
                 self._follow(connections, connections.changes())
-        if self._hub is not None:
-            self._hear_others(self._hub, ready)
+        if self._others is not None and (
+            self._others.socket in ready or self._others.monitor in ready
+        ):
+            for event in self._others.receive():
+                self._executor.feed(event)
+            self.is_news |= self._others.monitor in ready  # one of them may be gone
+        self._count_others()
         self._executor.feed(events.Tick())
+
+    def _count_others(self) -> None:
+        """The leader counts what its followers have sent and received."""
+        others = self._others
+        if isinstance(others, Followers):
+            self.bytes_up += others.bytes_up
+            self.bytes_down += others.bytes_down
+            others.bytes_up = others.bytes_down = 0
+        elif others is not None and (self.bytes_up or self.bytes_down):
+            others.send(Moved(self.bytes_up, self.bytes_down))
+            self.bytes_up = self.bytes_down = 0
 
     def _follow(self, connections: Connections, changes: Changes) -> None:
         """Tell the session what the monitors have seen of these connections."""
@@ -389,7 +436,7 @@ class Link(Inbox):
         elif changes.broken is not None:
             # Messages that arrived before the break are handled first. The poll may have missed them:
             # it asks for messages before it asks the monitors.
-            for each in (connections.control, connections.bulk):
+            for each in connections.sockets:
                 if self._connections is connections:
                     self._receive(each)
             if self._connections is not connections:
@@ -399,17 +446,6 @@ class Link(Inbox):
             self._executor.feed(events.Disconnected(changes.broken))
         elif changes.unreached and not changes.connected:
             self._executor.feed(events.Unreached())
-
-    def _hear_others(self, hub: Hub, ready: Mapping[object, int]) -> None:
-        if hub.socket in ready:
-            for event in hub.receive():
-                self._executor.feed(event)
-            self.bytes_up += hub.bytes_up
-            self.bytes_down += hub.bytes_down
-            hub.bytes_up = hub.bytes_down = 0
-        if hub.monitor in ready:
-            hub.look()
-            self.is_news = True
 
     def _look_for_the_broker(self, wakes_at: float | None) -> float | None:
         """Follow a broker that has moved while nobody answers. Returns when to wake up."""
@@ -430,6 +466,8 @@ class Link(Inbox):
     def _receive(self, source: zmq.Socket[bytes]) -> None:
         connections = self._connections
         for _ in range(BATCH):
+            if self._connections is not connections:
+                return
             try:
                 frames = source.recv_multipart(NOW, copy=False)
             except zmq.Again:
@@ -441,15 +479,17 @@ class Link(Inbox):
                 if payload is not None:
                     check_length(message, payload, self.session.layout, self.session.config)
             except ProtocolError as error:
-                self.say(f"The broker sent a message that cannot be read: {error}", trouble=True)
+                text = f"The broker sent a message that cannot be read: {error}"
+                if isinstance(self.session, Session):
+                    self.say(text, trouble=True)
+                else:
+                    self._executor.feed(events.Disconnected(text))
                 continue
             if isinstance(message, Welcome):
                 self._shorten(message)
             self._executor.payload = payload
             self._executor.feed(events.Received(message))
             self._executor.payload = None
-            if self._connections is not connections:
-                return
 
     def _shorten(self, welcome: Welcome) -> None:
         """Chunks go through a Unix socket where the broker is on this machine.
@@ -485,14 +525,25 @@ class Link(Inbox):
             self.address = address
             if self._whereabouts.count == 1:  # of several most may be wrong
                 self.say(f"The broker is at {address} now.")
-        self._connections = Connections(self._context, address, self._keys)
-        for each in self._connections.pollable:
+        self._adopt(Connections(self._context, address, self._keys))
+
+    def connect_bulk(self, address: str, shortcut: str) -> None:
+        """A follower connects for chunks, by this Unix socket where it can."""
+        assert self._context is not None
+        connections = Connections(self._context, address, self._keys, names=("bulk",))
+        if shortcut and can_be_entered(shortcut):
+            connections.shorten(shortcut)
+        self._adopt(connections)
+
+    def _adopt(self, connections: Connections) -> None:
+        self._connections = connections
+        for each in connections.pollable:
             self._poller.register(each, zmq.POLLIN)
 
     def disconnect(self, linger_ms: int = 0) -> None:
         connections, self._connections = self._connections, None
-        if self._hub is not None:
-            self._hub.close_all()
+        if self._followers is not None:
+            self._followers.close_all()
         if connections is not None:
             for each in connections.pollable:
                 self._poller.unregister(each)

@@ -120,7 +120,7 @@ class Worker:
         join = Join(self.worker_id, scene.pieces.manifest)
         # Heartbeats change nothing here: nobody is dropped.
         self.session = Session(join, self.draw, heartbeat_interval=0)
-        self.inbox = Inbox(self.session)
+        self.inbox = Inbox()
         self._executor = Executor(self.session, self.inbox, self, self, self._notice)
         self._payload = scene.pieces.payload(scene.question.wire_dtype)
         self._connections: tuple[Connection, Connection] | None = None

@@ -1,0 +1,208 @@
+"""What the I/O thread of a follower feeds: it moves the chunks of this rank, and decides nothing.
+
+The session of the leader says what to send, and is told what has arrived; it also says when a version is
+complete. Credit for what arrives the follower gives back itself. A link drives it in the place of a
+session and its executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from diloco_protocol import ModelLayout, RunConfig, VersionId
+from diloco_protocol.dtypes import whole_dtype
+from diloco_protocol.messages import Chunk, Credit
+from diloco_worker.session import events
+from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.downloads import CREDIT_BATCH
+from diloco_worker.session.lanes import Owners
+from diloco_worker.transport import between_ranks as ranks
+from diloco_worker.transport.executor import Network
+from diloco_worker.transport.fragment_buffers import FragmentBuffers
+
+
+@dataclass(frozen=True)
+class SharesKnown(events.Event):
+    """The leader has joined on these terms; the chunks of the model are shared out."""
+
+    terms: Terms
+    owners: Owners
+
+
+@dataclass
+class _Arriving:
+    """This rank's share of the version of a fragment that arrives, or arrived last."""
+
+    version: VersionId
+    missing: set[int]  # chunks
+
+
+@dataclass(eq=False, repr=False)
+class Follower:
+    """See the head of this module."""
+
+    network: Network
+    connect: Callable[[str, str], object]  # to the broker, by its address or a Unix socket
+    buffers: FragmentBuffers
+    leader: ranks.LeaderConnection
+    phase: Phase = Phase.NEW
+    payload: Any = None  # of the chunk that it is fed
+    last: bytes = b""  # what the leader told at the end
+    uploads: set[int] = field(default_factory=set)  # push ids of which chunks may be sent
+    _terms: Terms | None = None
+    _own: tuple[frozenset[int], ...] = ()  # by fragment, the chunks of this rank
+    _token: bytes = b""  # of the leader's session
+    _is_open: bool = False
+    _owed: int = 0  # credits not yet given back
+    _arriving: dict[int, _Arriving] = field(default_factory=dict)  # by fragment
+    _offered: dict[int, int] = field(default_factory=dict)  # by fragment, the last push id
+    _waiting: list[Chunk] = field(default_factory=list)  # of pushes that are not laid out yet
+
+    @property
+    def config(self) -> RunConfig | None:
+        return self._terms.config if self._terms else None
+
+    @property
+    def layout(self) -> ModelLayout | None:
+        return self._terms.layout if self._terms else None
+
+    def wakes_at(self) -> float | None:
+        return None
+
+    def feed(self, event: events.Event) -> None:  # noqa: C901, PLR0912  a case for each event
+        match event:
+            # From the training thread.
+            case SharesKnown(terms, owners):
+                self._terms = terms
+                self._own = tuple(
+                    frozenset(index for index, rank in enumerate(each) if rank == self.leader.rank)
+                    for each in owners
+                )
+            case events.Offer(push):
+                self._end_push(self._offered.get(push.fragment))
+                self._offered[push.fragment] = push.push_id
+                self._send_waiting()
+            case events.Depart():
+                self.phase = Phase.LEFT
+            # From the leader.
+            case ranks.OpenBulk():
+                self._open(event)
+            case ranks.CloseBulk():
+                self._close()
+            case ranks.SendShare(chunk):
+                self._send(chunk)
+            case ranks.Donate(push) if self._own[push.fragment]:
+                self.uploads.add(push.push_id)
+                part = self._all.all[push.fragment]
+                if self.buffers.prepare(push.push_id, part, push.base):
+                    self._send_waiting()
+            case ranks.PushEnded(push_id):
+                self._end_push(push_id)
+            case ranks.LeaderLeft(last):
+                self.last = self.last or last
+                self.phase = Phase.LEFT
+            # From the buffers, where a donation takes a while.
+            case events.Prepared():
+                self._send_waiting()
+            # From the broker.
+            case events.Received(Chunk() as chunk) if self._is_open:
+                self._take(chunk)
+            case events.Received(message):  # to a rank it only says that the session is void
+                self._break(
+                    str(getattr(message, "text", "")) or f"The broker sent a {message.kind}."
+                )
+            case events.Disconnected(reason):
+                self._break(reason)
+
+    @property
+    def _all(self) -> ModelLayout:
+        assert self._terms is not None
+        return self._terms.layout
+
+    # The connection to the broker.
+
+    def _open(self, asked: ranks.OpenBulk) -> None:
+        assert self._terms is not None
+        self._close()
+        config = replace(self._terms.config, reply_dtype=asked.reply_dtype)
+        self._terms = replace(self._terms, config=config)
+        self._token, self._is_open = asked.binding.session, True
+        self.connect(asked.address, asked.shortcut)
+        self.network.send(asked.binding, bulk=True)
+
+    def _close(self) -> None:
+        self.network.disconnect()
+        self._is_open = False
+        self._owed = 0
+        self._waiting.clear()
+
+    def _break(self, reason: str) -> None:
+        """Once for a connection: the leader opens those of all ranks anew."""
+        if self._is_open:
+            self._close()
+            text = f"Process {self.leader.rank} of this worker: {reason}"
+            self.leader.send(events.Disconnected(text))
+
+    # Up.
+
+    def _send(self, chunk: Chunk) -> None:
+        assert chunk.push_id is not None
+        if not self._is_open:
+            return
+        if chunk.push_id not in self.buffers.outgoing:
+            self._waiting.append(chunk)
+            return
+        payload = self.buffers.chunk(chunk.push_id, chunk.fragment, chunk.index)
+        self.network.send(chunk, payload, bulk=True)
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for chunk in waiting:
+            self._send(chunk)
+
+    def _end_push(self, push_id: int | None) -> None:
+        if push_id is not None:
+            self.uploads.discard(push_id)
+            self.buffers.drop(push_id)
+            self._waiting = [each for each in self._waiting if each.push_id != push_id]
+
+    # Down.
+
+    def _take(self, chunk: Chunk) -> None:
+        self._owed += 1
+        if self._owed >= CREDIT_BATCH:
+            self.network.send(Credit(self._owed, self._token), bulk=True)
+            self._owed = 0
+        fragment, index, version = chunk.fragment, chunk.index, chunk.version
+        is_own = 0 <= fragment < len(self._own) and index in self._own[fragment]
+        if version is None or not is_own:
+            self._break(f"chunk {index} of fragment {fragment} is not of this process.")
+            return
+        arriving = self._arriving.get(fragment)
+        if arriving is None or arriving.version != version:
+            arriving = self._arriving[fragment] = _Arriving(version, set(self._own[fragment]))
+            self.buffers.begin(self._all.all[fragment], version)
+        if arriving.missing:  # one that came before may be in another dtype
+            if not self._store(chunk):
+                del self._arriving[fragment]
+                self.leader.send(events.Spoilt(fragment))
+                return
+            arriving.missing.discard(index)
+            if not arriving.missing:
+                self.buffers.finish(fragment)
+        self.leader.send(events.ArrivedElsewhere(chunk))
+
+    def _store(self, chunk: Chunk) -> bool:
+        """Whether it could be decoded: a difference may be from another copy than the one held."""
+        assert self._terms is not None
+        wire, fragment, index = self._terms.config.reply_dtype, chunk.fragment, chunk.index
+        if chunk.delta_of is None:
+            self.buffers.store(fragment, index, self.payload, whole_dtype(wire))
+            return True
+        found = self.buffers.follow(
+            fragment, index, self.payload, wire, chunk.parts or (), chunk.delta_of
+        )
+        return found is not None and found == chunk.checksum

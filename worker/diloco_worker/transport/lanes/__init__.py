@@ -1,1 +1,0 @@
-"""Connections between the processes of one worker, and of those that do not lead to the broker."""

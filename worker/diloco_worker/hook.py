@@ -37,6 +37,7 @@ from diloco_worker.group.beginning import (
     same_settings,
 )
 from diloco_worker.joining import Joining
+from diloco_worker.launching import tell_launcher
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import FORCE, LOAD, STEP, GroupBroken, Ranks, group_of
@@ -51,7 +52,6 @@ from diloco_worker.sync import boundary
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.state import SyncState
 from diloco_worker.transport import own_log, uncaught
-from diloco_worker.transport.end_file import tell_launcher
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
 from diloco_worker.transport.whereabouts import Given

@@ -28,6 +28,8 @@ from diloco_protocol.clients.keys import HANDED_OUT
 from diloco_protocol.roles import Role
 from diloco_worker.auto import SEED_OFFSET
 from diloco_worker.cli.python_command import with_auto
+from diloco_worker.cli.training_program import TrainingProgram
+from diloco_worker.launching import END_FILE
 from diloco_worker.session.restarts import RUN_IS_OVER, Restarts
 from diloco_worker.settings import (
     NUM_SHARDS,
@@ -37,8 +39,6 @@ from diloco_worker.settings import (
     resolve,
     worker_keys,
 )
-from diloco_worker.transport.end_file import VARIABLE
-from diloco_worker.transport.training_program import TrainingProgram
 
 COMMAND = "diloco-worker"
 
@@ -157,7 +157,7 @@ def _address_before(command: list[str]) -> tuple[str | None, list[str]]:
 @contextlib.contextmanager
 def _end_file() -> Iterator[Path]:
     """Where the script's workers say why they left; on several machines that has to be named."""
-    if named := os.environ.get(VARIABLE, "").strip():
+    if named := os.environ.get(END_FILE, "").strip():
         yield Path(named)
         return
     with tempfile.TemporaryDirectory(prefix="diloco-worker-", ignore_cleanup_errors=True) as folder:

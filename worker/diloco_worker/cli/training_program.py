@@ -17,19 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from diloco_worker.launching import END_FILE, code_of, forget, word
 from diloco_worker.session.restarts import FINAL, Restarts, meant
-from diloco_worker.transport.end_file import VARIABLE, forget, word
 
 logger = logging.getLogger("diloco.worker")
 
 # These ask a program to end; the other two mean what the program takes them for.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-
-
-def code_of(returned: int) -> int:
-    """The exit code as a shell says it: 128 + N where signal N has ended the process."""
-    return returned if returned >= 0 else 128 - returned
 
 
 class TrainingProgram:
@@ -48,7 +43,7 @@ class TrainingProgram:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._command = list(command)
-        self._environ = {**environ, VARIABLE: str(end_file)}
+        self._environ = {**environ, END_FILE: str(end_file)}
         self._end_file = end_file
         self._restarts = restarts
         self._clock = clock

@@ -19,8 +19,8 @@ from diloco_broker import Broker
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.same_host import can_be_entered, leads_to
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.transport import broker_connection
 from diloco_worker.transport import connections as connections_module
-from diloco_worker.transport import link as link_module
 from diloco_worker.transport.forks import monitored
 from kit.keyed_broker import file_of
 from kit.layers import Layers, delta, name_of
@@ -215,7 +215,7 @@ def test_socket_that_goes_behind_the_look_at_it_costs_a_moment(
 ) -> None:
     """ZeroMQ alone would try it for ever."""
     looks = iter([True])
-    monkeypatch.setattr(link_module, "can_be_entered", lambda address: next(looks, False))
+    monkeypatch.setattr(broker_connection, "can_be_entered", lambda address: next(looks, False))
     broker = Broker(a_config(workers=1))
     sockets = broker._loop.sockets
     assert sockets.own_address is not None

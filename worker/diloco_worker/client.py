@@ -51,8 +51,8 @@ from diloco_worker.session.events import Ask, BeatNow, Observe, RequestVersion
 from diloco_worker.session.news import Arrival
 from diloco_worker.session.session import Session
 from diloco_worker.settings import ADDRESS, check, default_worker_id, worker_keys
+from diloco_worker.transport.broker_address import Given
 from diloco_worker.transport.link import Link
-from diloco_worker.transport.whereabouts import Given
 
 # Seconds between two questions for the model while the broker has none.
 ASK_AGAIN_S = 0.5

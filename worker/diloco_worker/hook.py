@@ -52,9 +52,9 @@ from diloco_worker.sync import boundary
 from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.state import SyncState
 from diloco_worker.transport import own_log, uncaught
+from diloco_worker.transport.broker_address import Given
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
-from diloco_worker.transport.whereabouts import Given
 from diloco_worker.unit_line import UnitLine
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from diloco_protocol import UsageError
 from diloco_worker.frameworks import figures, give_own_order, report_loss
 from diloco_worker.hook import DiLoCoWorker
 from diloco_worker.settings import handed_on, resolve
-from diloco_worker.transport.whereabouts import Given
+from diloco_worker.transport.broker_address import Given
 
 logger = logging.getLogger("diloco.worker")
 

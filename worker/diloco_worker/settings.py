@@ -30,7 +30,7 @@ from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 from diloco_protocol.ranges import MOST
 from diloco_protocol.roles import Role
 from diloco_worker.transport import own_log
-from diloco_worker.transport.whereabouts import Given
+from diloco_worker.transport.broker_address import Given
 
 logger = logging.getLogger("diloco.worker")
 

@@ -16,7 +16,7 @@ from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
-from diloco_worker.transport.whereabouts import Given
+from diloco_worker.transport.broker_address import Given
 
 
 class RelayBroker(Broker):

@@ -26,7 +26,7 @@ from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.messages import Join
 from diloco_worker.session import events as of_parent
-from diloco_worker.transport.whereabouts import Given
+from diloco_worker.transport.broker_address import Given
 
 logger = logging.getLogger("diloco.relay")
 

@@ -20,7 +20,7 @@ LOOK_S = 1.0
 ANSWER_S = 0.05
 
 
-class Whereabouts:
+class BrokerAddress:
     """Of a broker, by what was given. Belongs to one thread."""
 
     def __init__(self, given: Given) -> None:
@@ -95,7 +95,7 @@ class _Answers:
             self._state = "idle"
         elif self._state == "idle":
             self._state = "asking"
-            threading.Thread(target=self._call, name="diloco-whereabouts", daemon=True).start()
+            threading.Thread(target=self._call, name="diloco-address", daemon=True).start()
         if isinstance(self._said, NoAddress):
             raise self._said
         return self._said

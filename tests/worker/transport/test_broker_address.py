@@ -10,18 +10,18 @@ from typing import cast
 
 import pytest
 
-from diloco_worker.transport.whereabouts import ANSWER_S, LOOK_S, Whereabouts
+from diloco_worker.transport.broker_address import ANSWER_S, LOOK_S, BrokerAddress
 
 
 def test_address_that_was_given_stays() -> None:
-    found = Whereabouts("tcp://h:1")
+    found = BrokerAddress("tcp://h:1")
     assert found.address == "tcp://h:1"
     assert not found.look(0.0)
     assert found.next_look() is None
 
 
 def test_several_addresses_are_turned_to_by_number() -> None:
-    found = Whereabouts("h:1, tcp://k:2,ipc:///x")
+    found = BrokerAddress("h:1, tcp://k:2,ipc:///x")
     assert found.count == 3
     assert found.address == "tcp://h:1"
     found.turn_to(1)
@@ -33,14 +33,14 @@ def test_several_addresses_are_turned_to_by_number() -> None:
 def test_path_of_a_file_may_have_a_comma(tmp_path: Path) -> None:
     file = tmp_path / "a,b"
     file.write_text("tcp://h:1")
-    found = Whereabouts(f"file://{file}")
+    found = BrokerAddress(f"file://{file}")
     assert found.look(0.0)
     assert (found.count, found.address) == (1, "tcp://h:1")
 
 
 def test_file_is_waited_for_and_followed(tmp_path: Path) -> None:
     file = tmp_path / "address"
-    found = Whereabouts(f"file://{file}")
+    found = BrokerAddress(f"file://{file}")
     assert not found.look(5.0)
     assert not found.address
     assert found.problem == f"the file {file} is not there yet"
@@ -57,7 +57,7 @@ def test_file_is_waited_for_and_followed(tmp_path: Path) -> None:
 def test_last_address_stays_while_the_file_has_none(tmp_path: Path) -> None:
     file = tmp_path / "address"
     file.write_text("tcp://h:1")
-    found = Whereabouts(f"file://{file}")
+    found = BrokerAddress(f"file://{file}")
     assert found.look(0.0)
     file.write_text("tcp://*:1")
     assert not found.look(1.0)
@@ -65,7 +65,7 @@ def test_last_address_stays_while_the_file_has_none(tmp_path: Path) -> None:
     assert found.problem is not None and "holds no address" in found.problem
 
 
-def looks_until(found: Whereabouts, is_done: Callable[[], bool]) -> int:
+def looks_until(found: BrokerAddress, is_done: Callable[[], bool]) -> int:
     """How often it looked, with the times that it asks for."""
     looks = 0
     deadline = time.monotonic() + 10.0
@@ -89,7 +89,7 @@ def test_function_is_asked_again_and_again_while_its_thread_may_take_its_time() 
         assert answers.acquire(timeout=10.0)
         return next(places)
 
-    found = Whereabouts(place)
+    found = BrokerAddress(place)
     assert not found.look(0.0)
     assert asked.acquire(timeout=10.0)
     assert found.problem == "server() has not answered yet"
@@ -107,7 +107,7 @@ def test_function_is_asked_again_and_again_while_its_thread_may_take_its_time() 
 )
 def test_function_that_says_no_address_is_told_and_asked_again(said: object) -> None:
     answers = iter([said, "h:1"])
-    found = Whereabouts(lambda: cast(str, next(answers)))
+    found = BrokerAddress(lambda: cast(str, next(answers)))
     looks_until(found, lambda: "returned" in (found.problem or ""))
     assert found.problem is not None and "no address like" in found.problem
     looks_until(found, lambda: found.address == "tcp://h:1")
@@ -121,7 +121,7 @@ def test_function_that_fails_keeps_the_last_address() -> None:
             raise OSError("no route")
         return answers.pop()
 
-    found = Whereabouts(place)
+    found = BrokerAddress(place)
     looks_until(found, lambda: found.address is not None)
     looks_until(found, lambda: found.problem is not None)
     assert found.problem == "server() failed: OSError('no route')"

@@ -1,0 +1,240 @@
+"""The connection of a session to its broker, wherever the broker is: what its executor calls `Network`.
+
+A worker's link has one in its I/O thread, a relay one to its parent in the thread of its loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container
+from typing import Any
+
+import zmq
+
+from diloco_protocol import ProtocolError, pack, unpack
+from diloco_protocol.clients.keys import Keys
+from diloco_protocol.clients.same_host import can_be_entered, leads_to
+from diloco_protocol.messages import Message, Welcome
+from diloco_worker.session import events
+from diloco_worker.session.connection import Phase
+from diloco_worker.session.session import Session
+from diloco_worker.transport.broker_address import BrokerAddress, Given
+from diloco_worker.transport.connections import NOW, Changes, Connections
+from diloco_worker.transport.executor import Executor
+from diloco_worker.transport.follower import Follower
+from diloco_worker.transport.fragment_buffers import check_length
+
+# Of a broker that was killed the Unix socket may break first. Where it breaks alone so often, one time
+# after the other, something is wrong with it, and the next session goes over TCP.
+BREAKS_OF_SHORTCUT = 2
+# Messages taken from one socket before the others get their turn.
+BATCH = 64
+# How long the last message, `leave`, may take to get out.
+LEAVE_LINGER_MS = 1000
+# The same sentence is not logged again within so many seconds, and so many are remembered for that.
+REPEAT_S = 30.0
+SENTENCES = 100
+
+
+class RepeatedLines(dict[str, float]):
+    """When each sentence was logged last, so that the same is not logged again and again."""
+
+    def is_due(self, text: str, now: float) -> bool:
+        """Whether to log this sentence; it counts as logged then."""
+        if now - self.get(text, -REPEAT_S) < REPEAT_S:
+            return False
+        self.pop(text, None)  # the latest comes last
+        self[text] = now
+        while len(self) > SENTENCES:
+            del self[next(iter(self))]
+        return True
+
+
+class BrokerConnection:
+    """See the head of this module. Belongs to one thread, but for what it tells of itself.
+
+    `watch` and `unwatch` a socket that the thread waits for. A subclass sets the executor, which has the
+    session, before anything else is called; `peer` is what its log calls the broker.
+    """
+
+    executor: Executor | Follower
+    session: Session | Follower
+
+    def __init__(
+        self,
+        address: Given,
+        keys: Keys | None,
+        clock: Callable[[], float],
+        *,
+        watch: Callable[[Any], object],
+        unwatch: Callable[[Any], object],
+        logger: logging.Logger,
+        peer: str = "broker",
+    ) -> None:
+        # As it was given, or where the broker was found by it.
+        self.address = address if isinstance(address, str) else "the address that server() says"
+        self.refused_key: str | None = None  # why the broker does not speak to us
+        self.shortcut = ""
+        self.now = clock
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.last_error: str | None = None  # the last thing that went wrong, a sentence
+        self.said = RepeatedLines()  # what was logged lately
+        self._where = BrokerAddress(address)
+        self._keys = keys
+        self._watch, self._unwatch = watch, unwatch
+        self._logger, self._peer = logger, peer
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._connections: Connections | None = None
+        self._breaks_of_shortcut = 0  # one after the other, of it alone
+
+    # What the thread does.
+
+    def receive(self, ready: Container[object] | None = None) -> None:
+        """Take in what has come. `ready`: the sockets with something to read, where that is known."""
+        connections = self._connections
+        if connections is None:
+            return
+        for each in connections.sockets:
+            if (ready is None or each in ready) and not each.closed:
+                self._receive(each)
+        has_changed = ready is None or connections.may_have_changed(ready)
+        if self._connections is connections and has_changed:
+            self._follow(connections, connections.changes())
+
+    def look_for_the_broker(self) -> float | None:
+        """Follow a broker that has moved while nobody answers. Returns when to wake up."""
+        wakes_at, next_look = self.session.wakes_at(), self._where.next_look()
+        if next_look is None or self.session.phase is not Phase.CONNECTING:
+            return wakes_at
+        if self.now() >= next_look and self._where.look(self.now()):
+            self.disconnect()
+            self.connect()
+        next_look = self._where.next_look()
+        return min((at for at in (wakes_at, next_look) if at is not None), default=None)
+
+    def _receive(self, source: zmq.Socket[bytes]) -> None:
+        connections = self._connections
+        for _ in range(BATCH):
+            if self._connections is not connections:
+                return
+            try:
+                frames = source.recv_multipart(NOW, copy=False)
+            except zmq.Again:
+                return
+            buffers = [frame.buffer for frame in frames]
+            self.bytes_down += sum(buffer.nbytes for buffer in buffers)
+            try:
+                message, payload = unpack(buffers)
+                if payload is not None:
+                    check_length(message, payload, self.session.layout, self.session.config)
+            except ProtocolError as error:
+                text = f"The {self._peer} sent a message that cannot be read: {error}"
+                if isinstance(self.session, Session):
+                    self.say(text, trouble=True)
+                else:
+                    self.executor.feed(events.Disconnected(text))
+                continue
+            self._take(message, payload)
+
+    def _take(self, message: Message, payload: memoryview | None) -> None:
+        if isinstance(message, Welcome):
+            self._shorten(message)
+        self.executor.payload = payload
+        self.executor.feed(events.Received(message))
+        self.executor.payload = None
+
+    def _follow(self, connections: Connections, changes: Changes) -> None:
+        """Tell the session what the monitors have seen of these connections."""
+        self.refused_key = None if changes.connected else changes.refused
+        if changes.connected:
+            self.executor.feed(events.Connected())
+        if changes.refused is not None and changes.is_final:
+            self.executor.feed(events.LockedOut(changes.refused))
+        elif changes.broken is not None:
+            # Messages that arrived before the break are handled first. The poll may have missed them:
+            # it asks for messages before it asks the monitors.
+            for each in connections.sockets:
+                if self._connections is connections:
+                    self._receive(each)
+            if self._connections is not connections:
+                return
+            is_alone = connections.is_shortened and changes.is_of_bulk_alone
+            self._breaks_of_shortcut = self._breaks_of_shortcut + 1 if is_alone else 0
+            self.executor.feed(events.Disconnected(changes.broken))
+        elif changes.unreached and not changes.connected:
+            self.executor.feed(events.Unreached())
+
+    def _shorten(self, welcome: Welcome) -> None:
+        """Chunks go through a Unix socket where the broker is on this machine.
+
+        Not where it was reached at another address than its own: there is a proxy, or a tunnel, which
+        somebody has put there for a reason.
+        """
+        connections, address = self._connections, welcome.ipc
+        self.shortcut = ""
+        if connections is None or address is None or connections.is_shortened:
+            return
+        if self._breaks_of_shortcut >= BREAKS_OF_SHORTCUT:
+            self._breaks_of_shortcut = 0
+            return
+        if leads_to(self.address, welcome.bound or "") and can_be_entered(address):
+            for each in connections.pollable:
+                self._unwatch(each)
+            connections.shorten(address)
+            for each in connections.pollable:
+                self._watch(each)
+            self.shortcut = address
+
+    # What the session asks for.
+
+    def connect(self, place: int = 0) -> None:
+        self.refused_key = None  # what was true of the last connections may be over
+        self._where.turn_to(place)
+        self._where.look(self.now())
+        if (address := self._where.address) is None:
+            return  # its file, or function, says none yet
+        if address != self.address:
+            self.address = address
+            if self._where.count == 1:  # of several most may be wrong
+                self.say(f"The {self._peer} is at {address} now.")
+        assert self._context is not None and self._connections is None
+        self._adopt(Connections(self._context, address, self._keys))
+
+    def connect_bulk(self, address: str, shortcut: str) -> None:
+        """A follower connects for chunks, by this Unix socket where it can."""
+        assert self._context is not None
+        connections = Connections(self._context, address, self._keys, names=("bulk",))
+        if shortcut and can_be_entered(shortcut):
+            connections.shorten(shortcut)
+        self._adopt(connections)
+
+    def _adopt(self, connections: Connections) -> None:
+        self._connections = connections
+        for each in connections.pollable:
+            self._watch(each)
+
+    def disconnect(self, linger_ms: int = 0) -> None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            for each in connections.pollable:
+                self._unwatch(each)
+            connections.close(linger_ms)
+
+    def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
+        connections = self._connections
+        if connections is None:
+            return
+        frames = pack(message, payload)
+        if not connections.send(frames, bulk=bulk):
+            # Credits bind long before this; only a connection that takes nothing gets here.
+            text = f"The connection to the {self._peer} accepts no more data."
+            self.say(text, trouble=True)
+            return
+        self.bytes_up += sum(memoryview(frame).nbytes for frame in frames)
+
+    def say(self, text: str, *, trouble: bool = False) -> None:
+        if trouble:
+            self.last_error = text
+        if self.said.is_due(text, self.now()):
+            self._logger.log(logging.WARNING if trouble else logging.INFO, "%s", text)

@@ -7,8 +7,9 @@ unknown which part of the model is ahead, so all of them end, and go on from the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.bitmap import Bitmap
@@ -31,6 +32,8 @@ from diloco_worker.transport.between_ranks import Codec
 POLL_EVERY_S = 20.0
 # Seconds that the leader may take to leave, besides those that it waits for what is in flight.
 LEADER_LEAVES_WITHIN_S = 10.0
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -93,9 +96,31 @@ class GroupPorts(LocalPorts):
         own = plain if self.ranks.leads else with_vectors(common, plain)
         return self.tensors.shared_out(own, self.reports.counts)
 
+    def of_leader(self, find: Callable[[], T]) -> T:
+        """What the leader finds, at all ranks; values of tensors are not among it."""
+        found: T
+        if self.ranks.leads:
+            found = find()
+            self.ranks.broadcast(CODEC.packed(found))
+        else:
+            found = CODEC.unpacked(self.ranks.broadcast())
+        return found
+
     def draw(self) -> int:
-        drawn: int = self.ranks.broadcast(super().draw() if self.ranks.leads else None)
-        return drawn
+        return self.of_leader(super().draw)
+
+    def link_state(self) -> LinkState:
+        self._shown = state = self.of_leader(super().link_state)
+        return state
+
+    def take(self, fragments: Sequence[int]) -> list[Arrival]:
+        return self.of_leader(lambda: super(GroupPorts, self).take(fragments))
+
+    def values_of(self, arrival: Arrival) -> FlatState | None:
+        """This rank's share."""
+        if arrival.values == ELSEWHERE:
+            return self.link.share_of(arrival.released.fragment, arrival.version)
+        return super().values_of(arrival)
 
     def check_model(self) -> None:
         watch = self.tensors.watch
@@ -143,29 +168,15 @@ class LeaderPorts(GroupPorts):
 
     _is_leaving = False
 
-    def link_state(self) -> LinkState:
-        state = super().link_state()
-        self.ranks.broadcast(CODEC.packed(state))
-        return state
-
-    def take(self, fragments: Sequence[int]) -> list[Arrival]:
-        arrivals = super().take(fragments)
-        self.ranks.broadcast(CODEC.packed([_without_values(each) for each in arrivals]))
-        return arrivals
-
     def poll(self) -> Poll:
         found = replace(super().poll(), totals=self._totals)
         self._facts = super(GroupPorts, self).facts
         if not self._is_leaving:
-            arrivals = {f: _without_values(each) for f, each in found.news.arrivals.items()}
-            told = replace(found, news=replace(found.news, arrivals=arrivals))
-            self.ranks.broadcast(CODEC.packed([told, self._facts]))
+            self.ranks.broadcast(CODEC.packed([found, self._facts]))
         return found
 
     def offer(self, in_flight: InFlight, *, is_new: bool) -> int:
-        reconnections = super().offer(in_flight, is_new=is_new)
-        self.ranks.broadcast(reconnections)
-        return reconnections
+        return self.of_leader(lambda: super(LeaderPorts, self).offer(in_flight, is_new=is_new))
 
     async def wait(self, seconds: float) -> Poll:
         self._listen(seconds if self._is_leaving else min(seconds, POLL_EVERY_S))
@@ -191,19 +202,6 @@ class LeaderPorts(GroupPorts):
 class FollowerPorts(GroupPorts):
     """The ports of the other ranks: the leader speaks to the broker, the script's log and displays."""
 
-    def link_state(self) -> LinkState:
-        self._shown = CODEC.unpacked(self.ranks.broadcast())
-        assert self._shown is not None
-        return self._shown
-
-    def take(self, fragments: Sequence[int]) -> list[Arrival]:
-        return list(CODEC.unpacked(self.ranks.broadcast()))
-
-    def values_of(self, arrival: Arrival) -> FlatState | None:
-        if arrival.values is None:
-            return None
-        return self.link.share_of(arrival.released.fragment, arrival.version)
-
     def poll(self) -> Poll:
         found: Poll
         found, self._facts = CODEC.unpacked(self.ranks.broadcast())
@@ -220,8 +218,7 @@ class FollowerPorts(GroupPorts):
         delta = self.fragments[in_flight.push.fragment].delta
         assert delta is not None
         self.link.offer(in_flight.push, delta.wire)
-        reconnections: int = self.ranks.broadcast()
-        return reconnections
+        return self.of_leader(lambda: self.link.reconnections)
 
     async def merge(self, fragment: int, merge: Merge, step: int) -> None:
         arrival = merge.arrival
@@ -249,19 +246,21 @@ class FollowerPorts(GroupPorts):
                 setattr(self.metrics, name, value)
 
 
-# What the leader broadcasts. Values of tensors never travel there: each rank has its own share of them.
-
+# What the leader broadcasts in the place of tensors.
 ELSEWHERE = "this rank's share is in its own buffers"
 
 
-CODEC = Codec(
+class _WithoutTensors(Codec):
+    """Values of tensors never travel: each rank has its own share of them."""
+
+    def _extension(self, value: Any) -> Any:
+        return ELSEWHERE if isinstance(value, FlatState) else super()._extension(value)
+
+
+CODEC = _WithoutTensors(
     *(Poll, News, Arrival, Rejection, Bitmap, LinkState, Phase, frozenset),
     *(RunConfig, Work, RunFacts, Progress),
 )
-
-
-def _without_values(arrival: Arrival) -> Arrival:
-    return arrival if arrival.values is None else replace(arrival, values=ELSEWHERE)
 
 
 # What is saved of a worker: the same at all ranks, and the vectors of each one's share.

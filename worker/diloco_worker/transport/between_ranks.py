@@ -46,7 +46,7 @@ class Codec:
     def unpacked(self, data: bytes) -> Any:
         return msgpack.unpackb(data, ext_hook=self._read, use_list=False, strict_map_key=False)
 
-    def _extension(self, value: Any) -> msgpack.ExtType:
+    def _extension(self, value: Any) -> Any:
         content: list[Any]
         match value:
             case Message():

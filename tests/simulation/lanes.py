@@ -16,6 +16,7 @@ from diloco_protocol.version import VersionId
 from diloco_worker.session import events
 from diloco_worker.session.connection import Owners
 from diloco_worker.session.downloads import CREDIT_BATCH
+from diloco_worker.session.effects import SendChunk
 from simulation.fragments import Fragments
 from simulation.network import Connection, Listener, World
 from simulation.tensors import Code, Codes, Violation
@@ -67,10 +68,11 @@ class Lanes:
         self._sessions[lane], self._owed[lane] = binding.session, 0
         self.connections[lane].up(binding)
 
-    def send(self, lane: int, chunk: Chunk) -> None:
+    def send(self, effect: SendChunk) -> None:
+        lane, push_id, fragment, index = effect.lane, effect.push_id, effect.fragment, effect.index
         connection = self.connections.get(lane)
-        assert chunk.push_id is not None
-        payload = self._worker.payload_of(chunk.push_id, chunk.fragment, chunk.index)
+        chunk = Chunk(fragment, index, session=effect.session, push_id=push_id)
+        payload = self._worker.payload_of(push_id, fragment, index)
 
         def send() -> None:
             # One that was opened meanwhile is told later, and a chunk of before is none of its own.

@@ -38,9 +38,9 @@ from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import Options
 from diloco_worker.sync.ports import MergeFailed, NonFinite, finish
 from diloco_worker.sync.state import SyncState
+from diloco_worker.transport.broker_address import Given
 from diloco_worker.transport.link import Link
 from diloco_worker.transport.sigterm import Termination
-from diloco_worker.transport.broker_address import Given
 
 logger = logging.getLogger("diloco.worker")
 

@@ -25,6 +25,7 @@ from diloco_protocol.messages import Chunk, Credit, Lane, Purpose, Push, decode
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.session import events
 from diloco_worker.session.compatibility import Terms
+from diloco_worker.session.effects import SendChunk
 from diloco_worker.transport.between_ranks import Followers, LeaderConnection
 from diloco_worker.transport.link import Link
 
@@ -125,7 +126,7 @@ def test_connection_over_which_something_wrong_comes_is_opened_anew(
     for number in range(4):
         scene.says(route, number, torch.full((CHUNK,), float(number)).numpy().tobytes())
     scene.until(lambda: len(scene.heard) == 4)
-    vector = next(iter(scene.link.share_of(0, VERSION).vectors.values()))
+    vector = next(iter(scene.link.buffers.share_of(0, VERSION).vectors.values()))
     assert vector.view(4, CHUNK)[:, 0].tolist() == [0, 1, 2, 3]
     assert not scene.link.has_ended and scene.link.last_error is None
 
@@ -141,7 +142,7 @@ def test_each_connection_has_the_dtype_of_its_replies(scene: Scene) -> None:
     for number in range(4):
         scene.says(route, number, wire)
     scene.until(lambda: len(scene.heard) == 4)
-    (vector,) = scene.link.share_of(0, VERSION).vectors.values()
+    (vector,) = scene.link.buffers.share_of(0, VERSION).vectors.values()
     assert vector.tolist() == [2.0] * 4 * CHUNK
 
 
@@ -157,7 +158,7 @@ def test_rank_donates_its_chunks_of_the_version_that_the_leader_holds(
         scene.until(lambda: len(scene.heard) == 4)
     donation = Push(b"s", 9, 0, 4, base=VERSION, purpose=Purpose.DONATION, wire_dtype="fp32")
     scene.followers.donate(donation)
-    scene.followers.send(1, Chunk(0, 2, session=b"s", push_id=9))
+    scene.followers.send(SendChunk(b"s", 9, 0, 2, lane=1))
     if not is_fetched:
         own = FlatState.empty(scene.part)
         own.vectors[Segment.PARAMETERS].fill_(7.0)
@@ -175,7 +176,7 @@ def test_push_that_ended_before_the_rank_laid_it_out_leaves_nothing_to_send(scen
     delta = FlatState.empty(scene.part)
     delta.vectors[Segment.PARAMETERS].fill_(1.0)
     for push_id in (1, 2):
-        scene.followers.send(1, Chunk(0, 0, session=b"s", push_id=push_id))
+        scene.followers.send(SendChunk(b"s", push_id, 0, 0, lane=1))
         if push_id == 1:
             scene.followers.over(push_id)
             scene.says(route, 0, bytes(4 * CHUNK))

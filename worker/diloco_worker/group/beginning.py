@@ -165,7 +165,7 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
     ports = make(**joining.of_ports(link, arrived), **of_group)
     ports.begin()
     states, _ = own.result()
-    for fragment in [each for each in states if link.holds(each)]:
+    for fragment in [each for each in states if link.buffers.holds(each)]:
         del states[fragment]
     return ports
 

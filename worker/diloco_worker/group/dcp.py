@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -71,7 +71,7 @@ def saved_state(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # on purpose: each reads alone
         load(target, storage_reader=reader, no_dist=True)
-    nested: dict[str, Any] = _nested([(found[key][1:], value) for key, value in target.items()])
+    nested: dict[str, Any] = unflatten_state_dict(target, found)[name]
     return nested
 
 
@@ -89,23 +89,3 @@ def _of_others(names: set[str | int], worker: str | None, rank: int, count: int)
     own = {name for name, each in known.items() if each == ProcessName(worker or "", rank, count)}
     wanted = own or {name for name, each in known.items() if each.worker == worker}
     return known.keys() - wanted
-
-
-def _nested(values: Sequence[tuple[Path, Any]]) -> Any:
-    """Dicts and lists, by where each value is in them."""
-    made: dict[str | int, Any] = {}
-    for path, value in values:
-        inner = made
-        for step in path[:-1]:
-            inner = inner.setdefault(step, {})
-        inner[path[-1]] = value
-    return _with_lists(made)
-
-
-def _with_lists(made: Any) -> Any:
-    if not isinstance(made, dict):
-        return made
-    inner = {step: _with_lists(value) for step, value in made.items()}
-    if inner and all(isinstance(step, int) for step in inner):
-        return [inner[step] for step in sorted(inner)]
-    return inner

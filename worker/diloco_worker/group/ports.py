@@ -119,7 +119,7 @@ class GroupPorts(LocalPorts):
     def values_of(self, arrival: Arrival) -> FlatState | None:
         """This rank's share."""
         if arrival.values == ELSEWHERE:
-            return self.link.share_of(arrival.released.fragment, arrival.version)
+            return self.link.buffers.share_of(arrival.released.fragment, arrival.version)
         return super().values_of(arrival)
 
     def check_model(self) -> None:

@@ -17,7 +17,8 @@ import msgpack
 import zmq
 
 from diloco_protocol import Bitmap
-from diloco_protocol.messages import Chunk, Lane, Message, Push, decode, encode
+from diloco_protocol.messages import Lane, Message, Push, decode, encode
+from diloco_worker.session import effects
 from diloco_worker.session.events import ArrivedElsewhere, Disconnected, Event, Spoilt
 from diloco_worker.transport.connections import NOW, prepared
 from diloco_worker.transport.forks import monitored
@@ -72,7 +73,7 @@ class Codec:
         return (Bitmap.from_bytes if kind is Bitmap else kind)(*self.unpacked(data))
 
 
-# From the leader to a follower.
+# From the leader to a follower, besides effects of its session.
 
 
 @dataclass(frozen=True)
@@ -87,29 +88,10 @@ class OpenBulk(Event):
 
 
 @dataclass(frozen=True)
-class CloseBulk(Event):
-    """Close it; what was queued on it is void."""
-
-
-@dataclass(frozen=True)
-class SendShare(Event):
-    """Send this chunk of a push."""
-
-    chunk: Chunk
-
-
-@dataclass(frozen=True)
 class Donate(Event):
     """Lay out what is held of the version that this push is based on, or the model's own values."""
 
     push: Push
-
-
-@dataclass(frozen=True)
-class PushEnded(Event):
-    """No chunk of this push will be sent any more."""
-
-    push_id: int
 
 
 @dataclass(frozen=True)
@@ -135,8 +117,9 @@ class Moved(Event):
     down: int
 
 
+Record = Event | effects.Effect
 _CODEC = Codec(
-    *(OpenBulk, CloseBulk, SendShare, Donate, PushEnded, LeaderLeft),
+    *(OpenBulk, effects.Close, effects.SendChunk, Donate, effects.PushOver, LeaderLeft),
     *(Here, Moved, ArrivedElsewhere, Disconnected, Spoilt),
 )
 
@@ -176,7 +159,7 @@ class Followers:
         self.address = LeaderAddress(tuple(addresses), machine(), server, public, theirs)
         self._ranks = ranks
         self._connected: set[int] = set()
-        self._unsent: list[tuple[int, Event]] = []  # for those that are not connected yet
+        self._unsent: list[tuple[int, Record]] = []  # for those that are not connected yet
         self._generation = 0
         self.last = b""  # what the followers are told at the end
         self.lost: str | None = None  # why the worker cannot go on, a sentence
@@ -191,22 +174,22 @@ class Followers:
 
     def close_all(self) -> None:
         self._generation += 1
-        self._send_all(CloseBulk())
+        self._send_all(effects.Close())
 
-    def send(self, lane: int, chunk: Chunk) -> None:
-        self._send(lane, SendShare(chunk))
+    def send(self, effect: effects.SendChunk) -> None:
+        self._send(effect.lane, effect)
 
     def donate(self, push: Push) -> None:
         self._send_all(Donate(push))
 
     def over(self, push_id: int) -> None:
-        self._send_all(PushEnded(push_id))
+        self._send_all(effects.PushOver(push_id))
 
-    def _send_all(self, record: Event) -> None:
+    def _send_all(self, record: Record) -> None:
         for rank in range(1, self._ranks):
             self._send(rank, record)
 
-    def _send(self, rank: int, record: Event) -> None:
+    def _send(self, rank: int, record: Record) -> None:
         if rank in self._connected:
             self.socket.send_multipart([_route(rank), _CODEC.packed(record)], NOW)
         else:
@@ -265,7 +248,7 @@ class LeaderConnection:
     def send(self, record: Event) -> None:
         self.socket.send(_CODEC.packed((self._generation, record)), NOW)
 
-    def receive(self) -> Iterator[Event]:
+    def receive(self) -> Iterator[Record]:
         """What the leader has sent."""
         # The monitor first: what the leader sent before it went is read then.
         is_gone = any(each["event"] == zmq.EVENT_DISCONNECTED for each in monitored(self.monitor))

@@ -76,7 +76,7 @@ class Others(Protocol):
         self, address: str, bindings: tuple[Lane, ...], reply_dtype: str, shortcut: str
     ) -> None: ...
 
-    def send(self, lane: int, chunk: Chunk) -> None: ...
+    def send(self, effect: effects.SendChunk) -> None: ...
 
     # Lay out what they hold of the version that is given, or their model's own values.
     def donate(self, push: Push) -> None: ...
@@ -193,8 +193,8 @@ class Executor:
                 reply, shortcut = self.session.config.reply_dtype, self.network.shortcut
                 others.open(self.network.address, bindings, reply, shortcut)
                 return True
-            case effects.SendChunk(session, push_id, fragment, index, lane) if lane:
-                others.send(lane, Chunk(fragment, index, session=session, push_id=push_id))
+            case effects.SendChunk() if effect.lane:
+                others.send(effect)
                 return True
             case effects.PrepareDonation(push_id):
                 others.donate(self.session.uploads.by_id[push_id].push)

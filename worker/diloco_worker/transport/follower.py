@@ -14,7 +14,7 @@ from typing import Any
 from diloco_protocol import ModelLayout, RunConfig, VersionId
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Credit
-from diloco_worker.session import events
+from diloco_worker.session import effects, events
 from diloco_worker.session.compatibility import Terms
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.downloads import CREDIT_BATCH
@@ -59,7 +59,9 @@ class Follower:
     _owed: int = 0  # credits not yet given back
     _arriving: dict[int, _Arriving] = field(default_factory=dict)  # by fragment
     _offered: dict[int, int] = field(default_factory=dict)  # by fragment, the last push id
-    _waiting: list[Chunk] = field(default_factory=list)  # of pushes that are not laid out yet
+    _waiting: list[effects.SendChunk] = field(
+        default_factory=list
+    )  # of pushes that are not laid out yet
 
     @property
     def config(self) -> RunConfig | None:
@@ -72,7 +74,7 @@ class Follower:
     def wakes_at(self) -> float | None:
         return None
 
-    def feed(self, event: events.Event) -> None:  # noqa: C901, PLR0912  a case for each event
+    def feed(self, event: ranks.Record) -> None:  # noqa: C901, PLR0912  a case for each event
         match event:
             # From the training thread.
             case SharesKnown(terms, owners):
@@ -90,16 +92,16 @@ class Follower:
             # From the leader.
             case ranks.OpenBulk():
                 self._open(event)
-            case ranks.CloseBulk():
+            case effects.Close():
                 self._close()
-            case ranks.SendShare(chunk):
-                self._send(chunk)
+            case effects.SendChunk():
+                self._send(event)
             case ranks.Donate(push) if self._own[push.fragment]:
                 self.uploads.add(push.push_id)
                 part = self._all.all[push.fragment]
                 if self.buffers.prepare(push.push_id, part, push.base):
                     self._send_waiting()
-            case ranks.PushEnded(push_id):
+            case effects.PushOver(push_id):
                 self._end_push(push_id)
             case ranks.LeaderLeft(last):
                 self.last = self.last or last
@@ -148,20 +150,20 @@ class Follower:
 
     # Up.
 
-    def _send(self, chunk: Chunk) -> None:
-        assert chunk.push_id is not None
+    def _send(self, asked: effects.SendChunk) -> None:
+        push_id, fragment, index = asked.push_id, asked.fragment, asked.index
         if not self._is_open:
             return
-        if chunk.push_id not in self.buffers.outgoing:
-            self._waiting.append(chunk)
+        if push_id not in self.buffers.outgoing:
+            self._waiting.append(asked)
             return
-        payload = self.buffers.chunk(chunk.push_id, chunk.fragment, chunk.index)
-        self.network.send(chunk, payload, bulk=True)
+        chunk = Chunk(fragment, index, session=asked.session, push_id=push_id)
+        self.network.send(chunk, self.buffers.chunk(push_id, fragment, index), bulk=True)
 
     def _send_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for chunk in waiting:
-            self._send(chunk)
+        for each in waiting:
+            self._send(each)
 
     def _end_push(self, push_id: int | None) -> None:
         if push_id is not None:

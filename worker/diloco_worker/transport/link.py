@@ -25,7 +25,7 @@ from typing import Any
 
 import zmq
 
-from diloco_protocol import UsageError, VersionId
+from diloco_protocol import UsageError
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.messages import Heartbeat, Push
@@ -93,7 +93,7 @@ class Link(Inbox, BrokerConnection):
         Inbox.__init__(self, follows_rounds=follows_rounds)
         self.progress = Heartbeat(b"", 0)  # how training stands, for the next heartbeat
         self.welcomed = welcomed
-        self._buffers = FragmentBuffers(
+        self.buffers = FragmentBuffers(
             capture=capture,
             copied=lambda push_id, copied: self._call(self._donate, push_id, copied),
             tag_of=tag_of,
@@ -104,11 +104,11 @@ class Link(Inbox, BrokerConnection):
         self._others = others
         self._followers = others if isinstance(others, Followers) else None
         if isinstance(others, LeaderConnection):
-            self.executor = self.session = Follower(self, self.connect_bulk, self._buffers, others)
+            self.executor = self.session = Follower(self, self.connect_bulk, self.buffers, others)
         else:
             assert session is not None
             self.session = session
-            self.executor = Executor(session, self, self, self._buffers, others=others)
+            self.executor = Executor(session, self, self, self.buffers, others=others)
         self._calls: deque[Callable[[], object]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -146,27 +146,19 @@ class Link(Inbox, BrokerConnection):
         self, fragment: int, state: FlatState | None, came_as: FlatState | None = None
     ) -> None:
         """Training stands on these values from now on; see `FragmentBuffers`."""
-        self._call(self._buffers.set_base, fragment, state, came_as)
+        self._call(self.buffers.set_base, fragment, state, came_as)
 
     def share_out(self, owners: Owners, rank: int, shares: tuple[FragmentLayout, ...]) -> None:
         """The chunks that each rank of this worker owns, and those of this one.
 
         A follower knows the terms of the run by now, from its leader.
         """
-        self._call(self._buffers.share_out, owners, rank, shares)
+        self._call(self.buffers.share_out, owners, rank, shares)
         if isinstance(self.session, Follower):
             assert self.terms is not None
             self.tell(SharesKnown(self.terms, owners))
         else:
             self.tell(events.ShareOut(owners))
-
-    def share_of(self, fragment: int, version: VersionId) -> FlatState:
-        """A follower's share of a version that the leader has called complete."""
-        return self._buffers.share_of(fragment, version)
-
-    def holds(self, fragment: int) -> bool:
-        """Whether this process has values of a complete version."""
-        return self._buffers.holds(fragment)
 
     @property
     def last_of_leader(self) -> bytes:
@@ -259,7 +251,7 @@ class Link(Inbox, BrokerConnection):
         former = self._offered.get(push.fragment)
         if former == push.push_id:
             return  # offered again by who was interrupted behind the first time
-        self._buffers.outgoing[push.push_id] = wire
+        self.buffers.outgoing[push.push_id] = wire
         self.executor.feed(events.Offer(push))
         self._offered[push.fragment] = push.push_id
         self.take_rejection(former or 0)  # nobody asks for it any more
@@ -267,7 +259,7 @@ class Link(Inbox, BrokerConnection):
     def _donate(self, push_id: int, copied: Future[FlatState]) -> None:
         """The model has been copied, to be donated."""
         if push_id in self.session.uploads:  # else nobody wants it any more
-            self._buffers.outgoing[push_id] = copied.result()
+            self.buffers.outgoing[push_id] = copied.result()
             self.executor.feed(events.Prepared(push_id))
 
     def _named(self, tag: Future[int]) -> None:
@@ -376,8 +368,9 @@ class Link(Inbox, BrokerConnection):
         if self._others is not None and (
             self._others.socket in ready or self._others.monitor in ready
         ):
-            for event in self._others.receive():
-                self.executor.feed(event)
+            record: Any  # what a session is fed, or a follower
+            for record in self._others.receive():
+                self.executor.feed(record)
             self.is_news |= self._others.monitor in ready  # one of them may be gone
         self._count_others()
         self.executor.feed(events.Tick())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.relay.daemon import default_name
 from diloco_broker.relay.loop import RelayLoop
-from diloco_protocol.messages import Notice
+from diloco_protocol.messages import Join, Notice, decode
 from diloco_worker.session.effects import Told
+from diloco_worker.session.events import Start
+from diloco_worker.session.session import Session
+from kit.process_kit import wait_for
 
 
 def test_what_cannot_be_handled_ends_no_relay(
@@ -40,6 +45,34 @@ def test_what_cannot_be_handled_ends_no_relay(
         loop.close()
     assert heard == ["usual"]
     assert [record.levelname for record in caplog.records].count("ERROR") >= 1
+
+
+def test_relay_follows_a_parent_that_moves_while_it_tries_the_old_address(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    file.write_text("tcp://127.0.0.1:9")
+    loop = RelayLoop(
+        BrokerConfig(bind="tcp://127.0.0.1:0", feed="tcp://127.0.0.1:0", relays=True),
+        f"file://{file}",
+        "north",
+        None,
+    )
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as parent:
+        port = parent.bind_to_random_port("tcp://127.0.0.1")
+        try:
+            loop._uplink.begin(Session(Join("north"), lambda: 1))
+            loop._uplink.tell(Start())
+            loop._uplink.turn()
+            file.write_text(f"tcp://127.0.0.1:{port}")
+
+            def is_asked() -> bool:
+                loop._uplink.turn()
+                return bool(parent.poll(10))
+
+            wait_for(is_asked)
+            assert isinstance(decode(parent.recv_multipart()[1]), Join)
+        finally:
+            loop._uplink.close("the test is over")
+            loop.close()
 
 
 def test_relay_is_called_the_same_after_a_restart_with_the_same_options() -> None:

@@ -1,4 +1,4 @@
-"""The connection of a process that does not lead, between a real leader and a scripted broker."""
+"""The link of a rank that does not lead, between a real leader and a scripted broker."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_protocol import ModelLayout, RunConfig, VersionId
+from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Credit
 from diloco_worker.session import effects, events
@@ -51,7 +52,7 @@ class Follower:
     phase: Phase = Phase.NEW
     payload: Any = None  # of the chunk that it is fed
     last: bytes = b""  # what the leader told at the end
-    uploads: set[int] = field(default_factory=set)  # push ids of which chunks may be sent
+    uploads: set[int] = field(default_factory=set)  # push ids of donations that are wanted
     _terms: Terms | None = None
     _own: tuple[frozenset[int], ...] = ()  # by fragment, the chunks of this rank
     _token: bytes = b""  # of the leader's session
@@ -59,9 +60,8 @@ class Follower:
     _owed: int = 0  # credits not yet given back
     _arriving: dict[int, _Arriving] = field(default_factory=dict)  # by fragment
     _offered: dict[int, int] = field(default_factory=dict)  # by fragment, the last push id
-    _waiting: list[effects.SendChunk] = field(
-        default_factory=list
-    )  # of pushes that are not laid out yet
+    # Of pushes that are not laid out yet.
+    _waiting: list[effects.SendChunk] = field(default_factory=list)
 
     @property
     def config(self) -> RunConfig | None:
@@ -98,8 +98,7 @@ class Follower:
                 self._send(event)
             case ranks.Donate(push) if self._own[push.fragment]:
                 self.uploads.add(push.push_id)
-                part = self._all.all[push.fragment]
-                if self.buffers.prepare(push.push_id, part, push.base):
+                if self.buffers.prepare(push.push_id, self._part(push.fragment), push.base):
                     self._send_waiting()
             case effects.PushOver(push_id):
                 self._end_push(push_id)
@@ -119,10 +118,9 @@ class Follower:
             case events.Disconnected(reason):
                 self._break(reason)
 
-    @property
-    def _all(self) -> ModelLayout:
+    def _part(self, fragment: int) -> FragmentLayout:
         assert self._terms is not None
-        return self._terms.layout
+        return self._terms.layout.all[fragment]
 
     # The connection to the broker.
 
@@ -186,7 +184,7 @@ class Follower:
         arriving = self._arriving.get(fragment)
         if arriving is None or arriving.version != version:
             arriving = self._arriving[fragment] = _Arriving(version, set(self._own[fragment]))
-            self.buffers.begin(self._all.all[fragment], version)
+            self.buffers.begin(self._part(fragment), version)
         if arriving.missing:  # one that came before may be in another dtype
             if not self._store(chunk):
                 del self._arriving[fragment]

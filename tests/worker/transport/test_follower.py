@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,26 @@ def test_each_connection_has_the_dtype_of_its_replies(scene: Scene) -> None:
     scene.until(lambda: len(scene.heard) == 4)
     (vector,) = scene.link.buffers.share_of(0, VERSION).vectors.values()
     assert vector.tolist() == [2.0] * 4 * CHUNK
+
+
+def test_unexpected_error_costs_a_rank_its_connection_and_not_its_thread(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, store = [MemoryError("no room")], scene.link.buffers.store
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        store(*arguments)
+
+    monkeypatch.setattr(scene.link.buffers, "store", fail_once)
+    scene.says(scene.opens("fp32"), 0, bytes(4 * CHUNK))
+    broken = scene.hears(events.Disconnected)
+    assert isinstance(broken, events.Disconnected) and "no room" in broken.reason
+    assert scene.link.last_error is not None and "no room" in scene.link.last_error
+    scene.followers.close_all()
+    scene.says(scene.opens("fp32"), 0, bytes(4 * CHUNK))
+    scene.hears(events.ArrivedElsewhere)
 
 
 @pytest.mark.parametrize("is_fetched", [True, False], ids=["fetched", "the model's own"])

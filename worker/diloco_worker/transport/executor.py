@@ -144,9 +144,7 @@ class Executor:
 
     def _carry_out(self, effect: effects.Effect) -> Any:  # noqa: C901, PLR0912  a case for each effect
         """Returns the values of a version that is delivered."""
-        network, memory = self.network, self.memory
-        if self.others is not None and self._carry_out_elsewhere(self.others, effect):
-            return None
+        network, memory, others = self.network, self.memory, self.others
         match effect:
             case effects.Open(place):
                 network.connect(place)
@@ -154,6 +152,13 @@ class Executor:
                 network.disconnect()
             case effects.Send(message, bulk):
                 network.send(message, bulk=bulk)
+            case effects.OpenLanes(bindings):
+                assert others is not None and self.session.config is not None
+                wire = self.session.config.reply_dtype
+                others.open(network.address, bindings, wire, network.shortcut)
+            case effects.SendChunk() if effect.lane:
+                assert others is not None
+                others.send(effect)
             case effects.SendChunk(session, push_id, fragment, index):
                 chunk = Chunk(fragment, index, session=session, push_id=push_id)
                 network.send(chunk, memory.chunk(push_id, fragment, index), bulk=True)
@@ -173,34 +178,21 @@ class Executor:
                 fragment = released.fragment
                 return memory.held(fragment) if unchanged else memory.finish(fragment)
             case effects.PrepareDonation(push_id, fragment):
+                if others is not None:
+                    others.donate(self.session.uploads.by_id[push_id].push)
                 if memory.prepare(push_id, self._part(fragment)):
                     self.feed(events.Prepared(push_id))
             case effects.NameFrozen(fragment):
                 memory.name(self._part(fragment))
             case effects.PushOver(push_id):
+                if others is not None:
+                    others.over(push_id)
                 memory.drop(push_id)
             case effects.DropParts() | effects.ForgetCheckpoint():
                 memory.forget()
             case _ if not isinstance(effect, TOLD):
                 raise TypeError(f"not an effect of a session: {effect!r}")
         return None
-
-    def _carry_out_elsewhere(self, others: Others, effect: effects.Effect) -> bool:
-        """What the other processes have to do. Returns whether that is all."""
-        match effect:
-            case effects.OpenLanes(bindings):
-                assert self.session.config is not None
-                reply, shortcut = self.session.config.reply_dtype, self.network.shortcut
-                others.open(self.network.address, bindings, reply, shortcut)
-                return True
-            case effects.SendChunk() if effect.lane:
-                others.send(effect)
-                return True
-            case effects.PrepareDonation(push_id):
-                others.donate(self.session.uploads.by_id[push_id].push)
-            case effects.PushOver(push_id):
-                others.over(push_id)
-        return False
 
     def _say(self, effect: effects.Effect) -> None:
         """What people are to know."""

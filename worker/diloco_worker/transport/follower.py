@@ -17,9 +17,8 @@ from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.messages import Chunk, Credit
 from diloco_worker.session import effects, events
 from diloco_worker.session.compatibility import Terms
-from diloco_worker.session.connection import Phase
+from diloco_worker.session.connection import Owners, Phase
 from diloco_worker.session.downloads import CREDIT_BATCH
-from diloco_worker.session.lanes import Owners
 from diloco_worker.transport import between_ranks as ranks
 from diloco_worker.transport.executor import Network
 from diloco_worker.transport.fragment_buffers import FragmentBuffers

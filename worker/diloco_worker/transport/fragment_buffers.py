@@ -22,7 +22,7 @@ from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes, whole_dtype
 from diloco_protocol.messages import Chunk, Message
 from diloco_worker.model.flat_state import FlatState
-from diloco_worker.session.lanes import Owners
+from diloco_worker.session.connection import Owners
 
 T = TypeVar("T")
 

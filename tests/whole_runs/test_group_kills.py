@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kit.islands import Island
+from diloco_worker import DiLoCoWorker
+from kit.islands import Island, language
 from kit.process_kit import PATIENCE_S, Processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -66,3 +69,37 @@ def test_leader_that_is_killed_is_let_go_though_its_other_processes_live(
     broker.says("island counts as dead")
     assert whole.ends() == [0]
     island.kill()
+
+
+def train_with_a_frozen_block(kind: str, address: str, name: str, out: str, _: Any) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = language()
+    model.layers[0].requires_grad_(requires_grad=False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.05)
+    with DiLoCoWorker(
+        model, optimizer, server=address, worker_id=name, process_group="world"
+    ) as diloco:
+        while diloco.sync_count < 8:
+            for each in trained:
+                each.grad = torch.full_like(each, 1e-3)
+            optimizer.step()
+            print(f"rounds {diloco.sync_count}", flush=True)
+            threading.Event().wait(0.02)
+
+
+def test_broker_that_lost_everything_gets_it_from_all_processes_of_a_worker(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Frozen parameters too, of which each process has its share."""
+    options = {**OPTIONS, "workers": 1, "max_rounds": None, "recover_wait": 0.1}
+    broker = processes.broker(**options)
+    address = broker.address()
+    island = Island(processes, tmp_path, "ddp", 2, address, "a", script=train_with_a_frozen_block)
+    island.ranks[1].says("rounds 3")
+    broker.kill()
+    processes.broker(**options, bind=address)
+    assert island.ends() == [0, 0], "\n".join(each.output for each in island.ranks)

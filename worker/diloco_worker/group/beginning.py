@@ -156,13 +156,8 @@ def begin_together(joining: Joining, ranks: Ranks) -> GroupPorts:
     (is_new,) = _from_leader(ranks, take_versions)
     if is_new:
         joining.resumption = None
-    of_group: dict[str, Any] = {
-        "ranks": ranks,
-        "metrics": joining.metrics,
-        "timeout": joining.settings.timeout,
-    }
     make = LeaderPorts if ranks.leads else FollowerPorts
-    ports = make(**joining.of_ports(link, arrived), **of_group)
+    ports = make(**joining.of_ports(link, arrived), ranks=ranks)
     ports.begin()
     states, _ = own.result()
     for fragment in [each for each in states if link.buffers.holds(each)]:

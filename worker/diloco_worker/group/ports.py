@@ -23,7 +23,6 @@ from diloco_worker.saved_state import Plain
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Work
 from diloco_worker.sync.fragment import InFlight, Merge
-from diloco_worker.sync.metrics import SyncMetrics
 from diloco_worker.sync.patience import HASTY_S
 from diloco_worker.sync.ports import NonFinite
 from diloco_worker.transport.between_ranks import Codec
@@ -41,8 +40,6 @@ class GroupPorts(LocalPorts):
     """What the leader and its followers have in common."""
 
     ranks: Ranks
-    metrics: SyncMetrics
-    timeout: float  # seconds that a worker may take to leave
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,7 +235,7 @@ class FollowerPorts(GroupPorts):
         It may have left before this rank came here: its last word is counted all the same.
         """
         self.has_left = True
-        patience = HASTY_S if hasty else self.timeout
+        patience = HASTY_S if hasty else self.settings.timeout
         self.link.wait_for(lambda: False, patience + LEADER_LEAVES_WITHIN_S)
         if self.link.last_of_leader:
             counts, self._facts = CODEC.unpacked(self.link.last_of_leader)

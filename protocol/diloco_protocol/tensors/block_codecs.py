@@ -8,10 +8,12 @@ random would need the state of a generator in every checkpoint, and errs more.
 - int8: scale = largest magnitude / 127, rounded up to bf16.
 - int4: scale = largest magnitude / 7, rounded up to bf16.
 - int4z: scale = root of the mean square, so few values are clipped and most are zero; what the codes say
-  is then packed by zstd (RFC 8878).
+  is then packed by zstd (RFC 8878). Squares are added half to half until one is left: an order that
+  torch, the kernels and accelerators have in common.
 
-Values are encoded on their device and decoded on that of `out`; the bytes are on the host. An
-accelerator adds up in another order, so scales of int4z may differ there in their last bit.
+Values are encoded on their device and decoded on that of `out`; the bytes are on the host. What torch
+does here in several passes a compiled kernel does in one, with the same bits (`kernels`), once it is
+there and where the values are on the host.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ import torch
 import zstandard
 from torch import Tensor
 
+from diloco_protocol import kernels
 from diloco_protocol.dtypes import BLOCK, SCALE_BYTES, packed_least, packed_most
 from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.kernels.calls import Source
+from diloco_protocol.kernels.forms import INT4, INT8
 
-# Codes are -LARGEST to LARGEST.
-LARGEST_OF_8_BITS, LARGEST_OF_4_BITS = 127, 7
 ZSTD_LEVEL = 1
 # Lengths of a block whose squares fp32 has room for.
 SMALL, LARGE = 1e-14, 1e18
 HALF = BLOCK // 2
+# By form: codes are -LARGEST to LARGEST; bytes of those of a block.
+LARGEST, CODE_BYTES = {INT8: 127, INT4: 7}, {INT8: BLOCK, INT4: HALF}
 
 
 @dataclass(frozen=True)
@@ -41,20 +46,14 @@ class Encoded:
     """What became of fp32 values, 1-D and finite."""
 
     payload: memoryview
-    codes: Tensor  # fp32, a row for each block; gone with the next encoding of this thread
-    scales: Tensor | None  # bf16, of each block; None where the codes are the values
     elements: int
+    decode: Callable[[Any, int, Tensor | None], Tensor]
+    data: Any  # what `decode` takes
+    source: Source | None = None  # the same for kernels
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """What whoever decodes the payload reads, bit for bit, without doing so; in `out` if given."""
-        if self.scales is None:
-            values = self.codes.view(-1)[: self.elements]
-            return values if out is None else out.copy_(values)
-        # What was rounded to -0.0 is sent as the integer 0, and read as 0.0: in a sum with -0.0 the
-        # sign shows.
-        codes, values = self.codes.add_(0.0), _rows(self.scales.numel(), out)
-        torch.mul(codes, self.scales.to(torch.float32)[:, None], out=values)
-        return _put(values, self.elements, out)
+        """What whoever decodes the payload reads, bit for bit; in `out` if given."""
+        return self.decode(self.data, self.elements, out)
 
 
 class _Between(threading.local):
@@ -90,80 +89,118 @@ def new_bytes(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.uint8)
 
 
-def encode_int8(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
-    """In 8 bits."""
-    blocks = _blocks_of(values)
-    made, scales, room = _room(blocks, BLOCK, new)
-    scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_8_BITS))
-    codes = _codes(blocks, scales, LARGEST_OF_8_BITS)
-    room.view(torch.int8).copy_(codes)
-    return Encoded(_on_host(made, new), codes, scales, values.numel())
+@dataclass(frozen=True)
+class BlockCodec:
+    """One of these codecs; on the host its chunks are of this `form`, once they are unpacked."""
+
+    form: int
+    is_rms: bool = False  # scales by the root of the mean square, not by the largest magnitude
+    is_packed: bool = False
+
+    def encode(self, values: Tensor, new: NewBytes = new_bytes) -> Encoded:
+        """fp32 values. Those of a packed codec may be of any length: `new` is used for the codes."""
+        fast = kernels.ready()
+        if fast is None or values.device.type != "cpu":
+            return self._encoded(self._by_torch(values, new), values.numel())
+        made = new(self._size(values.numel()))
+        fast.encode((self.form, self.is_rms), values, None, 1.0, made)
+        return self._encoded(made, values.numel())
+
+    def encode_sum(
+        self, fast: kernels.Kernels, values: Tensor, other: Tensor, sign: float, new: NewBytes
+    ) -> Encoded | None:
+        """`values + sign other`, on the host; None when that is not finite."""
+        made = new(self._size(values.numel()))
+        is_finite = fast.encode((self.form, self.is_rms), values, other, sign, made)
+        return self._encoded(made, values.numel()) if is_finite else None
+
+    def source(self, payload: Any, elements: int) -> Source:
+        """A chunk for kernels, unpacked; raises as `decode` does."""
+        return Source.coded(self.form, self._unpacked(payload, elements), elements)
+
+    def decode(self, payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
+        """The fp32 values of such bytes, in `out` if it is given.
+
+        Raises:
+            ProtocolError: they cannot be unpacked, or not to as many codes as there must be.
+        """
+        return self._decode_unpacked(self._unpacked(payload, elements), elements, out)
+
+    def _size(self, elements: int) -> int:
+        return -(-elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[self.form])
+
+    def _encoded(self, data: Tensor, elements: int) -> Encoded:
+        payload = data.numpy().data
+        if self.is_packed:
+            ends = -(-elements // BLOCK) * SCALE_BYTES
+            # No `bytes`, which torch does not like to read.
+            packed = bytearray(payload[:ends])
+            packed += zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(payload[ends:])
+            payload = memoryview(packed)
+        source = Source.coded(self.form, data, elements)
+        return Encoded(payload, elements, self._decode_unpacked, data, source)
+
+    def _unpacked(self, payload: Any, elements: int) -> Tensor:
+        """Scales and codes, which share the memory of the payload where it is not packed."""
+        if not self.is_packed:
+            return torch.frombuffer(payload, dtype=torch.uint8, count=self._size(elements))
+        count = -(-elements // BLOCK)
+        wanted, given = count * HALF, memoryview(payload)
+        if not packed_least(elements) <= given.nbytes <= packed_most(elements):
+            text = f"{given.nbytes} bytes cannot be {elements} elements."
+            raise ProtocolError(Code.BAD_CHUNK, text)
+        scales, packed = given[: count * SCALE_BYTES], given[count * SCALE_BYTES :]
+        try:
+            # What the frame says of its size is asked first: it would be believed, and the memory taken.
+            size = zstandard.frame_content_size(packed)
+            unpack = zstandard.ZstdDecompressor().decompress
+            codes = unpack(packed, allow_extra_data=False) if size == wanted else b""
+        except zstandard.ZstdError as error:
+            raise ProtocolError(
+                Code.BAD_CHUNK, f"Its codes cannot be unpacked: {error}."
+            ) from error
+        if len(codes) != wanted:
+            text = f"Its codes unpack to {size} bytes, they must be {wanted}."
+            raise ProtocolError(Code.BAD_CHUNK, text)
+        data = bytearray(scales)
+        data += codes
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def _by_torch(self, values: Tensor, new: NewBytes) -> Tensor:
+        """Scales and codes, on the host."""
+        blocks, largest = _blocks_of(values), LARGEST[self.form]
+        made, scales, room = _room(blocks, CODE_BYTES[self.form], new)
+        if self.is_rms:
+            scales.copy_(_capped(_root_mean_square(blocks).to(torch.bfloat16), largest))
+        else:
+            scales.copy_(_rounded_up(_largest(blocks), largest))
+        codes = _codes(blocks, scales, largest)
+        if self.form == INT8:
+            room.view(torch.int8).copy_(codes)
+        else:
+            _nibbles(codes, room)
+        return made if made.device.type == "cpu" else new(made.numel()).copy_(made)
+
+    def _decode_unpacked(self, data: Tensor, elements: int, out: Tensor | None = None) -> Tensor:
+        fast = kernels.ready()
+        if fast is not None and (out is None or out.device.type == "cpu"):
+            found = torch.empty(elements) if out is None else out
+            fast.add_up([(Source.coded(self.form, data, elements), 1.0)], 1.0, found)
+            return found
+        data = data.to(_device_of(out))
+        ends = -(-elements // BLOCK) * SCALE_BYTES
+        scales = data[:ends].view(torch.bfloat16).to(torch.float32)[:, None]
+        values = _rows(scales.numel(), out)
+        if self.form == INT8:
+            values.copy_(data[ends:].view(torch.int8).view(-1, BLOCK)).mul_(scales)
+        else:
+            _of_nibbles(data[ends:].view(-1, HALF), values).mul_(scales)
+        return _put(values, elements, out)
 
 
-def decode_int8(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
-    """The fp32 values of such bytes, in `out` if it is given."""
-    scales, codes = _split(payload, elements, BLOCK, out)
-    values = _rows(scales.numel(), out)
-    values.copy_(codes.view(torch.int8).view(-1, BLOCK))
-    return _put(values.mul_(scales.to(torch.float32)[:, None]), elements, out)
-
-
-def encode_int4(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
-    """In 4 bits."""
-    blocks = _blocks_of(values)
-    made, scales, room = _room(blocks, HALF, new)
-    scales.copy_(_rounded_up(_largest(blocks), LARGEST_OF_4_BITS))
-    codes = _codes(blocks, scales, LARGEST_OF_4_BITS)
-    _nibbles(codes, room)
-    return Encoded(_on_host(made, new), codes, scales, values.numel())
-
-
-def decode_int4(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
-    """The fp32 values of such bytes, in `out` if it is given."""
-    scales, codes = _split(payload, elements, HALF, out)
-    return _of_nibbles(codes, scales, elements, out)
-
-
-def encode_int4z(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
-    """In 4 bits, packed; how many bytes depends on the values, so `new` is of no use."""
-    blocks = _blocks_of(values)
-    scales = _capped(_root_mean_square(blocks).to(torch.bfloat16), LARGEST_OF_4_BITS)
-    codes = _codes(blocks, scales, LARGEST_OF_4_BITS)
-    nibbles = _between.take("nibbles", codes.shape[0], HALF, torch.uint8, codes.device)
-    _nibbles(codes, nibbles)
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(nibbles.cpu().numpy().data)
-    # No `bytes`, which torch does not like to read.
-    payload = bytearray(scales.cpu().view(torch.uint8).numpy().data)
-    payload += packed
-    return Encoded(memoryview(payload), codes, scales, values.numel())
-
-
-def decode_int4z(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:
-    """The fp32 values of such bytes, in `out` if it is given.
-
-    Raises:
-        ProtocolError: they cannot be unpacked, or not to as many codes as there must be.
-    """
-    count = -(-elements // BLOCK)
-    bytes_of_scales, wanted = count * SCALE_BYTES, count * HALF
-    given = memoryview(payload)
-    if not packed_least(elements) <= given.nbytes <= packed_most(elements):
-        raise ProtocolError(Code.BAD_CHUNK, f"{given.nbytes} bytes cannot be {elements} elements.")
-    packed = given[bytes_of_scales:]
-    try:
-        # What the frame says of its size is asked first: it would be believed, and the memory taken.
-        size = zstandard.frame_content_size(packed)
-        unpack = zstandard.ZstdDecompressor().decompress
-        codes = unpack(packed, allow_extra_data=False) if size == wanted else b""
-    except zstandard.ZstdError as error:
-        raise ProtocolError(Code.BAD_CHUNK, f"Its codes cannot be unpacked: {error}.") from error
-    if len(codes) != wanted:
-        text = f"Its codes unpack to {size} bytes, they must be {wanted}."
-        raise ProtocolError(Code.BAD_CHUNK, text)
-    device = _device_of(out)
-    scales = torch.frombuffer(given, dtype=torch.bfloat16, count=count).to(device)
-    rows = torch.frombuffer(bytearray(codes), dtype=torch.uint8).to(device)
-    return _of_nibbles(rows, scales, elements, out)
+INT8_CODEC = BlockCodec(INT8)
+INT4_CODEC = BlockCodec(INT4)
+INT4Z_CODEC = BlockCodec(INT4, is_rms=True, is_packed=True)
 
 
 def _blocks_of(values: Tensor) -> Tensor:
@@ -183,16 +220,9 @@ def _room(blocks: Tensor, code_bytes: int, new: NewBytes) -> tuple[Tensor, Tenso
     return made, made[:ends].view(torch.bfloat16), made[ends:].view(count, code_bytes)
 
 
-def _on_host(made: Tensor, new: NewBytes) -> memoryview:
-    """The bytes that were made, which is all that leaves their device."""
-    if made.device.type != "cpu":
-        made = new(made.numel()).copy_(made)
-    return made.numpy().data
-
-
 def _largest(blocks: Tensor) -> Tensor:
-    # With no copy of them all.
-    return torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
+    # With no copy of them all. Zeros have signs, and which one is the largest torch does not say.
+    return torch.maximum(blocks.amax(1), blocks.amin(1).neg_()).abs_()
 
 
 def _rounded_up(magnitudes: Tensor, largest: int) -> Tensor:
@@ -212,14 +242,26 @@ def _capped(scales: Tensor, largest: int) -> Tensor:
 
 
 def _root_mean_square(blocks: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(blocks, dim=1)
+    lengths = _sums_of_squares(blocks).sqrt_()
     # fp32 has no room for the squares of large values, nor of small ones: these by the largest first.
-    low, high = torch.aminmax(lengths)
-    if low >= SMALL and high <= LARGE:
-        return lengths.mul_(BLOCK**-0.5)
-    largest = _largest(blocks)
-    by = torch.where(largest > 0, largest, 1.0)
-    return (blocks / by[:, None]).square_().mean(1).sqrt_().mul_(largest)
+    rare = (lengths < SMALL) | ~(lengths <= LARGE)
+    found = lengths.mul_(BLOCK**-0.5)
+    if rare.any():
+        rows = blocks[rare]
+        largest = _largest(rows)
+        by = torch.where(largest > 0, largest, 1.0)
+        means = _sums_of_squares(rows / by[:, None]).mul_(1 / BLOCK)
+        found[rare] = means.sqrt_().mul_(largest)
+    return found
+
+
+def _sums_of_squares(blocks: Tensor) -> Tensor:
+    """Of each block; see the head of this module for the order."""
+    sums, count = blocks.square(), BLOCK
+    while count > 1:
+        count //= 2
+        sums = sums[:, :count].add_(sums[:, count:])
+    return sums[:, 0]
 
 
 def _codes(blocks: Tensor, scales: Tensor, largest: int) -> Tensor:
@@ -234,19 +276,16 @@ def _nibbles(codes: Tensor, room: Tensor) -> None:
     """Two codes in each byte: j of the first half of a block with j of the second."""
     # By int8, to which torch is three times as fast.
     whole = _between.take("shifted", codes.shape[0], BLOCK, torch.int8, codes.device)
-    shifted = whole.copy_(codes).add_(LARGEST_OF_4_BITS + 1).view(torch.uint8)
+    shifted = whole.copy_(codes).add_(LARGEST[INT4] + 1).view(torch.uint8)
     torch.bitwise_left_shift(shifted[:, HALF:], 4, out=room)
     room.bitwise_or_(shifted[:, :HALF])
 
 
-def _of_nibbles(codes: Tensor, scales: Tensor, elements: int, out: Tensor | None) -> Tensor:
-    rows = codes.view(-1, HALF)
-    values = _rows(rows.shape[0], out)
-    half = _between.take("half", rows.shape[0], HALF, torch.uint8, rows.device)
-    values[:, :HALF].copy_(torch.bitwise_and(rows, 15, out=half))
-    values[:, HALF:].copy_(torch.bitwise_right_shift(rows, 4, out=half))
-    values.sub_(LARGEST_OF_4_BITS + 1).mul_(scales.to(torch.float32)[:, None])
-    return _put(values, elements, out)
+def _of_nibbles(pairs: Tensor, values: Tensor) -> Tensor:
+    half = _between.take("half", pairs.shape[0], HALF, torch.uint8, pairs.device)
+    values[:, :HALF].copy_(torch.bitwise_and(pairs, 15, out=half))
+    values[:, HALF:].copy_(torch.bitwise_right_shift(pairs, 4, out=half))
+    return values.sub_(LARGEST[INT4] + 1)
 
 
 def _rows(blocks: int, out: Tensor | None) -> Tensor:
@@ -264,13 +303,3 @@ def _put(values: Tensor, elements: int, out: Tensor | None) -> Tensor:
 
 def _device_of(out: Tensor | None) -> torch.device:
     return torch.device("cpu") if out is None else out.device
-
-
-def _split(
-    payload: Any, elements: int, code_bytes: int, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Scales and codes, where `out` is."""
-    blocks = -(-elements // BLOCK)
-    both = torch.frombuffer(payload, dtype=torch.uint8, count=blocks * (SCALE_BYTES + code_bytes))
-    both = both.to(_device_of(out))
-    return both[: blocks * SCALE_BYTES].view(torch.bfloat16), both[blocks * SCALE_BYTES :]

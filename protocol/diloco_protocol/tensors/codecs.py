@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import check_wire_dtype, travels_in
 from diloco_protocol.tensors import block_codecs, top_codec
@@ -48,32 +49,96 @@ def _plain(dtype: torch.dtype) -> Codec:
     )
 
 
-Encoder = Callable[..., block_codecs.Encoded]
-
-
-def _coded(encoder: Encoder, decode: Callable[..., Tensor]) -> Codec:
+def _coded(encode: Callable[..., block_codecs.Encoded], decode: Callable[..., Tensor]) -> Codec:
     """Few bits for each element, kept in fp32 until then."""
-    return Codec(torch.float32, lambda *given: encoder(*given).payload, decode)
+    return Codec(torch.float32, lambda *given: encode(*given).payload, decode)
 
 
+# Codecs of few bits that kernels know, by name.
+BLOCKS = {
+    "int8": block_codecs.INT8_CODEC,
+    "int4": block_codecs.INT4_CODEC,
+    "int4z": block_codecs.INT4Z_CODEC,
+}
 # By name; `dtypes.SIZES` has the bytes of each.
 CODECS = {
     "fp32": _plain(torch.float32),
     "bf16": _plain(torch.bfloat16),
     "fp16": _plain(torch.float16),
-    "int8": _coded(block_codecs.encode_int8, block_codecs.decode_int8),
-    "int4": _coded(block_codecs.encode_int4, block_codecs.decode_int4),
-    "int4z": _coded(block_codecs.encode_int4z, block_codecs.decode_int4z),
+    **{name: _coded(codec.encode, codec.decode) for name, codec in BLOCKS.items()},
     "top64": _coded(top_codec.encode_top64, top_codec.decode_top64),
     "int64": _plain(torch.int64),
 }
 # Of those of few bits, what also tells what is read of the bytes.
-ENCODERS: dict[str, Encoder] = {
-    "int8": block_codecs.encode_int8,
-    "int4": block_codecs.encode_int4,
-    "int4z": block_codecs.encode_int4z,
+ENCODERS: dict[str, Callable[..., block_codecs.Encoded]] = {
+    **{name: codec.encode for name, codec in BLOCKS.items()},
     "top64": top_codec.encode_top64,
 }
+
+
+def encode_sum(
+    wire: str,
+    values: Tensor,
+    other: Tensor,
+    sign: float = 1.0,
+    new: block_codecs.NewBytes = block_codecs.new_bytes,
+) -> block_codecs.Encoded | None:
+    """`values + sign other`, fp32, in a codec of few bits; None when the sum is not finite."""
+    fast, block = kernels.ready(), BLOCKS.get(wire)
+    if fast is not None and block is not None and on_host(values, other):
+        return block.encode_sum(fast, values, other, sign, new)
+    total = torch.add(values, other.to(values.device), alpha=sign)
+    return ENCODERS[wire](total, new) if is_finite(total) else None
+
+
+def add_code(
+    wire: str,
+    code: Any,
+    values: Tensor,
+    out: Tensor,
+    *,
+    other: Tensor | None = None,
+    sign: float = 1.0,
+) -> int | None:
+    """out <- (values + other) + sign x, where x is what the code says; all fp32, on the host.
+
+    Args:
+        wire: a codec of few bits.
+        code: the bytes of a chunk, or what it was `Encoded` to.
+        out: may be `values`.
+
+    Returns:
+        The checksum of the result; None when it is not finite. Raises as `decode_chunk`.
+    """
+    fast, block = kernels.ready(), BLOCKS.get(wire)
+    encoded = code if isinstance(code, block_codecs.Encoded) else None
+    if fast is not None and block is not None:
+        source = encoded.source if encoded else block.source(code, values.numel())
+        assert source is not None
+        found, fine = fast.shift(source, values, other, sign, out)
+        return found if fine else None
+    total = values if other is None else values + other
+    room = None if out.data_ptr() == total.data_ptr() else out
+    x = encoded.read(room) if encoded else CODECS[wire].decode(code, values.numel(), room)
+    torch.add(total, x, alpha=sign, out=out)
+    return checksum(out) if is_finite(out) else None
+
+
+def source_of(span: ChunkSpan, payload: Any, wire: str) -> kernels.Source | None:
+    """A chunk of parameters as kernels read it, which may share its memory; None where they do not.
+
+    Raises as `decode_chunk`.
+    """
+    block = BLOCKS.get(wire)
+    if block is not None:
+        return block.source(payload, span.elements)
+    values = CODECS[wire].decode(payload, span.elements)
+    return kernels.Source.of(values) if values.dtype in kernels.FORMS else None
+
+
+def on_host(*tensors: Tensor) -> bool:
+    """Whether kernels can read them."""
+    return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def segment_dtype(segment: Segment, wire: str = "fp32") -> torch.dtype:

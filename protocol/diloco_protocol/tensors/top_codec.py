@@ -60,9 +60,8 @@ def encode_top64(values: Tensor, new: NewBytes = new_bytes) -> Encoded:
     rows[:, SIGNS] = _packed(kept.signbit().cpu().numpy())
     rows[:, LARGER] = _packed(is_larger.cpu().numpy())
     rows[:, SCALES] = scales.cpu().view(torch.uint8).numpy()
-    return Encoded(
-        payload.numpy().data, decode_top64(payload.numpy().data, elements), None, elements
-    )
+    made = payload.numpy().data
+    return Encoded(made, elements, decode_top64, made)
 
 
 def decode_top64(payload: Any, elements: int, out: Tensor | None = None) -> Tensor:

@@ -1,0 +1,250 @@
+"""Compiled kernels make what torch makes, bit for bit: at the edges of fp32, at any address and size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco_protocol.chunks import ChunkSpan, Segment
+from diloco_protocol.kernels import Kernels, Source
+from diloco_protocol.tensors.codecs import (
+    ENCODERS,
+    add_code,
+    checksum,
+    decode_chunk,
+    encode_sum,
+    is_finite,
+    source_of,
+)
+from kit.kernel_paths import by_kernels, by_torch, needs_kernels
+
+pytestmark = [needs_kernels, pytest.mark.timeout(400)]  # they may have to be compiled
+
+Found = TypeVar("Found")
+FEW_BITS = ["int8", "int4", "int4z"]
+WIRES = ["fp32", "bf16", "fp16", *FEW_BITS]
+PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127
+EDGES = [0.0, -0.0, TINY, -TINY, 2.0**-126, 1e-30, 65504.0, 65520.0, -1e19, HUGE, -HUGE]
+
+anything = st.floats(width=32)
+finite = st.one_of(
+    st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from(EDGES)
+)
+lengths = st.sampled_from([1, 2, 255, 256, 257, 1023, 1024, 1025, 3001])
+
+
+@st.composite
+def vectors(draw: st.DrawFn, elements: st.SearchStrategy[float] = finite) -> Tensor:
+    """A few values of any kind among normal ones of some magnitude."""
+    count, seed = draw(lengths), draw(st.integers(0, 9))
+    made = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    made *= draw(st.sampled_from([1e-3, 1.0, 1e-44, 1e-20, 1e20, 0.0]))
+    for value in draw(st.lists(elements, max_size=8)):
+        made[draw(st.integers(0, count - 1))] = value
+    return made
+
+
+def both(work: Callable[[], Found]) -> tuple[Found, Found]:
+    with by_torch():
+        theirs = work()
+    with by_kernels():
+        return work(), theirs
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """The same bits; of NaN there are many, and one is as good as another."""
+    is_nan = theirs.isnan()
+    fits = torch.equal(ours.isnan(), is_nan)
+    return fits and torch.equal(ours[~is_nan].view(torch.int32), theirs[~is_nan].view(torch.int32))
+
+
+def span_of(elements: int) -> ChunkSpan:
+    return ChunkSpan(0, Segment.PARAMETERS, 0, elements)
+
+
+def shifted(payload: bytes, by: int) -> memoryview:
+    """At an address that nothing can be said of."""
+    return memoryview(bytearray(by) + payload)[by:]
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@given(values=vectors())
+def test_encoders_make_the_same_bytes(wire: str, values: Tensor) -> None:
+    ours, theirs = both(lambda: ENCODERS[wire](values.clone()))
+    assert bytes(ours.payload) == bytes(theirs.payload)
+    read, wanted = both(ours.read)
+    assert same(read, wanted)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@given(values=vectors(), other=vectors(anything), sign=st.sampled_from([1.0, -1.0]))
+def test_encoders_of_a_sum_make_the_same_bytes_or_find_it_not_finite(
+    wire: str, values: Tensor, other: Tensor, sign: float
+) -> None:
+    other = other[:1].repeat(values.numel()) if other.numel() < values.numel() else other
+    other = other[: values.numel()].contiguous()
+    ours, theirs = both(lambda: encode_sum(wire, values, other, sign))
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert bytes(ours.payload) == bytes(theirs.payload)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@given(data=st.binary(min_size=8, max_size=64), elements=lengths, by=st.integers(0, 7))
+def test_decoders_read_the_same_of_any_bytes(
+    wire: str, data: bytes, elements: int, by: int
+) -> None:
+    blocks = -(-elements // 256)
+    size = blocks * (2 + (256 if wire == "int8" else 128))
+    payload = (data * (size // len(data) + 1))[:size]
+    if wire == "int4z":
+        with by_torch():
+            numbers = torch.frombuffer(bytearray(payload * 2), dtype=torch.int8)[:elements].float()
+            payload = data[:2] + bytes(ENCODERS[wire](numbers).payload)[2:]
+
+    def read() -> Tensor:
+        return decode_chunk(span_of(elements), shifted(payload, by), wire)
+
+    ours, theirs = both(read)
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@given(values=vectors(), start=vectors(), by=st.integers(0, 3), sign=st.sampled_from([1.0, -1.0]))
+def test_code_is_added_alike_with_the_same_checksum(
+    wire: str, values: Tensor, start: Tensor, by: int, sign: float
+) -> None:
+    count = min(values.numel(), start.numel())
+    values, start = values[:count].clone(), start[:count].clone()
+    with by_torch():
+        payload = bytes(ENCODERS[wire](values).payload)
+    out, wanted = torch.empty(count), torch.empty(count)
+
+    with by_kernels():
+        found = add_code(wire, shifted(payload, by), start, out, other=values, sign=sign)
+    with by_torch():
+        theirs = add_code(wire, shifted(payload, by), start, wanted, other=values, sign=sign)
+    assert found == theirs
+    assert same(out, wanted)
+    if found is not None:
+        assert found == checksum(wanted)
+
+
+def chunk_in(wire: str, values: Tensor, by: int = 0) -> tuple[Source, Tensor]:
+    """As kernels read it, and its values in fp32."""
+    with by_torch():
+        if wire in PLAIN:
+            payload = bytes(values.to(PLAIN[wire]).view(torch.uint8).numpy())
+        else:
+            payload = bytes(ENCODERS[wire](values).payload)
+        source = source_of(span_of(values.numel()), shifted(payload, by), wire)
+        assert source is not None
+        return source, decode_chunk(span_of(values.numel()), bytearray(payload), wire).float()
+
+
+weights = st.sampled_from([1.0, 0.3, 7.0, 1e-3])
+
+
+@given(
+    chunks=st.lists(st.tuples(st.sampled_from(WIRES), vectors(), weights), min_size=1, max_size=4),
+    divisor=st.sampled_from([1.0, 3.0, 0.7]),
+    by=st.integers(0, 3),
+)
+def test_weighted_sums_are_the_same(
+    chunks: list[tuple[str, Tensor, float]], divisor: float, by: int
+) -> None:
+    count = min(values.numel() for _, values, _ in chunks)
+    made = [(*chunk_in(wire, values[:count], by), weight) for wire, values, weight in chunks]
+    total = made[0][1].mul(made[0][2])
+    for _, values, weight in made[1:]:
+        total.add_(values, alpha=weight)
+    out = torch.empty(count)
+    with by_kernels() as kernels:
+        kernels.add_up([(source, weight) for source, _, weight in made], divisor, out)
+    assert same(out, total.div_(divisor))
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@given(values=vectors(), scale=st.sampled_from([None, b"\xff\x7f", b"\x80\xff", b"\x7f\x7f"]))
+def test_squares_are_those_of_fp64_or_say_that_a_value_may_not_be_finite(
+    wire: str, values: Tensor, scale: bytes | None
+) -> None:
+    source, read = chunk_in(wire, values)
+    if scale is not None:
+        source.data[:2] = torch.frombuffer(bytearray(scale), dtype=torch.uint8)
+    with by_kernels() as kernels:
+        found = kernels.squares(source)
+    if scale is not None or not is_finite(read):
+        assert found is None
+    elif found is not None:
+        exact = read.double()
+        assert math.isclose(found, float(exact.dot(exact)), rel_tol=1e-12)
+    else:
+        assert read.abs().max() > 1e35
+
+
+@given(
+    theta=vectors(),
+    gradient=vectors(anything),
+    momentum=st.one_of(st.none(), vectors()),
+    settings=st.tuples(st.sampled_from([0.0, 0.9]), st.sampled_from([0.7, 1.0]), st.booleans()),
+    wire=st.sampled_from(list(PLAIN)),
+)
+def test_outer_steps_are_the_same(
+    theta: Tensor,
+    gradient: Tensor,
+    momentum: Tensor | None,
+    settings: tuple[float, float, bool],
+    wire: str,
+) -> None:
+    count = min(theta.numel(), gradient.numel(), 10**9 if momentum is None else momentum.numel())
+    theta, g = theta[:count].clone(), gradient[:count].clone()
+    m = None if momentum is None else momentum[:count].clone()
+    mu, lr, is_nesterov = settings
+    after = g.clone() if m is None else m.mul(mu).add_(g)
+    moved = theta.add(g.add(after, alpha=mu) if is_nesterov else after, alpha=-lr)
+    out = torch.empty(count), torch.empty(count)
+    sent = out[0] if wire == "fp32" else torch.empty(count, dtype=PLAIN[wire])
+    with by_kernels() as kernels:
+        fine = kernels.nesterov(
+            [(Source.of(g), 1.0)], 1.0, theta, m, settings=settings, out=(*out, sent)
+        )
+    assert same(out[0], moved)
+    assert same(out[1], after)
+    assert fine == is_finite(moved.to(PLAIN[wire]))
+    if fine:
+        assert torch.equal(sent.view(torch.uint8), moved.to(PLAIN[wire]).view(torch.uint8))
+
+
+@given(
+    base=st.one_of(st.none(), vectors()),
+    local=vectors(anything),
+    held=st.sampled_from(list(PLAIN)),
+    wire=st.sampled_from(list(PLAIN)),
+)
+def test_deltas_are_the_same(base: Tensor | None, local: Tensor, held: str, wire: str) -> None:
+    count = local.numel() if base is None else min(local.numel(), base.numel())
+    base, local = None if base is None else base[:count].clone(), local[:count].to(PLAIN[held])
+    difference = local.float() if base is None else base.to(PLAIN[held]).float() - local.float()
+    sent = torch.empty(count, dtype=PLAIN[wire])
+    with by_kernels() as kernels:
+        squares, fine = kernels.delta(base, PLAIN[held], local, sent)
+    assert fine == is_finite(difference.to(PLAIN[wire]))
+    if fine:
+        assert torch.equal(sent.view(torch.uint8), difference.to(PLAIN[wire]).view(torch.uint8))
+        exact = difference.double()
+        assert math.isclose(squares, float(exact.dot(exact)), rel_tol=1e-5)
+
+
+def test_kernels_agree_with_torch_on_this_machine() -> None:
+    with by_kernels() as kernels:
+        assert isinstance(kernels, Kernels)
+        assert kernels.agree()

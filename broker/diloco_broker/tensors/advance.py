@@ -19,9 +19,10 @@ from diloco_broker.tensors.blend import Blend
 from diloco_broker.tensors.outer import chunked
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_broker.tensors.shadow import followed
+from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import whole_dtype
-from diloco_protocol.tensors.codecs import encode_chunk, is_finite
+from diloco_protocol.tensors.codecs import encode_chunk, is_finite, segment_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,13 @@ class Advance:
             updated = largest.clone() if self.is_round else torch.maximum(master, largest)
         else:
             assert self.outer is not None
-            outer = self.outer.at(self.schedule, count)
+            outer, fast = self.outer.at(self.schedule, count), kernels.ready()
+            if isinstance(outer, chunked.Nesterov) and fast is not None:
+                dtype = segment_dtype(self.span.segment, whole_dtype(self.reply))
+                (updated, state), made = outer.step_by_kernel(
+                    fast, master, gradient.terms(), state, dtype
+                )
+                return None if made is None else (Kept(updated, state, kept.shadow), made)
             if isinstance(outer, chunked.Nesterov):
                 pieces = gradient.pieces()
                 updated, state = outer.step_by_pieces(master, pieces, state, reply.add)

@@ -24,10 +24,12 @@ from diloco_broker.tensors.robust import (
     BY_COORDINATE,
     largest_of_the_middle,
 )
+from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.errors import ProtocolError
-from diloco_protocol.tensors.codecs import decode_chunk, is_finite
+from diloco_protocol.kernels import Source, Terms
+from diloco_protocol.tensors.codecs import decode_chunk, is_finite, source_of
 
 # Elements that are worked on at a time: a few fp32 pieces of this size stay in the caches near a core.
 # Two folds and a step of a chunk took 1.3 times as long with 1 << 16, for the calls.
@@ -52,13 +54,13 @@ class Gradient:
         total: what has been added up; its memory is used up by reading. None when nothing has.
         waiting: contributions that come on top, in wire dtype, each with its weight.
         divisor: of the sum.
-        scratch: two rows of a piece each.
+        scratch: two rows of a piece each; None where kernels are there, which need none.
     """
 
     def __init__(
         self,
         total: Tensor | None,
-        waiting: Sequence[tuple[Tensor, float]],
+        waiting: Terms,
         divisor: float,
         scratch: Scratch | None,
     ) -> None:
@@ -78,10 +80,18 @@ class Gradient:
         total = self._total
         if total is not None and not self._waiting:
             return total if self._divisor == 1 else total.div_(self._divisor)
-        room = empty(self._waiting[0][0].numel(), torch.float32) if total is None else total
+        room = empty(self._waiting[0][0].elements, torch.float32) if total is None else total
+        fast = kernels.ready()
+        if fast is not None:
+            fast.add_up(*self.terms(), room)
+            return room
         for place, piece in zip(pieces_of(room), self.pieces(), strict=True):
             place.copy_(piece)
         return room
+
+    def terms(self) -> tuple[Terms, float]:
+        """Weighted chunks of parameters, and the divisor of their sum."""
+        return _with(self._total, self._waiting), self._divisor
 
     def pieces(self) -> Iterator[Tensor]:
         """fp32, `PIECE_ELEMENTS` at a time (the last may be shorter). Each may be overwritten."""
@@ -89,17 +99,22 @@ class Gradient:
             for part in pieces_of(self._total):
                 yield part if self._divisor == 1 else part.div_(self._divisor)
             return
-        terms = list(self._waiting) if self._total is None else [(self._total, 1.0), *self._waiting]
+        terms, _ = self.terms()
         weights = [weight for _, weight in terms]
         assert self._scratch is not None
         first, second = self._scratch.rows
-        for parts in zip(*(pieces_of(values) for values, _ in terms), strict=True):
+        for parts in zip(*(pieces_of(chunk.values()) for chunk, _ in terms), strict=True):
             size = parts[0].numel()
             piece, room = first[:size], second[:size]
             _weighted(parts[0], weights[0], piece)
             for part, weight in zip(parts[1:], weights[1:], strict=True):
                 piece.add_(_fp32(part, room), alpha=weight)
             yield piece if self._divisor == 1 else piece.div_(self._divisor)
+
+
+def _with(total: Tensor | None, waiting: Terms) -> Terms:
+    """The same with what has been added up before them."""
+    return waiting if total is None else [(Source.of(total), 1.0), *waiting]
 
 
 def _weighted(values: Tensor, weight: float, room: Tensor) -> None:
@@ -115,6 +130,21 @@ def _fp32(values: Tensor, room: Tensor) -> Tensor:
     Adding bf16 to fp32 directly takes three to seven times as long.
     """
     return values if values.dtype is torch.float32 else room.copy_(values)
+
+
+def _read(span: ChunkSpan, payload: Any, wire: str) -> tuple[Source, float] | None:
+    """A chunk of parameters, and the sum of its squares; None when a value is not finite."""
+    fast = kernels.ready()
+    if fast is not None and in_few_bits(wire):
+        chunk = source_of(span, payload, wire)
+        squares = None if chunk is None else fast.squares(chunk)
+        if chunk is not None and squares is not None:
+            return chunk, squares
+    # Of bf16 and above torch makes squares as fast as memory is.
+    out = empty(span.elements, torch.float32) if in_few_bits(wire) else None
+    values = decode_chunk(span, payload, wire, out)
+    squares = squares_of(values)
+    return None if squares is None else (Source.of(values), squares)
 
 
 def squares_of(values: Tensor) -> float | None:
@@ -157,7 +187,7 @@ class StreamingMean:
         self._sums: list[Tensor | None] = [None] * layout.chunks
         self._blends: dict[int, Blend] = {}  # of float buffers, by chunk
         # By chunk, the one that has waited longest first.
-        self._waiting: dict[int, list[tuple[Tensor, float]]] = {}
+        self._waiting: dict[int, list[tuple[Source, float]]] = {}
         self.held = 0
         longest = max((span.elements for span in layout.spans), default=0)
         self._scratch = Scratch(2, min(longest, PIECE_ELEMENTS))
@@ -177,17 +207,17 @@ class StreamingMean:
         """
         span, wire = self._spans[index], wire or self._wire
 
-        def read() -> tuple[Tensor, float] | None:
-            is_decoded = span.segment is Segment.PARAMETERS and in_few_bits(wire)
-            out = empty(span.elements, torch.float32) if is_decoded else None
+        def read() -> tuple[Any, float] | None:
             try:
-                values = decode_chunk(span, payload, wire, out)
+                if span.segment is Segment.PARAMETERS:
+                    return _read(span, payload, wire)
+                values = decode_chunk(span, payload, wire)
             except ProtocolError:
                 return None
-            squares = 0.0 if span.segment is Segment.INTEGERS else squares_of(values)
-            return None if squares is None else (values, squares)
+            is_fine = span.segment is Segment.INTEGERS or is_finite(values)
+            return (values, 0.0) if is_fine else None
 
-        def take_in(found: tuple[Tensor, float] | None) -> float | None:
+        def take_in(found: tuple[Any, float] | None) -> float | None:
             if found is None:
                 return None
             values, squares = found
@@ -199,8 +229,7 @@ class StreamingMean:
                 case Segment.PARAMETERS:
                     self._waiting.setdefault(index, []).append((values, weight))
                     self.held += 1
-                    return squares
-            return 0.0
+            return squares
 
         return Piece(read, take_in)
 
@@ -231,13 +260,18 @@ class StreamingMean:
         divisor = 1.0 if self._spans[index].segment is Segment.INTEGERS else weight
         return Gradient(total, waiting, divisor, self._scratch)
 
-    def _added_up(self, total: Tensor | None, waiting: Sequence[tuple[Tensor, float]]) -> Tensor:
+    def _added_up(self, total: Tensor | None, waiting: Terms) -> Tensor:
         """The sum with what was held; its memory is used."""
+        fast = kernels.ready()
+        if fast is not None:
+            made = empty(waiting[0][0].elements, torch.float32) if total is None else total
+            fast.add_up(_with(total, waiting), 1.0, made)
+            return made
         room = self._scratch.rows[0]
-        for values, weight in waiting:
-            parts = pieces_of(values)
+        for chunk, weight in waiting:
+            parts = pieces_of(chunk.values())
             if total is None:
-                total = empty(values.numel(), torch.float32)
+                total = empty(chunk.elements, torch.float32)
                 for place, part in zip(pieces_of(total), parts, strict=True):
                     _weighted(part, weight, place)
             else:

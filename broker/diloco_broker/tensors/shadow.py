@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from diloco_broker.core.versions.reply import Coded
 from diloco_broker.tensors.memory import empty, empty_like
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import in_few_bits
-from diloco_protocol.tensors.codecs import ENCODERS, as_bytes, checksum, is_finite
+from diloco_protocol.tensors.codecs import add_code, as_bytes, checksum, encode_sum
 
 # What the shadow is called among what a checkpoint has of each chunk.
 SHADOW = "shadow"
@@ -70,15 +69,15 @@ def followed(reply: str, shadow: Tensor, master: Tensor) -> tuple[Tensor, Coded]
 
     Where no difference in fp32 leads from one to the other, the chunk goes whole.
     """
-    apart = torch.sub(master, shadow, out=empty_like(shadow))
-    if not is_finite(apart):
+    encoded = encode_sum(reply, master, shadow, -1.0, lambda count: empty(count, torch.uint8))
+    if encoded is None:
         return master, _whole(master)
-    encoded = ENCODERS[reply](apart, lambda count: empty(count, torch.uint8))
-    moved = encoded.read(out=apart).add_(shadow)
-    if not is_finite(moved):
+    moved = empty_like(shadow)
+    found = add_code(reply, encoded, shadow, moved)
+    if found is None:
         return master, _whole(master)
-    return moved, _whole(moved, encoded.payload)
+    return moved, Coded(as_bytes(moved), encoded.payload, found)
 
 
-def _whole(values: Tensor, code: Any = None) -> Coded:
-    return Coded(as_bytes(values), code, checksum(values))
+def _whole(values: Tensor) -> Coded:
+    return Coded(as_bytes(values), None, checksum(values))

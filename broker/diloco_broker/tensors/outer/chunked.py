@@ -27,8 +27,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from diloco_broker.config.schedule import OuterSchedule
-from diloco_broker.tensors.memory import empty_like
+from diloco_broker.config.schedule import UNCHANGING, OuterSchedule
+from diloco_broker.tensors.memory import empty, empty_like
+from diloco_protocol import kernels
 
 State = Mapping[str, Tensor]
 """What is remembered of one chunk, by name; a name is missing before its first use. It never changes."""
@@ -106,6 +107,28 @@ class Nesterov:
     def step(self, theta: Tensor, gradient: Tensor, state: State, count: int = 0) -> Stepped:
         return self.step_by_pieces(theta, [gradient], state)
 
+    def step_by_kernel(
+        self,
+        fast: kernels.Kernels,
+        theta: Tensor,
+        gradient: tuple[kernels.Terms, float],
+        state: State,
+        wire: torch.dtype,
+    ) -> tuple[Stepped, Tensor | None]:
+        """`step` with the mean of terms, in one pass with the terms' sum.
+
+        Returns:
+            Besides, the parameters in a wire dtype; None where they are not finite in it.
+        """
+        moved = empty_like(theta)
+        has_momentum = self.momentum or self.warms_up
+        after = empty_like(theta) if has_momentum else None
+        sent = moved if wire is theta.dtype else empty(theta.numel(), wire)
+        settings, out = (self.momentum, self.lr, self.nesterov), (moved, after, sent)
+        before = state.get(MOMENTUM)
+        is_fine = fast.nesterov(*gradient, theta, before, settings=settings, out=out)
+        return (moved, {} if after is None else {MOMENTUM: after}), sent if is_fine else None
+
     def step_by_pieces(
         self,
         theta: Tensor,
@@ -151,12 +174,11 @@ class Sgd:
     lr: float
     share: float = 1.0
 
-    def at(self, schedule: OuterSchedule, count: int) -> Sgd:
-        return replace(self, lr=self.lr * schedule.factor(count))
+    def at(self, schedule: OuterSchedule, count: int) -> Nesterov:
+        return Nesterov(self.lr * schedule.factor(count) * self.share, momentum=0.0)
 
     def step(self, theta: Tensor, gradient: Tensor, state: State, count: int = 0) -> Stepped:
-        moved = torch.add(theta, gradient, alpha=-self.lr * self.share, out=empty_like(theta))
-        return moved, {}
+        return self.at(UNCHANGING, count).step(theta, gradient, state)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -40,13 +40,11 @@ class TrainingProgram:
         environ: Mapping[str, str],
         restarts: Restarts,
         end_file: Path,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._command = list(command)
         self._environ = {**environ, END_FILE: str(end_file)}
         self._end_file = end_file
         self._restarts = restarts
-        self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # signals that came while no child was there to take them
         self._asked: int | None = None  # the first signal that asked to end
@@ -56,13 +54,13 @@ class TrainingProgram:
         """The exit code of the program, of its last life if there were several."""
         with self._signals():
             while True:
-                began = self._clock()
+                began = time.monotonic()
                 forget(self._end_file)
                 ended = self._once()
                 code = meant(ended, word(self._end_file))
                 if code != ended:
                     logger.info("The program ended with code %d, taken for %d.", ended, code)
-                pause = self._restarts.pause(code, self._clock() - began)
+                pause = self._restarts.pause(code, time.monotonic() - began)
                 if self._asked_to_end() is not None:
                     return code
                 if pause is None:

@@ -65,7 +65,7 @@ class Link(Inbox, BrokerConnection):
     no session, to its leader.
     """
 
-    def __init__(  # noqa: PLR0913  what it stands between
+    def __init__(
         self,
         address: Given,
         session: Session | None,
@@ -78,14 +78,13 @@ class Link(Inbox, BrokerConnection):
         follows_rounds: bool = True,
         keys: Keys | None = None,
         others: Followers | LeaderConnection | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._poller = zmq.Poller()
         BrokerConnection.__init__(
             self,
             address,
             keys,
-            clock,
+            time.monotonic,
             watch=lambda socket: self._poller.register(socket, zmq.POLLIN),
             unwatch=self._poller.unregister,
             logger=logger,

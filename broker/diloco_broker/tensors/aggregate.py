@@ -29,7 +29,7 @@ from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
 from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.kernels import Source, Terms
-from diloco_protocol.tensors.codecs import decode_chunk, is_finite, source_of
+from diloco_protocol.tensors.codecs import BLOCKS, decode_chunk, is_finite
 
 # Elements that are worked on at a time: a few fp32 pieces of this size stay in the caches near a core.
 # Two folds and a step of a chunk took 1.3 times as long with 1 << 16, for the calls.
@@ -135,10 +135,10 @@ def _fp32(values: Tensor, room: Tensor) -> Tensor:
 def _read(span: ChunkSpan, payload: Any, wire: str) -> tuple[Source, float] | None:
     """A chunk of parameters, and the sum of its squares; None when a value is not finite."""
     fast = kernels.ready()
-    if fast is not None and in_few_bits(wire):
-        chunk = source_of(span, payload, wire)
-        squares = None if chunk is None else fast.squares(chunk)
-        if chunk is not None and squares is not None:
+    if fast is not None and wire in BLOCKS:
+        chunk = BLOCKS[wire].source(payload, span.elements)
+        squares = fast.squares(chunk)
+        if squares is not None:
             return chunk, squares
     # Of bf16 and above torch makes squares as fast as memory is.
     out = empty(span.elements, torch.float32) if in_few_bits(wire) else None

@@ -95,24 +95,6 @@ class Kernels:
         )  # fmt: skip
         return most < OVERFLOW[form]
 
-    def delta(
-        self, base: Tensor | None, held: torch.dtype, local: Tensor, wire: Tensor
-    ) -> tuple[float, bool]:
-        """wire <- base, rounded to `held`, minus local; without a base the local values.
-
-        Returns:
-            The sum of its squares before rounding, and whether all are finite in wire form.
-        """
-        form, no_wire = FORMS[wire.dtype], wire.dtype is torch.float32
-        source = Source.of(local)
-        squares, most = self._compiled.delta(
-            _floats(base), FORMS.get(held, FP32), source.form, source.data.data_ptr(), form,
-            _NO_HALVES if no_wire else wire.view(torch.uint16).numpy(),
-            wire.numpy() if no_wire else _NO_FLOATS,
-        )  # fmt: skip
-        limit = np.uint32(OVERFLOW[form]).view(np.float32)
-        return squares, math.isfinite(squares) and most < limit
-
     def encode(
         self,
         codec: tuple[int, bool],

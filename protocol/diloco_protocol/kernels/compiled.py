@@ -27,8 +27,6 @@ from diloco_protocol.kernels.forms import BF16, FP16, FP32, INT8
 
 PIECE = 1024
 HALF = BLOCK // 2
-# Between these (largest magnitude of a piece) fp32 has room for the sum of its squares.
-SMALL, LARGE = np.float32(1e-12), np.float32(1e15)
 # A scale below it makes no value that is not finite.
 MOST = np.float32(2.0**120)
 # Lengths of a block whose squares fp32 has room for (`block_codecs`).
@@ -186,20 +184,6 @@ def halved(values, count):
 
 
 @njit(**OPTIONS)
-def squared(room, size, top, spare):
-    """The sum of squares of a piece whose largest magnitude has the bits `top`."""
-    spare.view(np.uint32)[0] = top
-    if size == PIECE and spare[0] > SMALL and spare[0] < LARGE:
-        for j in range(size):
-            spare[j] = room[j] * room[j]
-        return np.float64(halved(spare, PIECE))
-    total = 0.0
-    for j in range(size):
-        total += np.float64(room[j]) * np.float64(room[j])
-    return total
-
-
-@njit(**OPTIONS)
 def summed(forms, addresses, weights, elements, at, size, total, room, words, bits):
     """Into `total`: of `size` elements from `at` on, the sum of the terms, in their order.
 
@@ -260,49 +244,6 @@ def squares(form, scales, codes):
             return np.inf
         found += np.float64(word[0]) * np.float64(word[0]) * np.float64(total)
     return found
-
-
-@kernel(types.UniTuple(F8, 2)(FLOATS, I8, I8, I8, I8, HALVES, FLOATS))
-def delta(base, held, form, address, wire_form, wire, out):
-    """A pseudo-gradient in wire form: `base`, rounded to the form `held`, minus local values.
-
-    Without a base the values themselves. In 16 bits it is written to `wire`, else to `out`.
-
-    Returns:
-        The sum of its squares before rounding, and the largest magnitude.
-    """
-    elements = max(wire.size, out.size)
-    room, spare = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
-    bits, words, found, most = room.view(np.uint32), spare.view(np.uint32), 0.0, ZERO
-    for at in range(0, elements, PIECE):
-        size = min(PIECE, elements - at)
-        read(form, address, elements, at, size, room, bits)
-        if base.size:
-            begun = base[at : at + PIECE]
-            if held == FP32:
-                for j in range(begun.size):
-                    room[j] = begun[j] - room[j]
-            else:
-                if held == BF16:
-                    origin = begun.view(np.uint32)
-                    for j in range(begun.size):
-                        words[j] = near_half(origin[j]) << SIXTEEN
-                else:
-                    for j in range(begun.size):
-                        spare[j] = of_half(to_half(begun[j]))
-                for j in range(begun.size):
-                    room[j] = spare[j] - room[j]
-        if wire_form == FP32:
-            to = out[at : at + PIECE]
-            for j in range(to.size):
-                to[j] = room[j]
-        else:
-            write(wire_form, room, bits, wire[at : at + PIECE])
-        top = largest(bits, size)
-        most = max(most, top)
-        found += squared(room, size, top, spare)
-    words[0] = most
-    return found, np.float64(spare[0])
 
 
 @kernel(FLAG(I8, FLAG, FLOATS, FLOATS, F4, HALVES, BYTES))
@@ -383,7 +324,7 @@ def shift(form, address, values, other, sign, out):
         The sum of its bit patterns as `codecs.checksum` has it, and the largest one without its sign.
     """
     room, total = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
-    bits, words = room.view(np.uint32), total.view(np.uint32)
+    bits, words, pairs = room.view(np.uint32), total.view(np.uint32), total.view(np.uint64)
     found, most = np.uint64(0), ZERO
     for at in range(0, out.size, PIECE):
         to, given = out[at : at + PIECE], values[at : at + PIECE]
@@ -397,13 +338,10 @@ def shift(form, address, values, other, sign, out):
                 total[j] = given[j] + sign * room[j]
         for j in range(to.size):
             to[j] = total[j]
-        even, odd = np.uint64(0), np.uint64(0)
         for j in range(to.size // 2):
-            even += np.uint64(words[2 * j])
-            odd += np.uint64(words[2 * j + 1])
+            found += pairs[j]
         if to.size % 2:
-            even += np.uint64(words[to.size - 1])
-        found += even + (odd << np.uint64(32))
+            found += np.uint64(words[to.size - 1])
         most = max(most, largest(words, to.size))
     return found, np.uint64(most)
 

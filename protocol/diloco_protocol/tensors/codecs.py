@@ -124,18 +124,6 @@ def add_code(
     return checksum(out) if is_finite(out) else None
 
 
-def source_of(span: ChunkSpan, payload: Any, wire: str) -> kernels.Source | None:
-    """A chunk of parameters as kernels read it, which may share its memory; None where they do not.
-
-    Raises as `decode_chunk`.
-    """
-    block = BLOCKS.get(wire)
-    if block is not None:
-        return block.source(payload, span.elements)
-    values = CODECS[wire].decode(payload, span.elements)
-    return kernels.Source.of(values) if values.dtype in kernels.FORMS else None
-
-
 def on_host(*tensors: Tensor) -> bool:
     """Whether kernels can read them."""
     return all(tensor.device.type == "cpu" for tensor in tensors)

@@ -44,6 +44,7 @@ OTHER_VARIABLES = (
     NUM_SHARDS,
     "DILOCO_END_FILE",
     own_log.VARIABLE,
+    "DILOCO_KERNELS",
     "DILOCO_SEED_OFFSET",
 )
 # What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from diloco_protocol import Segment
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
-from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, is_finite
+from diloco_protocol.tensors.codecs import (
+    add_code,
+    decode_chunk,
+    encode_chunk,
+    encode_sum,
+    is_finite,
+)
 from diloco_protocol.tensors.tensor_pool import mapped
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.placement import HOST
@@ -49,30 +55,39 @@ class InFewBits(FlatState):
             return super().chunk(index)
         code = self.codes.get(index)
         if code is None:
-            span = self.layout.spans[index]
-            code = self.codes[index] = encode_chunk(span, self._sum(span), self.dtype, self._bytes)
+            span, residual = self.layout.spans[index], self.residual.get(index)
+            delta, summed = self._delta(span), None
+            if residual is not None:
+                summed = encode_sum(self.dtype, delta, residual, new=self._bytes)
+            # Beyond the range of fp32 the residual is given up; what was learnt now goes on.
+            code = summed.payload if summed else encode_chunk(span, delta, self.dtype, self._bytes)
+            self.codes[index] = code
         return code
 
     @torch.no_grad()
     def left_out(self, span: ChunkSpan, room: Room) -> Tensor:
         """What a chunk of parameters leaves out: the residual once it has counted."""
-        code, total = self.chunk(span.index), self._sum(span)
-        on_host = total.device == HOST
-        made = room(span.elements, total.dtype) if on_host else torch.empty_like(total)
+        code, delta, residual = (
+            self.chunk(span.index),
+            self._delta(span),
+            self.residual.get(span.index),
+        )
+        if delta.device == HOST:
+            made = room(span.elements, delta.dtype)
+            found = add_code(self.dtype, code, delta, made, other=residual, sign=-1.0)
+            if found is None and residual is not None:
+                add_code(self.dtype, code, delta, made, sign=-1.0)
+            return made
+        total = delta if residual is None else residual.to(delta.device) + delta
+        total = total if is_finite(total) else delta
+        made = torch.empty_like(total)
         return torch.sub(total, decode_chunk(span, code, self.dtype, made), out=made)
 
     def _bytes(self, count: int) -> Tensor:
         return self.room(count, torch.uint8)
 
-    @torch.no_grad()
-    def _sum(self, span: ChunkSpan) -> Tensor:
-        delta = self.vectors[span.segment][span.start : span.stop]
-        residual = self.residual.get(span.index)
-        if residual is None:
-            return delta
-        total = residual.to(delta.device) + delta
-        # Beyond the range of fp32 the residual is given up; what was learnt now goes on.
-        return total if is_finite(total) else delta
+    def _delta(self, span: ChunkSpan) -> Tensor:
+        return self.vectors[span.segment][span.start : span.stop]
 
 
 @dataclass(eq=False, repr=False)

@@ -21,7 +21,7 @@ from torch import Tensor
 from diloco_protocol import ProtocolError, Segment, TensorEntry
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.tensors.codecs import (
-    checksum,
+    add_code,
     decode_chunk,
     encode_chunk,
     segment_dtype,
@@ -92,23 +92,23 @@ class FlatState:
             parts: the lengths in bytes of the codes to be added, in order; their sum is the payload's.
 
         Returns:
-            The checksum of what comes of it; None where the codes cannot be read.
+            The checksum of what comes of it; None where the codes cannot be read, or make what is not
+            finite.
         """
         span = self.layout.spans[index]
         target = self.vectors[span.segment][span.start : span.stop]
         before = base.vectors[span.segment][span.start : span.stop]
         if before.data_ptr() == target.data_ptr():
             before = target
-        start = 0
+        start, found = 0, None
         for size in parts:
-            code, room = payload[start : start + size], None if before is target else target
+            code = payload[start : start + size]
             try:
-                values = decode_chunk(span, code, wire, room)
+                found = add_code(wire, code, before, target)
             except ProtocolError:
                 return None
-            torch.add(before, values, out=target)
             before, start = target, start + size
-        return checksum(target)
+        return found
 
     def by_name(self) -> dict[str, Tensor]:
         """The values of each tensor, in its shape: views."""

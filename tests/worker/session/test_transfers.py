@@ -42,6 +42,7 @@ from diloco_worker.session.effects import (
 from diloco_worker.session.events import (
     Disconnected,
     Event,
+    Followed,
     Offer,
     Prepared,
     Received,
@@ -523,6 +524,22 @@ def test_pull_that_was_refused_is_sent_again_after_a_second(fresh: Desk) -> None
     fresh.hears(Error("no_model", "Nobody has provided parameters yet.", retry=True, about="pull"))
     fresh.passes(1.1)
     assert {pull.fragment for pull in fresh.sent(Pull)} == {0, FROZEN}
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_version_of_differences_is_delivered_once_the_last_has_come_to_what_it_must(
+    ready: Desk, is_good: bool
+) -> None:
+    ready.session.downloads.set_reply("int8")
+    ready.happens(Offer(gradient()))
+    ready.hears(Released(0, version(1), Ledger({"me": (Counted(77),)})))
+    for index in range(CHUNKS):
+        assert not ready.all(Deliver)
+        ready.hears(Chunk(0, index, version=version(1), delta_of=version(0), parts=(4,)))
+        ready.happens(Followed(0) if is_good or index < CHUNKS - 1 else Spoilt(0))
+    assert bool(ready.all(Deliver)) == is_good
+    assert not is_good or not ready.sent(Pull)
+    assert is_good or [pull.delta_of for pull in ready.sent(Pull)] == [None]
 
 
 def test_copy_that_is_another_is_fetched_whole_once_whatever_is_still_under_way(

@@ -76,7 +76,8 @@ class StoreChunk(Effect):
     """Decode the chunk at hand into the version that is being assembled.
 
     Where it has `parts` it is what the chunk has more than that of the version held: codes of these
-    lengths, whose sum must come to this checksum. If it does not, the shell answers with `Spoilt`.
+    lengths, whose sum must come to this checksum. The shell answers whether it does: `Followed` or
+    `Spoilt`.
     """
 
     fragment: int

@@ -130,6 +130,13 @@ class Prepared(Event):
 
 
 @dataclass(frozen=True)
+class Followed(Event):
+    """A chunk that came as a difference comes to what it must."""
+
+    fragment: int
+
+
+@dataclass(frozen=True)
 class Spoilt(Event):
     """A chunk that came as a difference does not come to what it must: the copy held here is another."""
 

@@ -157,6 +157,8 @@ class Session:
                 yield from self._arrived_elsewhere(chunk, now)
             case events.Prepared(push_id):
                 yield from self.uploads.prepared(push_id)
+            case events.Followed(fragment):
+                yield from self._stored(fragment)
             case events.Spoilt(fragment):
                 yield from self.downloads.spoilt(fragment)
             case events.FrozenNamed(tag):
@@ -289,8 +291,8 @@ class Session:
                 self.connection.bulk.moved(now)
                 if self.connection.is_joined:
                     yield from self.downloads.chunk(message)
-                    yield from self._deliver_if_whole(message.fragment)
-                    yield from self._pull_frozen()
+                    if message.delta_of is None:  # else once it is known what it comes to
+                        yield from self._stored(message.fragment)
             case messages.Result():
                 yield from self.requests.answered(message)
                 yield from self.units.answered(message, now)
@@ -505,8 +507,12 @@ class Session:
         if self.connection.is_joined:
             self.connection.bulk.moved(now)
             yield from self.downloads.arrived_elsewhere(chunk)
-            yield from self._deliver_if_whole(chunk.fragment)
-            yield from self._pull_frozen()
+            yield from self._stored(chunk.fragment)
+
+    def _stored(self, fragment: int) -> Iterator[Effect]:
+        """A chunk is here and decoded."""
+        yield from self._deliver_if_whole(fragment)
+        yield from self._pull_frozen()
 
     # Up.
 

@@ -172,8 +172,10 @@ class Executor:
                 wire = self.session.config.reply_dtype
                 if not parts:
                     memory.store(fragment, index, self.payload, whole_dtype(wire))
-                elif memory.follow(fragment, index, self.payload, wire, parts) != wanted:
-                    self.feed(events.Spoilt(fragment))
+                else:
+                    found = memory.follow(fragment, index, self.payload, wire, parts)
+                    is_good = found == wanted
+                    self.feed(events.Followed(fragment) if is_good else events.Spoilt(fragment))
             case effects.Deliver(released, _, unchanged):
                 fragment = released.fragment
                 return memory.held(fragment) if unchanged else memory.finish(fragment)

@@ -41,6 +41,7 @@ def said(script: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow  # a process that loads torch
 def test_without_numba_torch_does_the_work_and_one_line_says_so() -> None:
     first, last = said(f"import sys; sys.modules['numba'] = None\n{ENCODE}")
     assert "diloco_protocol.kernels" in first

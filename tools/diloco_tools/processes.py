@@ -197,8 +197,14 @@ def end_like_an_error_on_signals() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Ours without any DILOCO_* variable, which would change what the children do."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    """Ours without any DILOCO_* variable, which would change what the children do.
+
+    But for that of kernels, by which the bits are the same.
+    """
+    names = [
+        name for name in os.environ if not name.startswith("DILOCO_") or name == "DILOCO_KERNELS"
+    ]
+    ours = {name: os.environ[name] for name in names}
     return ours | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 

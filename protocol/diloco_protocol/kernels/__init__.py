@@ -16,6 +16,7 @@ work with torch. Both make the same bits, so it shows nowhere which of them did 
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import subprocess
@@ -77,6 +78,9 @@ class _Loading:
         with self._importing:
             compiled.load()
             kernels = Kernels(compiled)
+            # Else each full collection would go through all that numba has made, in whatever thread
+            # comes to it: 10 ms of a turn of the broker's loop.
+            gc.freeze()
             if kernels.agree():
                 return kernels
         log.info("no compiled kernels: they round in another way than torch on this machine")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Kind, Manifest, TensorEntry, UsageError, kernels
+from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, ModelLayout
 from diloco_protocol.tensors.tensor_pool import TensorPool
 from diloco_worker.model.encoding import Delta, encode
@@ -48,7 +48,6 @@ class ModelTensors:
     @classmethod
     def of_module(cls, model: nn.Module | Sequence[nn.Module]) -> ModelTensors:
         """The tensors of a module's `state_dict`; raises UsageError when they cannot be exchanged."""
-        kernels.start()
         module = unwrapped(model)
         return cls(manifest_of(module), lambda: live_tensors(module), ModelWatch(module))
 

@@ -105,7 +105,7 @@ class LocalPorts(Participant):
         assert terms is not None
         layout, config = terms.layout, terms.config
         travels = (self.settings.wire_dtype or config.wire_dtype, config.reply_dtype)
-        if any(map(in_few_bits, travels)):  # of others a worker leaves nothing to kernels
+        if any(map(in_few_bits, travels)):  # a worker has no kernel for the other dtypes
             kernels.start()
         self._frozen = self._take_frozen(layout.frozen)
         arrivals = self.take([part.fragment for part in layout.fragments])

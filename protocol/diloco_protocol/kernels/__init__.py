@@ -1,14 +1,14 @@
-"""Compiled kernels for work on chunks in the host's memory; torch does the same until they are there.
+"""Compiled kernels for chunks in host memory. torch does the same work until they are loaded.
 
-`start` has a background thread import numba and load the kernels, some 1 s of CPU; `ready` returns them
-once they are loaded, and until then, and for ever where they cannot be, None: then the caller does the
-work with torch. Both make the same bits, so it shows nowhere which of them did a chunk. Nobody waits:
+`start` loads the kernels in a background thread (about 1 s of CPU). `ready` returns them, or None while
+they are not loaded; the caller then uses torch. Both paths produce the same bits. Loading never blocks a
+caller:
 
-- Compiling takes some 12 s of a core, once on a machine and for each version of numba. A process of its
-  own does it, at low priority, and leaves the result in numba's cache (`__pycache__`, or the user's
-  cache folder where the package cannot be written to).
-- A process must not be forked while a thread of it imports: the child could never import the same. So
-  `os.fork` waits while numba is imported here, for a second at most.
+- Compilation takes about 12 s of one core, once per machine and numba version. A low-priority subprocess
+  does it and stores the result in numba's cache: `__pycache__`, or the user's cache folder if the
+  package is read-only.
+- Forking while another thread imports a module leaves the child unable to import it. `os.fork` therefore
+  waits until the import of numba is finished, which takes about a second.
 
 `DILOCO_KERNELS=torch` turns them off.
 """
@@ -16,7 +16,6 @@ work with torch. Both make the same bits, so it shows nowhere which of them did 
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import subprocess
@@ -39,7 +38,7 @@ compiled.load()
 
 
 class _Loading:
-    """What the background thread has come to."""
+    """The background thread that loads the kernels, and its result."""
 
     def __init__(self) -> None:
         self.kernels: Kernels | None = None
@@ -47,6 +46,7 @@ class _Loading:
         self._thread: threading.Thread | None = None
         self._compiler: subprocess.Popen[bytes] | None = None
         self._importing = threading.Lock()
+        self._is_exiting = False
 
     def start(self) -> None:
         if self._thread is not None or _is_off():
@@ -76,18 +76,17 @@ class _Loading:
         if not is_cached:
             self._compile()
         with self._importing:
+            if self._is_exiting:
+                return None
             compiled.load()
             kernels = Kernels(compiled)
-            # Else each full collection would go through all that numba has made, in whatever thread
-            # comes to it: 10 ms of a turn of the broker's loop.
-            gc.freeze()
             if kernels.agree():
                 return kernels
         log.info("no compiled kernels: they round in another way than torch on this machine")
         return None
 
     def _compile(self) -> None:
-        """Have another process fill numba's cache: this one goes on undisturbed."""
+        """Fill numba's cache from a subprocess, so that this process is not slowed down."""
         self._compiler = subprocess.Popen(
             [sys.executable, "-c", COMPILE],
             stdin=subprocess.DEVNULL,
@@ -100,10 +99,12 @@ class _Loading:
             raise RuntimeError(f"compiling ended with {self._compiler.returncode}: {last}")
 
     def _stop(self) -> None:
-        """At the end of this process: neither leave a process behind nor be ended amid an import."""
+        """Kill the compiler and wait for an import in progress: exiting during one may crash."""
+        self._is_exiting = True
         if self._compiler is not None:
             self._compiler.kill()
-        self._importing.acquire(timeout=5)
+        if self._importing.acquire(timeout=5):
+            self._importing.release()  # exit handlers that run later may fork
 
 
 _loading = _Loading()
@@ -114,16 +115,16 @@ def _is_off() -> bool:
 
 
 def start() -> None:
-    """Begin to load them, in the background; the first call of a process counts."""
+    """Start loading the kernels in the background. Later calls do nothing."""
     _loading.start()
 
 
 def ready() -> Kernels | None:
-    """The kernels, if they are loaded and not turned off."""
+    """Return the kernels, or None if they are not loaded or are turned off."""
     return None if _is_off() else _loading.kernels
 
 
 def wait(seconds: float) -> bool:
-    """For tests and measurements: begin, and wait until they are `ready`, or will not be."""
+    """Start loading and wait until it has succeeded or failed; for tests and measurements."""
     start()
     return not _is_off() and _loading.is_over.wait(seconds) and ready() is not None

@@ -52,7 +52,7 @@ class Encoded:
     source: Source | None = None  # the same for kernels
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """What whoever decodes the payload reads, bit for bit; in `out` if given."""
+        """Return the values that a decoder of the payload obtains, bit for bit; in `out` if given."""
         return self.decode(self.data, self.elements, out)
 
 

@@ -92,8 +92,7 @@ class FlatState:
             parts: the lengths in bytes of the codes to be added, in order; their sum is the payload's.
 
         Returns:
-            The checksum of what comes of it; None where the codes cannot be read, or make what is not
-            finite.
+            The checksum of the result; None if the codes cannot be decoded or the result is not finite.
         """
         span = self.layout.spans[index]
         target = self.vectors[span.segment][span.start : span.stop]

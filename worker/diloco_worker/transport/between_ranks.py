@@ -98,7 +98,7 @@ class Donate(Event):
 class LeaderLeft(Event):
     """The leader has left the run, or its process is gone."""
 
-    last: bytes = b""  # what it tells the others at the end
+    last: bytes = b""  # the last message, sent on closing
 
 
 # From a follower to the leader, besides events of the leader's session.
@@ -161,7 +161,7 @@ class Followers:
         self._connected: set[int] = set()
         self._unsent: list[tuple[int, Record]] = []  # for those that are not connected yet
         self._generation = 0
-        self.last = b""  # what the followers are told at the end
+        self.last = b""  # sent to the followers on closing
         self.lost: str | None = None  # why the worker cannot go on, a sentence
         self.bytes_up = self.bytes_down = 0  # of the followers, since they were read last
 
@@ -196,7 +196,7 @@ class Followers:
             self._unsent.append((rank, record))
 
     def receive(self) -> Iterator[Event]:
-        """What the followers tell the leader's session."""
+        """Return the followers' events for the leader's session."""
         for _ in range(BATCH):
             try:
                 route, data = self.socket.recv_multipart(NOW)

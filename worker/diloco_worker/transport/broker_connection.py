@@ -31,7 +31,7 @@ BREAKS_OF_SHORTCUT = 2
 BATCH = 64
 # How long the last message, `leave`, may take to get out.
 LEAVE_LINGER_MS = 1000
-# The same sentence is not logged again within so many seconds, and so many are remembered for that.
+# A log line is not repeated within this time (seconds), of this many lines at most.
 REPEAT_S = 30.0
 SENTENCES = 100
 
@@ -79,7 +79,7 @@ class BrokerConnection:
         self.bytes_up = 0
         self.bytes_down = 0
         self.last_error: str | None = None  # the last thing that went wrong, a sentence
-        self.said = RepeatedLines()  # what was logged lately
+        self.said = RepeatedLines()  # recent log lines
         self._where = BrokerAddress(address)
         self._keys = keys
         self._watch, self._unwatch = watch, unwatch
@@ -91,7 +91,7 @@ class BrokerConnection:
     # What the thread does.
 
     def receive(self, ready: Container[object] | None = None) -> None:
-        """Take in what has come. `ready`: the sockets with something to read, where that is known."""
+        """Handle the messages received. `ready`: the sockets that are readable, if known."""
         connections = self._connections
         if connections is None:
             return
@@ -103,7 +103,7 @@ class BrokerConnection:
             self._follow(connections, connections.changes())
 
     def look_for_the_broker(self) -> float | None:
-        """Follow a broker that has moved while nobody answers. Returns when to wake up."""
+        """Follow a broker that has moved while its address does not answer. Returns the wake-up time."""
         wakes_at, next_look = self.session.wakes_at(), self._where.next_look()
         if next_look is None or self.session.phase is not Phase.CONNECTING:
             return wakes_at
@@ -189,7 +189,7 @@ class BrokerConnection:
     # What the session asks for.
 
     def connect(self, place: int = 0) -> None:
-        self.refused_key = None  # what was true of the last connections may be over
+        self.refused_key = None  # the next connection may be accepted
         self._where.turn_to(place)
         self._where.look(self.now())
         if (address := self._where.address) is None:

@@ -70,7 +70,7 @@ class FragmentBuffers:
     so every complete version is held until training stands on a later one.
 
     `states` are those that are held already, and room for later versions once training stands on others.
-    A fragment is copied in a thread of its own, one at a time, and only where nobody is training it.
+    A fragment is copied in a thread of its own, one at a time, and only while it is not being trained.
     """
 
     # Copies a fragment of the model to the host, for a broker that has no parameters.

@@ -18,8 +18,9 @@ ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS wheel
 WORKDIR /source
-RUN pip install --no-cache-dir build
-COPY pyproject.toml README.md LICENSE ./
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && pip install --no-cache-dir build
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protocol protocol
 COPY broker broker
 COPY worker worker

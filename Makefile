@@ -28,7 +28,7 @@ ALL := not (nightly or integration or engine or cuda)
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 COVERED := tests/protocol tests/broker tests/worker --ignore=tests/broker/shell
 
-.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-kernels test-engines test-cuda test-nightly coverage slurm mutants nightly chromium lint format check docs release clean
+.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-torch test-engines test-cuda test-nightly coverage slurm mutants nightly chromium lint format check docs release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -43,7 +43,7 @@ help:
 	@echo "make test-all  the slow ones and those in a browser, too: at most 13 minutes"
 	@echo "make test-browser  the dashboard and reports in headless Chromium, which is installed where that may be"
 	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"
-	@echo "make test-kernels  the tests of tensor work by compiled kernels, which all others do by torch"
+	@echo "make test-torch  the tests of tensor work without compiled kernels, by torch alone"
 	@echo "make test-engines  a run on a real Slurm and a real Ray, which are installed where that may be"
 	@echo "make test-cuda  on a CUDA device, where there is one, with a table of the seconds of a boundary (TORCH=torch)"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
@@ -56,7 +56,7 @@ help:
 	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
 	@echo "make clean     remove .venv, the results of runs and the book"
 
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml Makefile hatch_build.py protocol/diloco_protocol/kernels/kernels.c
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once, a few minutes) ..."
@@ -124,8 +124,8 @@ $(LIBRARIES): $(STAMP)
 test-integrations: $(LIBRARIES)
 	@$(BIN)/python -m pytest $(SPREAD) -rs -m integration tests/integrations
 
-test-kernels: $(STAMP)
-	@DILOCO_KERNELS=numba $(BIN)/python -m pytest $(SPREAD) -m "$(QUICK)" \
+test-torch: $(STAMP)
+	@DILOCO_KERNELS=torch $(BIN)/python -m pytest $(SPREAD) -m "$(QUICK)" \
 	  tests/protocol/tensors tests/broker/tensors tests/broker/relay tests/worker/model
 
 # Ray pins much of what it needs, so it has an environment of its own, over the packages of the other.

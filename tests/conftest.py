@@ -18,11 +18,6 @@ from kit.session_harness import FROZEN, Desk, desk, version
 # With more threads torch spends the time of small models waking them: three times as much of it. Before
 # torch is loaded, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Kernels are tested where a test asks for them (`kit.kernel_paths`): loading them takes 1 s of CPU in
-# each process, and most processes of the tests are over before.
-# `DILOCO_KERNELS=numba pytest ...` has all of them wait for the kernels.
-BY_TORCH = os.environ.setdefault("DILOCO_KERNELS", "torch") == "torch"
-
 # A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,10 +37,6 @@ costs: dict[str, float] = {}  # CPU seconds of each test without a mark
 
 
 def pytest_sessionstart() -> None:
-    if not BY_TORCH:
-        from diloco_protocol import kernels
-
-        assert kernels.wait(300)
     if CHECKS_COSTS:
         # Or the first tests with a screen and with an optimizer would pay for these.
         import torch._dynamo  # noqa: F401

@@ -93,6 +93,7 @@ def test_wheel_has_every_module_that_users_need_and_nothing_of_the_lab(tmp_path:
     (wheel,) = tmp_path.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     packages_in_it = {name.partition("/")[0] for name in names}
+    assert ("kernels.so" in {Path(name).name for name in names}) == (not wheel.stem.endswith("any"))
     assert packages_in_it == {"diloco_protocol", "diloco_broker", "diloco_worker", "diloco_tools"}
     sources = {
         str(source.relative_to(folder.parent))

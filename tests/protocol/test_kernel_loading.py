@@ -1,110 +1,101 @@
-"""Loading the kernels: in the background, from a cache, and never to anybody's harm."""
+"""Kernels that cannot be loaded: torch does their work, and one log line says why."""
 
 from __future__ import annotations
 
-import os
+import importlib.util
+import logging
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from kit.kernel_paths import needs_kernels
-from kit.paths import ROOT
-
-pytestmark = pytest.mark.timeout(400)
-PACKAGES = os.pathsep.join(str(ROOT / name) for name in ("protocol", "broker", "worker"))
-ENCODE = """
-import logging, sys, torch
-logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stdout)
 from diloco_protocol import kernels
 from diloco_protocol.tensors.codecs import ENCODERS
-is_ready = kernels.wait(300)
-assert ENCODERS["int4"](torch.full((300,), 7.0)).read().tolist() == [7.0] * 300
-print("ready" if is_ready else "torch")
-"""
+from kit.kernel_paths import SWITCH, needs_kernels
+from kit.paths import ROOT
+
+SOURCE = Path(kernels.__file__).with_name("kernels.c")
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+_spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+assert _spec is not None and _spec.loader is not None
+hatch_build = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(hatch_build)
 
 
-def said(script: str, **environment: str) -> list[str]:
-    """The lines that a fresh process prints."""
-    kept = {name: value for name, value in os.environ.items() if name != "DILOCO_KERNELS"}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**kept, "PYTHONPATH": PACKAGES, **environment},
-        capture_output=True,
-        text=True,
-        timeout=390,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+@pytest.fixture(autouse=True)
+def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(SWITCH, raising=False)
+    kernels.load.cache_clear()
+    yield
+    kernels.load.cache_clear()
 
 
-@pytest.mark.slow  # a process that loads torch
-def test_without_numba_torch_does_the_work_and_one_line_says_so() -> None:
-    first, last = said(f"import sys; sys.modules['numba'] = None\n{ENCODE}")
-    assert "diloco_protocol.kernels" in first
-    assert "numba" in first
-    assert last == "torch"
+@pytest.mark.parametrize("contents", [None, b"", b"\x7fELF of another machine"])
+def test_without_a_library_that_loads_torch_does_the_work_and_one_line_says_so(
+    contents: bytes | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    library = tmp_path / "kernels.so"
+    if contents is not None:
+        library.write_bytes(contents)
+    monkeypatch.setattr(kernels, "LIBRARY", library)
+    with caplog.at_level(logging.INFO, "diloco_protocol.kernels"):
+        for _ in range(3):
+            assert kernels.ready() is None
+            assert ENCODERS["int4"](torch.full((300,), 7.0)).read().tolist() == [7.0] * 300
+    (line,) = caplog.messages
+    assert "torch" in line
+    assert "kernels.so" in line
 
 
-@pytest.mark.slow  # a process that loads torch
-def test_only_loading_the_kernels_imports_numba_and_that_can_be_turned_off() -> None:
-    modules = "diloco_worker, diloco_broker.tensors.parameters"
-    script = f"import sys, {modules}\n{ENCODE}\nprint('numba' in sys.modules)"
-    assert said(script, DILOCO_KERNELS="torch") == ["torch", "False"]
+@needs_kernels
+def test_processor_without_avx2_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert kernels.ready() is None
+
+
+@needs_kernels
+def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.ready() is not None
+    monkeypatch.setenv(SWITCH, "torch")
+    assert kernels.ready() is None
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """A copy of the package whose folder for compiled files cannot be made."""
-    package = tmp_path / "packages"
-    shutil.copytree(
-        ROOT / "protocol", package, ignore=shutil.ignore_patterns("__pycache__", "*.md")
-    )
-    (package / "diloco_protocol" / "kernels" / "__pycache__").touch()
-    return package
+def source(tmp_path: Path) -> Path:
+    return Path(shutil.copy(SOURCE, tmp_path))
 
 
-@needs_kernels
-@pytest.mark.slow
-def test_where_nothing_can_be_cached_torch_does_the_work(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "home").touch()
-    home = str(tmp_path / "home")
-    *lines, last = said(ENCODE, PYTHONPATH=str(installed), HOME=home, XDG_CACHE_HOME=home)
-    assert len(lines) == 1
-    assert last == "torch"
-
-
-@needs_kernels
-@pytest.mark.slow  # compiles all kernels
-def test_package_that_cannot_be_written_to_is_cached_for_the_user(
-    installed: Path, tmp_path: Path
+def test_without_a_compiler_no_library_is_built_and_an_old_one_is_removed(
+    source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = tmp_path / "home"
-    found = said(ENCODE, PYTHONPATH=str(installed), HOME=str(home), XDG_CACHE_HOME=str(home))
-    assert found == ["ready"]
-    assert list(home.rglob("*.nbi"))
+    library = source.with_name("kernels.so")
+    library.touch()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "compiler" in (hatch_build.compile_kernels(source, library) or "")
+    assert not library.exists()
 
 
-@needs_kernels
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_child_that_is_forked_while_they_load_can_import_numba_itself() -> None:
-    script = """
-import os, signal, time
-from diloco_protocol import kernels
-kernels.start()
-for wait in (0.0, 0.05, 0.2):
-    time.sleep(wait)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        import numba
-        assert numba.njit(lambda x: x + 1)(1) == 2
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-print(kernels.wait(300))
-"""
-    assert said(script) == ["True"]
+@needs_compiler
+def test_source_that_does_not_compile_is_no_error_of_the_build(source: Path) -> None:
+    source.write_text("int f( {")
+    assert "kernels.c" in (hatch_build.compile_kernels(source, source.with_name("k.so")) or "")
+    assert [each.name for each in source.parent.iterdir()] == ["kernels.c"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", ["cc", "gcc -Wall -Wextra -Werror", "clang -Wall -Werror"])
+def test_kernels_that_are_built_agree_with_torch(
+    compiler: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(compiler.split(maxsplit=1)[0]) is None:
+        pytest.skip("not installed")
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(kernels, "LIBRARY", source.with_name("kernels.so"))
+    assert hatch_build.compile_kernels(source, kernels.LIBRARY) is None
+    assert kernels.ready() is not None

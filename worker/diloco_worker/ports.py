@@ -14,10 +14,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId, kernels
+from diloco_protocol import ModelLayout, RunConfig, UsageError, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.dtypes import in_few_bits
 from diloco_protocol.messages import Progress, Push
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
@@ -103,10 +102,7 @@ class LocalPorts(Participant):
         terms, resumption = self.link.terms, self.resumption
         self.resumption = None  # its values are not kept
         assert terms is not None
-        layout, config = terms.layout, terms.config
-        travels = (self.settings.wire_dtype or config.wire_dtype, config.reply_dtype)
-        if any(map(in_few_bits, travels)):  # a worker has no kernel for the other dtypes
-            kernels.start()
+        layout = terms.layout
         self._frozen = self._take_frozen(layout.frozen)
         arrivals = self.take([part.fragment for part in layout.fragments])
         if resumption is not None:

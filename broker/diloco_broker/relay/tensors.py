@@ -19,7 +19,6 @@ from diloco_broker.relay.means import Mean, Residuals, room_for
 from diloco_broker.shell.tensor_work.executor import looked_at
 from diloco_broker.tensors.aggregate import StagedReducer
 from diloco_broker.tensors.parameters import Parameters
-from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.tensors.codecs import (
@@ -43,7 +42,6 @@ class RelayTensors:
     resumption: Resumption | None = None
 
     def __init__(self, local: LocalOuter | None = None) -> None:
-        kernels.start()
         self._local = local
         self._way: Way | None = None  # of a site that steps by itself, since the parent's version
         self._wire_dtype = "fp32"  # what means go up in

@@ -101,10 +101,10 @@ class Advance:
         else:
             assert self.outer is not None
             outer, fast = self.outer.at(self.schedule, count), kernels.ready()
-            if isinstance(outer, chunked.Nesterov) and fast is not None:
+            if fast is not None and isinstance(outer, chunked.KernelOuter):
                 dtype = segment_dtype(self.span.segment, whole_dtype(self.reply))
                 (updated, state), made = outer.step_by_kernel(
-                    fast, master, gradient.terms(), state, dtype
+                    fast, master, gradient.terms(), state, count=count, wire=dtype
                 )
                 return None if made is None else (Kept(updated, state, kept.shadow), made)
             if isinstance(outer, chunked.Nesterov):

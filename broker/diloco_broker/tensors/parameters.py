@@ -28,7 +28,6 @@ from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.piece import Piece
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_broker.tensors.shadow import SHADOW, Shadows
-from diloco_protocol import kernels
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.dtypes import whole_dtype
 from diloco_protocol.feed import OuterGroup
@@ -80,7 +79,6 @@ class Parameters:
         initial: Mapping[str, Tensor] | None = None,
         schedule: OuterSchedule = UNCHANGING,
     ) -> None:
-        kernels.start()
         self._outer, self._schedule = outer, schedule
         self.layout = layout
         self._layouts = layout.all

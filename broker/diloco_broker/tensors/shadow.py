@@ -18,7 +18,7 @@ from diloco_broker.core.versions.reply import Coded
 from diloco_broker.tensors.memory import empty, empty_like
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.dtypes import in_few_bits
-from diloco_protocol.tensors.codecs import add_code, as_bytes, checksum, encode_sum
+from diloco_protocol.tensors.codecs import as_bytes, checksum, follow
 
 # What the shadow is called among what a checkpoint has of each chunk.
 SHADOW = "shadow"
@@ -69,14 +69,9 @@ def followed(reply: str, shadow: Tensor, master: Tensor) -> tuple[Tensor, Coded]
 
     Where no difference in fp32 leads from one to the other, the chunk goes whole.
     """
-    encoded = encode_sum(reply, master, shadow, -1.0, lambda count: empty(count, torch.uint8))
-    if encoded is None:
-        return master, _whole(master)
     moved = empty_like(shadow)
-    found = add_code(reply, encoded, shadow, moved)
-    if found is None:
-        return master, _whole(master)
-    return moved, Coded(as_bytes(moved), encoded.payload, found)
+    found = follow(reply, master, shadow, moved, lambda count: empty(count, torch.uint8))
+    return (moved, Coded(as_bytes(moved), *found)) if found else (master, _whole(master))
 
 
 def _whole(values: Tensor) -> Coded:

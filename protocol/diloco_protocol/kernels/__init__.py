@@ -1,130 +1,276 @@
-"""Compiled kernels for chunks in host memory. torch does the same work until they are loaded.
+"""Tensor work on chunks in host memory by compiled kernels, in one pass over memory each (kernels.c).
 
-`start` loads the kernels in a background thread (about 1 s of CPU). `ready` returns them, or None while
-they are not loaded; the caller then uses torch. Both paths produce the same bits. Loading never blocks a
-caller:
-
-- Compilation takes about 12 s of one core, once per machine and numba version. A low-priority subprocess
-  does it and stores the result in numba's cache: `__pycache__`, or the user's cache folder if the
-  package is read-only.
-- Forking while another thread imports a module leaves the child unable to import it. `os.fork` therefore
-  waits until the import of numba is finished, which takes about a second.
-
-`DILOCO_KERNELS=torch` turns them off.
+`ready` returns them. Where it returns None, torch does the same work in more passes, with the same bits:
+where the package was built without a C compiler, where they round in another way than torch does on this
+machine, and with `DILOCO_KERNELS=torch`.
 """
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import logging
+import math
 import os
-import subprocess
-import sys
-import threading
+import platform
+from collections.abc import Sequence
+from ctypes import POINTER, c_bool, c_double, c_float, c_int, c_int64, c_ssize_t, c_uint32, c_uint64
+from ctypes import c_void_p as address
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-from diloco_protocol.kernels.calls import FORMS, Kernels, Source, Terms
+import torch
+from torch import Tensor
 
-__all__ = ["FORMS", "Kernels", "Source", "Terms", "ready", "start", "wait"]
+from diloco_protocol.dtypes import BLOCK, SCALE_BYTES
 
 log = logging.getLogger(__name__)
 SWITCH = "DILOCO_KERNELS"
-COMPILE = """
-import os
-if hasattr(os, "nice"):
-    os.nice(10)
-from diloco_protocol.kernels import compiled
-compiled.load()
-"""
+LIBRARY = Path(__file__).with_name("kernels.so")  # built by hatch_build.py
+# How the values of a chunk lie in memory; the last two are scales and codes.
+FP32, BF16, FP16, INT8, INT4 = range(5)
+FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+CODE_BYTES = {INT8: BLOCK, INT4: BLOCK // 2}  # of a block
+# The bits of the smallest magnitude that is rounded to infinity, by the form it is rounded to.
+OVERFLOW = {FP32: 0x7F800000, BF16: 0x7F7F8000, FP16: 0x477FF000}
 
 
-class _Loading:
-    """The background thread that loads the kernels, and its result."""
+def coded_bytes(form: int, elements: int) -> int:
+    """The size of a coded chunk."""
+    return -(-elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[form])
 
-    def __init__(self) -> None:
-        self.kernels: Kernels | None = None
-        self.is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._compiler: subprocess.Popen[bytes] | None = None
-        self._importing = threading.Lock()
-        self._is_exiting = False
 
-    def start(self) -> None:
-        if self._thread is not None or _is_off():
-            return
-        self._thread = threading.Thread(target=self._run, name="diloco-kernels", daemon=True)
-        lock = self._importing
-        if hasattr(os, "register_at_fork"):  # not on Windows
-            os.register_at_fork(
-                before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
-            )
-        atexit.register(self._stop)
-        self._thread.start()
+class _Term(ctypes.Structure):
+    _fields_ = [("form", c_int64), ("data", address), ("weight", c_float)]
 
-    def _run(self) -> None:
-        try:
-            self.kernels = self._loaded()
-        except Exception as error:  # noqa: BLE001  whatever is wrong with numba: torch does the work
-            log.info("no compiled kernels, torch does the work: %r", error)
-        finally:
-            self.is_over.set()
 
-    def _loaded(self) -> Kernels | None:
-        with self._importing:
-            from diloco_protocol.kernels import compiled
+_TERMS = [POINTER(_Term), c_ssize_t, c_float, c_ssize_t]
+_FOUND = [POINTER(c_uint64), POINTER(c_uint32)]
+_WIRE = [address, address, c_int, address]
+# The arguments and results of the functions in kernels.c.
+_SIGNATURES = {
+    "add_up": (None, [*_TERMS, address]),
+    "squares": (c_double, [c_int, address, c_ssize_t]),
+    "encode": (
+        c_bool,
+        [c_int, c_bool, address, address, c_float, c_ssize_t, address, address, *_FOUND],
+    ),
+    "shift": (None, [c_int, address, c_ssize_t, address, address, c_float, address, *_FOUND]),
+    "nesterov": (c_uint32, [*_TERMS, address, address, c_float, c_float, c_bool, *_WIRE]),
+    "delayed": (c_uint32, [*_TERMS, address, address, address, *[c_float] * 4, *_WIRE]),
+}
 
-            is_cached = compiled.is_cached()
-        if not is_cached:
-            self._compile()
-        with self._importing:
-            if self._is_exiting:
-                return None
-            compiled.load()
-            kernels = Kernels(compiled)
-            if kernels.agree():
-                return kernels
-        log.info("no compiled kernels: they round in another way than torch on this machine")
-        return None
 
-    def _compile(self) -> None:
-        """Fill numba's cache from a subprocess, so that this process is not slowed down."""
-        self._compiler = subprocess.Popen(
-            [sys.executable, "-c", COMPILE],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A chunk as kernels read it: the form of its values, its memory on the host, at any address."""
+
+    form: int
+    data: Tensor  # contiguous
+    elements: int
+
+    @classmethod
+    def of(cls, values: Tensor) -> Source:
+        """Values in one of the dtypes in `FORMS`."""
+        assert values.is_contiguous()
+        return cls(FORMS[values.dtype], values, values.numel())
+
+    @classmethod
+    def coded(cls, form: int, data: Tensor, elements: int) -> Source:
+        """Scales and codes, as bytes."""
+        assert data.numel() == coded_bytes(form, elements)
+        return cls(form, data, elements)
+
+    def values(self) -> Tensor:
+        """The values it was made `of`."""
+        assert self.data.dtype in FORMS, "only kernels read coded chunks"
+        return self.data
+
+
+Terms = Sequence[tuple[Source, float]]
+"""A sum of weighted chunks, all of the same length."""
+
+
+class Kernels:
+    """The functions of kernels.c. Tensors are 1-D, contiguous, on the host; those without a dtype fp32.
+
+    They do not hold the interpreter's lock.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, f"diloco_{name}")
+            function.restype, function.argtypes = result, arguments
+        self._library = library
+
+    def add_up(self, terms: Terms, divisor: float, out: Tensor) -> None:
+        """out <- sum(w_i x_i) / divisor; `out` may be the memory of a term."""
+        elements = out.numel()
+        self._library.diloco_add_up(*_sum(terms, divisor, elements), _at(out, elements))
+
+    def squares(self, source: Source) -> float | None:
+        """The sum of squared values of a coded chunk; None where one may be too large for fp32."""
+        found: float = self._library.diloco_squares(
+            source.form, source.data.data_ptr(), source.elements
         )
-        _, said = self._compiler.communicate()
-        if self._compiler.returncode:
-            last = said.decode(errors="replace").strip().rpartition("\n")[2]
-            raise RuntimeError(f"compiling ended with {self._compiler.returncode}: {last}")
+        return found if math.isfinite(found) else None
 
-    def _stop(self) -> None:
-        """Kill the compiler and wait for an import in progress: exiting during one may crash."""
-        self._is_exiting = True
-        if self._compiler is not None:
-            self._compiler.kill()
-        if self._importing.acquire(timeout=5):
-            self._importing.release()  # exit handlers that run later may fork
+    def encode(
+        self,
+        codec: tuple[int, bool],
+        values: Tensor,
+        out: Tensor,
+        *,
+        other: Tensor | None = None,
+        sign: float = 1.0,
+        followed: Tensor | None = None,
+    ) -> int | None:
+        """Scales and codes of y = values + sign other, into the bytes `out`.
 
+        Args:
+            codec: the form, and whether scales are roots of mean squares.
+            followed: memory for other + D(y), where D(y) is what the codes say.
 
-_loading = _Loading()
+        Returns:
+            The checksum of `followed`, or 0. None when y or `followed` is not finite: then neither
+            memory has anything of use.
+        """
+        elements, (form, is_rms) = values.numel(), codec
+        assert out.numel() == coded_bytes(form, elements)
+        checksum, top = c_uint64(), c_uint32()
+        is_finite = self._library.diloco_encode(
+            form, is_rms, _at(values, elements), _at(other, elements), sign, elements,
+            out.data_ptr(), _at(followed, elements), checksum, top,
+        )  # fmt: skip
+        return checksum.value if is_finite and top.value < OVERFLOW[FP32] else None
 
+    def shift(
+        self, source: Source, values: Tensor, other: Tensor | None, sign: float, out: Tensor
+    ) -> int | None:
+        """out <- (values + other) + sign x, x being a coded chunk; `out` may be one of them.
 
-def _is_off() -> bool:
-    return os.environ.get(SWITCH) == "torch"
+        Returns:
+            The checksum of the result; None when it is not finite.
+        """
+        elements = source.elements
+        checksum, top = c_uint64(), c_uint32()
+        self._library.diloco_shift(
+            source.form, source.data.data_ptr(), elements, _at(values, elements),
+            _at(other, elements), sign, _at(out, elements), checksum, top,
+        )  # fmt: skip
+        return checksum.value if top.value < OVERFLOW[FP32] else None
 
+    def nesterov(
+        self,
+        terms: Terms,
+        divisor: float,
+        theta: Tensor,
+        momentum: Tensor | None,
+        *,
+        settings: tuple[float, float, bool],
+        out: tuple[Tensor, Tensor | None, Tensor],
+    ) -> bool:
+        """A step with the mean of the terms: see `diloco_nesterov`.
 
-def start() -> None:
-    """Start loading the kernels in the background. Later calls do nothing."""
-    _loading.start()
+        Args:
+            momentum: None where there is none yet.
+            settings: mu, the learning rate, and whether it is Nesterov's form.
+            out: memory for the parameters, for the momentum (None: there is none) and for the
+                parameters in wire form, which is the first where they travel in fp32.
+
+        Returns:
+            Whether the parameters are finite in wire form.
+        """
+        elements, (moved, after, wire) = theta.numel(), out
+        top: int = self._library.diloco_nesterov(
+            *_sum(terms, divisor, elements), _at(theta, elements), _at(momentum, elements),
+            *settings, _at(moved, elements), _at(after, elements), *_wire(wire, elements),
+        )  # fmt: skip
+        return top < OVERFLOW[FORMS[wire.dtype]]
+
+    def delayed(
+        self,
+        terms: Terms,
+        divisor: float,
+        theta: Tensor,
+        state: tuple[Tensor | None, Tensor | None],
+        *,
+        settings: tuple[float, int, float, float],
+        out: tuple[Tensor, Tensor, Tensor],
+    ) -> bool:
+        """A step of Delayed Nesterov: see `diloco_delayed`.
+
+        Args:
+            state: the buffer's sum and the momentum; None where there is none yet.
+            settings: mu, the buffer's size at a boundary (otherwise 0), the rates of g and m'.
+            out: memory for the parameters, for m' at a boundary (otherwise the buffer's sum) and for
+                the parameters in wire form, as in `nesterov`.
+
+        Returns:
+            Whether the parameters, in wire form, and the buffer are finite.
+        """
+        elements, (moved, kept, wire) = theta.numel(), out
+        top: int = self._library.diloco_delayed(
+            *_sum(terms, divisor, elements), _at(theta, elements),
+            *(_at(each, elements) for each in state), *settings,
+            _at(moved, elements), _at(kept, elements), *_wire(wire, elements),
+        )  # fmt: skip
+        return top < OVERFLOW[FORMS[wire.dtype]]
+
+    def agree(self) -> bool:
+        """Whether a weighted sum and a step have torch's bits: it may not fuse on some machine."""
+        made = torch.Generator().manual_seed(0)
+        one, other, theta, m = torch.randn(4, 1029, generator=made)
+        mean = one.mul(0.3).add_(other, alpha=0.7).div_(1.1)
+        after = m.mul(0.9).add_(mean)
+        wanted = theta.add(mean.add(after, alpha=0.9), alpha=-0.7)
+        moved, kept = torch.empty_like(theta), torch.empty_like(theta)
+        terms = [(Source.of(one), 0.3), (Source.of(other), 0.7)]
+        settings, out = (0.9, 0.7, True), (moved, kept, moved)
+        self.nesterov(terms, 1.1, theta, m, settings=settings, out=out)
+        return torch.equal(kept, after) and torch.equal(moved, wanted)
 
 
 def ready() -> Kernels | None:
-    """Return the kernels, or None if they are not loaded or are turned off."""
-    return None if _is_off() else _loading.kernels
+    """Return the kernels; None where torch has to do their work."""
+    return None if os.environ.get(SWITCH) == "torch" else load()
 
 
-def wait(seconds: float) -> bool:
-    """Start loading and wait until it has succeeded or failed; for tests and measurements."""
-    start()
-    return not _is_off() and _loading.is_over.wait(seconds) and ready() is not None
+@cache
+def load() -> Kernels | None:
+    """Load the library once. Returns None, and logs why, where it cannot be used."""
+    # On x86 they are built for AVX2 and FMA, the least for which torch fuses products and sums.
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    try:
+        if is_x86 and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+            raise OSError("this processor has no AVX2")
+        kernels = Kernels(ctypes.CDLL(str(LIBRARY)))
+        if not kernels.agree():
+            raise OSError("they round in another way than torch on this machine")
+    except (OSError, AttributeError) as error:
+        log.info("no compiled kernels, torch does their work: %s", error)
+        return None
+    return kernels
+
+
+def _at(tensor: Tensor | None, elements: int) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.dtype is torch.float32
+    assert tensor.numel() == elements
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def _sum(
+    terms: Terms, divisor: float, elements: int
+) -> tuple[ctypes.Array[_Term], int, float, int]:
+    assert all(source.elements == elements for source, _ in terms)
+    made = [_Term(source.form, source.data.data_ptr(), weight) for source, weight in terms]
+    return (_Term * len(made))(*made), len(made), divisor, elements
+
+
+def _wire(wire: Tensor, elements: int) -> tuple[int, int]:
+    assert wire.numel() == elements
+    assert wire.is_contiguous()
+    return FORMS[wire.dtype], wire.data_ptr()

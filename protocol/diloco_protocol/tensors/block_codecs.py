@@ -12,8 +12,8 @@ random would need the state of a generator in every checkpoint, and errs more.
   torch, the kernels and accelerators have in common.
 
 Values are encoded on their device and decoded on that of `out`; the bytes are on the host. What torch
-does here in several passes a compiled kernel does in one, with the same bits (`kernels`), once it is
-there and where the values are on the host.
+does here in several passes a compiled kernel does in one, with the same bits (`kernels`), where there
+is one and the values are on the host.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from torch import Tensor
 from diloco_protocol import kernels
 from diloco_protocol.dtypes import BLOCK, SCALE_BYTES, packed_least, packed_most
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.kernels.calls import Source
-from diloco_protocol.kernels.forms import INT4, INT8
+from diloco_protocol.kernels import CODE_BYTES, INT4, INT8, Source, coded_bytes
 
 ZSTD_LEVEL = 1
 # Lengths of a block whose squares fp32 has room for.
 SMALL, LARGE = 1e-14, 1e18
 HALF = BLOCK // 2
-# By form: codes are -LARGEST to LARGEST; bytes of those of a block.
-LARGEST, CODE_BYTES = {INT8: 127, INT4: 7}, {INT8: BLOCK, INT4: HALF}
+LARGEST = {INT8: 127, INT4: 7}  # codes are -LARGEST to LARGEST
 
 
 @dataclass(frozen=True)
@@ -102,17 +100,30 @@ class BlockCodec:
         fast = kernels.ready()
         if fast is None or values.device.type != "cpu":
             return self._encoded(self._by_torch(values, new), values.numel())
-        made = new(self._size(values.numel()))
-        fast.encode((self.form, self.is_rms), values, None, 1.0, made)
+        made = new(coded_bytes(self.form, values.numel()))
+        fast.encode((self.form, self.is_rms), values, made)
         return self._encoded(made, values.numel())
 
     def encode_sum(
-        self, fast: kernels.Kernels, values: Tensor, other: Tensor, sign: float, new: NewBytes
-    ) -> Encoded | None:
-        """`values + sign other`, on the host; None when that is not finite."""
-        made = new(self._size(values.numel()))
-        is_finite = fast.encode((self.form, self.is_rms), values, other, sign, made)
-        return self._encoded(made, values.numel()) if is_finite else None
+        self,
+        fast: kernels.Kernels,
+        values: Tensor,
+        other: Tensor,
+        new: NewBytes,
+        *,
+        sign: float = 1.0,
+        followed: Tensor | None = None,
+    ) -> tuple[Encoded, int] | None:
+        """`values + sign other`, on the host; None when that, or `followed`, is not finite.
+
+        Returns:
+            Besides, the checksum of `followed`, which receives `other` plus the decoded values.
+        """
+        made = new(coded_bytes(self.form, values.numel()))
+        checksum = fast.encode(
+            (self.form, self.is_rms), values, made, other=other, sign=sign, followed=followed
+        )
+        return None if checksum is None else (self._encoded(made, values.numel()), checksum)
 
     def source(self, payload: Any, elements: int) -> Source:
         """A chunk for kernels, unpacked; raises as `decode` does."""
@@ -125,9 +136,6 @@ class BlockCodec:
             ProtocolError: they cannot be unpacked, or not to as many codes as there must be.
         """
         return self._decode_unpacked(self._unpacked(payload, elements), elements, out)
-
-    def _size(self, elements: int) -> int:
-        return -(-elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[self.form])
 
     def _encoded(self, data: Tensor, elements: int) -> Encoded:
         payload = data.numpy().data
@@ -143,7 +151,9 @@ class BlockCodec:
     def _unpacked(self, payload: Any, elements: int) -> Tensor:
         """Scales and codes, which share the memory of the payload where it is not packed."""
         if not self.is_packed:
-            return torch.frombuffer(payload, dtype=torch.uint8, count=self._size(elements))
+            return torch.frombuffer(
+                payload, dtype=torch.uint8, count=coded_bytes(self.form, elements)
+            )
         count = -(-elements // BLOCK)
         wanted, given = count * HALF, memoryview(payload)
         if not packed_least(elements) <= given.nbytes <= packed_most(elements):

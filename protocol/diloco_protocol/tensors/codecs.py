@@ -77,18 +77,37 @@ ENCODERS: dict[str, Callable[..., block_codecs.Encoded]] = {
 
 
 def encode_sum(
-    wire: str,
-    values: Tensor,
-    other: Tensor,
-    sign: float = 1.0,
-    new: block_codecs.NewBytes = block_codecs.new_bytes,
+    wire: str, values: Tensor, other: Tensor, new: block_codecs.NewBytes = block_codecs.new_bytes
 ) -> block_codecs.Encoded | None:
-    """`values + sign other`, fp32, in a codec of few bits; None when the sum is not finite."""
+    """`values + other`, fp32, in a codec of few bits; None when the sum is not finite."""
     fast, block = kernels.ready(), BLOCKS.get(wire)
     if fast is not None and block is not None and on_host(values, other):
-        return block.encode_sum(fast, values, other, sign, new)
-    total = torch.add(values, other.to(values.device), alpha=sign)
+        found = block.encode_sum(fast, values, other, new)
+        return None if found is None else found[0]
+    total = values + other.to(values.device)
     return ENCODERS[wire](total, new) if is_finite(total) else None
+
+
+def follow(
+    wire: str,
+    values: Tensor,
+    held: Tensor,
+    out: Tensor,
+    new: block_codecs.NewBytes = block_codecs.new_bytes,
+) -> tuple[memoryview, int] | None:
+    """Encode `values - held` in a codec of few bits: out <- held + D(values - held).
+
+    All fp32, on the host. Returns the bytes and the checksum of `out`; None when the difference or
+    the result is not finite.
+    """
+    fast, block = kernels.ready(), BLOCKS.get(wire)
+    if fast is not None and block is not None:
+        found = block.encode_sum(fast, values, held, new, sign=-1.0, followed=out)
+        return None if found is None else (found[0].payload, found[1])
+    difference = values - held
+    encoded = ENCODERS[wire](difference, new) if is_finite(difference) else None
+    total = None if encoded is None else add_code(wire, encoded, held, out)
+    return None if encoded is None or total is None else (encoded.payload, total)
 
 
 def add_code(
@@ -115,8 +134,7 @@ def add_code(
     if fast is not None and block is not None:
         source = encoded.source if encoded else block.source(code, values.numel())
         assert source is not None
-        found, fine = fast.shift(source, values, other, sign, out)
-        return found if fine else None
+        return fast.shift(source, values, other, sign, out)
     total = values if other is None else values + other
     room = None if out.data_ptr() == total.data_ptr() else out
     x = encoded.read(room) if encoded else CODECS[wire].decode(code, values.numel(), room)

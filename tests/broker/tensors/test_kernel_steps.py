@@ -16,7 +16,7 @@ from diloco_protocol.dtypes import REPLY_DTYPES, WIRE_DTYPES
 from diloco_protocol.tensors.codecs import encode_chunk, segment_dtype
 from kit.kernel_paths import by_kernels, by_torch, needs_kernels
 
-pytestmark = [needs_kernels, pytest.mark.timeout(400)]  # they may have to be compiled
+pytestmark = needs_kernels
 ELEMENTS = 5000
 Path = Callable[[], AbstractContextManager[object]]
 

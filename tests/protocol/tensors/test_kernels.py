@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diloco_broker.tensors.outer.chunked import DELAYED, DelayedNesterov
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.kernels import Kernels, Source
 from diloco_protocol.tensors.codecs import (
@@ -21,11 +22,12 @@ from diloco_protocol.tensors.codecs import (
     checksum,
     decode_chunk,
     encode_sum,
+    follow,
     is_finite,
 )
 from kit.kernel_paths import by_kernels, by_torch, needs_kernels
 
-pytestmark = [needs_kernels, pytest.mark.timeout(400)]  # they may have to be compiled
+pytestmark = needs_kernels
 
 Found = TypeVar("Found")
 FEW_BITS = ["int8", "int4", "int4z"]
@@ -85,16 +87,35 @@ def test_encoders_make_the_same_bytes(wire: str, values: Tensor) -> None:
 
 
 @pytest.mark.parametrize("wire", FEW_BITS)
-@given(values=vectors(), other=vectors(anything), sign=st.sampled_from([1.0, -1.0]))
+@given(values=vectors(), other=vectors(anything))
 def test_encoders_of_a_sum_make_the_same_bytes_or_find_it_not_finite(
-    wire: str, values: Tensor, other: Tensor, sign: float
+    wire: str, values: Tensor, other: Tensor
 ) -> None:
-    other = other[:1].repeat(values.numel()) if other.numel() < values.numel() else other
-    other = other[: values.numel()].contiguous()
-    ours, theirs = both(lambda: encode_sum(wire, values, other, sign))
+    count = min(values.numel(), other.numel())
+    values, other = values[:count].clone(), other[:count].clone()
+    ours, theirs = both(lambda: encode_sum(wire, values, other))
     assert (ours is None) == (theirs is None)
     if ours is not None and theirs is not None:
         assert bytes(ours.payload) == bytes(theirs.payload)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@given(values=vectors(anything), held=vectors())
+def test_what_workers_hold_follows_alike_with_the_same_checksum(
+    wire: str, values: Tensor, held: Tensor
+) -> None:
+    count = min(values.numel(), held.numel())
+    values, held = values[:count].clone(), held[:count].clone()
+    out, wanted = torch.empty(count), torch.empty(count)
+    with by_kernels():
+        ours = follow(wire, values, held, out)
+    with by_torch():
+        theirs = follow(wire, values, held, wanted)
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert bytes(ours[0]) == bytes(theirs[0])
+        assert ours[1] == theirs[1] == checksum(wanted)
+        assert same(out, wanted)
 
 
 @pytest.mark.parametrize("wire", FEW_BITS)
@@ -222,6 +243,38 @@ def test_outer_steps_are_the_same(
     assert fine == is_finite(moved.to(PLAIN[wire]))
     if fine:
         assert torch.equal(sent.view(torch.uint8), moved.to(PLAIN[wire]).view(torch.uint8))
+
+
+@given(
+    theta=vectors(),
+    gradients=st.lists(vectors(anything), min_size=1, max_size=4),
+    c=st.sampled_from([0.0, 0.25, 0.5]),
+    mu=st.sampled_from([0.0, 0.9]),
+    wire=st.sampled_from(list(PLAIN)),
+)
+def test_delayed_steps_are_the_same(
+    theta: Tensor, gradients: list[Tensor], c: float, mu: float, wire: str
+) -> None:
+    count = min(each.numel() for each in (theta, *gradients))
+    outer = DelayedNesterov(0.7, mu, 2, c)
+    moved, state = theta[:count].clone(), dict[str, Tensor]()
+    for turn, given_ in enumerate(gradients):
+        g, dtype = given_[:count].clone(), PLAIN[wire]
+        with by_kernels() as kernels:
+            terms = [(Source.of(g), 0.5)]
+            ours, sent = outer.step_by_kernel(
+                kernels, moved, (terms, 2.0), state, count=turn, wire=dtype
+            )
+        theirs = outer.step(moved, g.mul(0.5).div_(2.0), state, turn)
+        assert same(ours[0], theirs[0])
+        assert ours[1].keys() == theirs[1].keys()
+        assert all(same(ours[1][name], theirs[1][name]) for name in ours[1])
+        buffer = theirs[1].get(DELAYED)
+        fine = is_finite(theirs[0].to(dtype)) and (buffer is None or is_finite(buffer))
+        assert (sent is not None) == fine
+        if sent is not None:
+            assert torch.equal(sent.view(torch.uint8), theirs[0].to(dtype).view(torch.uint8))
+        moved, state = theirs[0], dict(theirs[1])
 
 
 def test_kernels_agree_with_torch_on_this_machine() -> None:

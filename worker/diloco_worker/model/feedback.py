@@ -58,7 +58,7 @@ class InFewBits(FlatState):
             span, residual = self.layout.spans[index], self.residual.get(index)
             delta, summed = self._delta(span), None
             if residual is not None:
-                summed = encode_sum(self.dtype, delta, residual, new=self._bytes)
+                summed = encode_sum(self.dtype, delta, residual, self._bytes)
             # Beyond the range of fp32 the residual is given up; what was learnt now goes on.
             code = summed.payload if summed else encode_chunk(span, delta, self.dtype, self._bytes)
             self.codes[index] = code

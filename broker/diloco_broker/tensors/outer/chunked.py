@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -79,6 +79,32 @@ class ChunkOuter(Protocol):
         ...
 
 
+@runtime_checkable
+class KernelOuter(ChunkOuter, Protocol):
+    """One whose step a kernel makes, in one pass with the sum of the terms and the wire form."""
+
+    def step_by_kernel(
+        self,
+        fast: kernels.Kernels,
+        theta: Tensor,
+        gradient: tuple[kernels.Terms, float],
+        state: State,
+        *,
+        count: int,
+        wire: torch.dtype,
+    ) -> tuple[Stepped, Tensor | None]:
+        """`step` with the mean of terms.
+
+        Args:
+            gradient: the terms and the divisor of their sum.
+            wire: a dtype of `kernels.FORMS`.
+
+        Returns:
+            Besides, the parameters in that dtype; None where they are not finite in it.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Nesterov:
     """SGD with momentum, in Nesterov's form or the classical one.
@@ -113,19 +139,16 @@ class Nesterov:
         theta: Tensor,
         gradient: tuple[kernels.Terms, float],
         state: State,
+        *,
+        count: int,
         wire: torch.dtype,
     ) -> tuple[Stepped, Tensor | None]:
-        """`step` with the mean of terms, in one pass with the terms' sum.
-
-        Returns:
-            Besides, the parameters in a wire dtype; None where they are not finite in it.
-        """
         moved = empty_like(theta)
         has_momentum = self.momentum or self.warms_up
         after = empty_like(theta) if has_momentum else None
         sent = moved if wire is theta.dtype else empty(theta.numel(), wire)
-        settings, out = (self.momentum, self.lr, self.nesterov), (moved, after, sent)
-        before = state.get(MOMENTUM)
+        settings, before = (self.momentum, self.lr, self.nesterov), state.get(MOMENTUM)
+        out = (moved, after, sent)
         is_fine = fast.nesterov(*gradient, theta, before, settings=settings, out=out)
         return (moved, {} if after is None else {MOMENTUM: after}), sent if is_fine else None
 
@@ -201,6 +224,31 @@ class DelayedNesterov:
     def at(self, schedule: OuterSchedule, count: int) -> DelayedNesterov:
         momentum, lr = schedule.momentum(self.momentum, count), self.lr * schedule.factor(count)
         return replace(self, lr=lr, momentum=momentum)
+
+    def step_by_kernel(
+        self,
+        fast: kernels.Kernels,
+        theta: Tensor,
+        gradient: tuple[kernels.Terms, float],
+        state: State,
+        *,
+        count: int,
+        wire: torch.dtype,
+    ) -> tuple[Stepped, Tensor | None]:
+        moved, kept = empty_like(theta), empty_like(theta)
+        sent = moved if wire is theta.dtype else empty(theta.numel(), wire)
+        momentum, is_boundary = state.get(MOMENTUM), (count + 1) % self.size == 0
+        portion = 1 - self.c * self.size + self.c if is_boundary else self.c
+        rates = self.lr / self.size, self.lr * portion * self.momentum
+        is_fine = fast.delayed(
+            *gradient,
+            theta,
+            (state.get(DELAYED), momentum),
+            settings=(self.momentum, self.size if is_boundary else 0, *rates),
+            out=(moved, kept, sent),
+        )
+        after = {MOMENTUM: kept} if is_boundary else {**state, DELAYED: kept}
+        return (moved, after), sent if is_fine else None
 
     def step(self, theta: Tensor, gradient: Tensor, state: State, count: int) -> Stepped:
         total = added(state, gradient)

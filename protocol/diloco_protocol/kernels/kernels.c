@@ -1,0 +1,353 @@
+/* Tensor work on one chunk, in one pass over memory; `__init__.py` declares and calls these functions.
+ *
+ * The bits are torch's. So nothing is contracted or reordered by the compiler (-ffp-contract=off, no
+ * -ffast-math): where torch fuses a product and a sum (`add(..., alpha=w)`), `fmaf` stands here.
+ *
+ * Each function works on PIECE elements at a time, in buffers that stay in a core's first-level cache,
+ * with one short loop for each value that is computed: compilers vectorize such loops. Payloads may have
+ * any address: the types below have the alignment of a byte.
+ */
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { PIECE = 1024, BLOCK = 256, HALF = BLOCK / 2 };
+/* How the values of a chunk lie in memory. INT8 and INT4: a bf16 scale for each block, then the codes. */
+enum form { FP32, BF16, FP16, INT8, INT4 };
+
+typedef float __attribute__((aligned(1), may_alias)) f32;
+typedef uint16_t __attribute__((aligned(1), may_alias)) u16;
+typedef _Float16 __attribute__((aligned(1), may_alias)) f16;
+
+/* One summand: a chunk and its weight. */
+struct term {
+    int64_t form;
+    const uint8_t *data;
+    float weight;
+};
+
+static const uint32_t MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000;
+static const float MAX_FLOAT = 3.4028234663852886e38f;
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The bits of the nearest bf16, half to even; not for NaN. */
+static inline uint32_t to_bf16(float value) {
+    uint32_t bits = bits_of(value);
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+static inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+
+/* Decode one block into BLOCK values. */
+static inline void read_block(enum form form, const uint8_t *data, ptrdiff_t blocks, ptrdiff_t block,
+                              float *restrict out) {
+    float scale = of_bits((uint32_t)((const u16 *)data)[block] << 16);
+    if (form == INT8) {
+        const int8_t *codes = (const int8_t *)data + 2 * blocks + block * BLOCK;
+        for (int j = 0; j < BLOCK; j++) out[j] = (float)codes[j] * scale;
+    } else {
+        const uint8_t *pairs = data + 2 * blocks + block * HALF;
+        for (int j = 0; j < HALF; j++) out[j] = (float)((pairs[j] & 15) - 8) * scale;
+        for (int j = 0; j < HALF; j++) out[j + HALF] = (float)((pairs[j] >> 4) - 8) * scale;
+    }
+}
+
+/* Decode `size` values from `at` on; `out` has room for PIECE. */
+static inline void read(enum form form, const uint8_t *data, ptrdiff_t elements, ptrdiff_t at, ptrdiff_t size,
+                        float *restrict out) {
+    if (form == FP32) {
+        memcpy(out, data + 4 * at, 4 * (size_t)size);
+    } else if (form == BF16) {
+        const u16 *values = (const u16 *)data + at;
+        for (ptrdiff_t j = 0; j < size; j++) out[j] = of_bits((uint32_t)values[j] << 16);
+    } else if (form == FP16) {
+        const f16 *values = (const f16 *)data + at;
+        for (ptrdiff_t j = 0; j < size; j++) out[j] = (float)values[j];
+    } else {
+        ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
+        for (ptrdiff_t j = 0; j < size; j += BLOCK) read_block(form, data, blocks, (at + j) / BLOCK, out + j);
+    }
+}
+
+/* The sum of `size` elements of the terms, in their order, divided; `total` and `room` hold PIECE each. */
+static inline void summed(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements, ptrdiff_t at,
+                          ptrdiff_t size, float *restrict total, float *restrict room) {
+    for (ptrdiff_t i = 0; i < count; i++) {
+        float weight = terms[i].weight;
+        if (i == 0) {
+            read(terms[i].form, terms[i].data, elements, at, size, total);
+            if (weight != 1)
+                for (ptrdiff_t j = 0; j < size; j++) total[j] *= weight;
+        } else {
+            read(terms[i].form, terms[i].data, elements, at, size, room);
+            for (ptrdiff_t j = 0; j < size; j++) total[j] = fmaf(room[j], weight, total[j]);
+        }
+    }
+    if (divisor != 1)
+        for (ptrdiff_t j = 0; j < size; j++) total[j] /= divisor;
+}
+
+/* The largest magnitude, as bits: those of floats without a sign are in the order of the values. */
+static inline uint32_t largest(const float *values, ptrdiff_t size) {
+    uint32_t top = 0;
+    for (ptrdiff_t j = 0; j < size; j++) {
+        uint32_t bits = bits_of(values[j]) & MAGNITUDE;
+        top = top > bits ? top : bits;
+    }
+    return top;
+}
+
+/* The sum of BLOCK values: halves are added until one is left. */
+static inline float halved(float *restrict values) {
+    for (int count = HALF; count; count /= 2)
+        for (int j = 0; j < count; j++) values[j] += values[j + count];
+    return values[0];
+}
+
+/* The sum of bit patterns, two values at a time; only the last piece of a chunk may have an odd size. */
+static inline uint64_t bit_sum(const float *values, ptrdiff_t size) {
+    uint64_t sum = 0, pair;
+    for (ptrdiff_t j = 0; j < size / 2; j++) {
+        memcpy(&pair, values + 2 * j, sizeof pair);
+        sum += pair;
+    }
+    return size % 2 ? sum + bits_of(values[size - 1]) : sum;
+}
+
+/* out <- sum(weight x) / divisor. `out` may be the memory of an fp32 term. */
+void diloco_add_up(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements, float *out) {
+    float total[PIECE], room[PIECE];
+    for (ptrdiff_t at = 0; at < elements; at += PIECE) {
+        ptrdiff_t size = least(PIECE, elements - at);
+        summed(terms, count, divisor, elements, at, size, total, room);
+        memcpy(out + at, total, 4 * (size_t)size);
+    }
+}
+
+/* The sum of a coded chunk's squared values; infinite where a value may be too large for fp32. */
+double diloco_squares(enum form form, const uint8_t *data, ptrdiff_t elements) {
+    ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
+    const float max_scale = 0x1p120f;
+    double found = 0;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        int32_t sum = 0;
+        if (form == INT8) {
+            const int8_t *codes = (const int8_t *)data + 2 * blocks + block * BLOCK;
+            for (int j = 0; j < BLOCK; j++) sum += (int32_t)codes[j] * codes[j];
+        } else {
+            const uint8_t *pairs = data + 2 * blocks + block * HALF;
+            for (int j = 0; j < HALF; j++) {
+                int32_t low = (pairs[j] & 15) - 8, high = (pairs[j] >> 4) - 8;
+                sum += low * low + high * high;
+            }
+        }
+        float scale = of_bits((uint32_t)((const u16 *)data)[block] << 16 & MAGNITUDE);
+        if (!(scale < max_scale)) return INFINITY;
+        found += (double)scale * scale * sum;
+    }
+    return found;
+}
+
+/* The bits of a block's scale in bf16, from its values and the bits of their largest magnitude. */
+static inline uint32_t scale_of(const float *values, uint32_t top, float most, bool is_rms) {
+    /* fp32 cannot hold the squares of blocks that are shorter or longer than this (`block_codecs`). */
+    const float shortest = 1e-14f, longest = 1e18f;
+    uint32_t cap = bits_of(MAX_FLOAT / most) >> 16, scale;
+    float magnitude = of_bits(top), squares[BLOCK];
+    if (is_rms) {
+        for (int j = 0; j < BLOCK; j++) squares[j] = values[j] * values[j];
+        float length = sqrtf(halved(squares)), root = length * 0.0625f;
+        if (!(length >= shortest && length <= longest)) {
+            float by = magnitude > 0 ? magnitude : 1;
+            for (int j = 0; j < BLOCK; j++) squares[j] = values[j] / by;
+            for (int j = 0; j < BLOCK; j++) squares[j] *= squares[j];
+            root = sqrtf(halved(squares) * (1.0f / BLOCK)) * magnitude;
+        }
+        scale = to_bf16(root);
+    } else {
+        float wanted = magnitude / most;
+        scale = to_bf16(wanted);
+        if (of_bits(scale << 16) < wanted) scale++;
+    }
+    return scale < cap ? scale : cap;
+}
+
+/* Scales and codes (protocol/CODECS.md) of y = values + sign other, or of `values` where `other` is NULL.
+ *
+ * `followed`, unless NULL, receives other + D(y), where D(y) is what the codes say, `sum` its bit sum and
+ * `top` the bits of its largest magnitude. It may be the memory of `values` or `other`.
+ *
+ * Returns whether y is finite; where it is not, nothing that was written is of use.
+ */
+bool diloco_encode(enum form form, bool is_rms, const float *values, const float *other, float sign,
+                   ptrdiff_t elements, uint8_t *out, float *followed, uint64_t *sum, uint32_t *top) {
+    ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
+    u16 *scales = (u16 *)out;
+    uint8_t *codes = out + 2 * blocks;
+    const float most = form == INT8 ? 127 : 7;
+    uint64_t found = 0;
+    uint32_t above = 0;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t at = block * BLOCK, size = least(BLOCK, elements - at);
+        float y[BLOCK], rounded[BLOCK];
+        if (other)
+            for (ptrdiff_t j = 0; j < size; j++) y[j] = values[at + j] + sign * other[at + j];
+        else
+            memcpy(y, values + at, 4 * (size_t)size);
+        for (ptrdiff_t j = size; j < BLOCK; j++) y[j] = 0;
+        uint32_t magnitude = largest(y, BLOCK);
+        if (magnitude >= INFINITE) return false;
+        uint32_t bits = scale_of(y, magnitude, most, is_rms);
+        float scale = of_bits(bits << 16), by = scale > 0 ? scale : INFINITY;
+        scales[block] = (uint16_t)bits;
+        for (int j = 0; j < BLOCK; j++) {
+            float code = rintf(y[j] / by);
+            code = code < -most ? -most : code;
+            rounded[j] = code > most ? most : code;
+        }
+        if (form == INT8) {
+            for (int j = 0; j < BLOCK; j++) codes[at + j] = (uint8_t)(int32_t)rounded[j];
+        } else {
+            uint8_t whole[BLOCK];
+            for (int j = 0; j < BLOCK; j++) whole[j] = (uint8_t)((int32_t)rounded[j] + 8);
+            for (int j = 0; j < HALF; j++) codes[at / 2 + j] = (uint8_t)(whole[j] | whole[j + HALF] << 4);
+        }
+        if (!followed) continue;
+        /* + 0: a decoder has no code -0. */
+        for (ptrdiff_t j = 0; j < size; j++) y[j] = other[at + j] + (rounded[j] + 0.0f) * scale;
+        memcpy(followed + at, y, 4 * (size_t)size);
+        found += bit_sum(y, size);
+        magnitude = largest(y, size);
+        above = above > magnitude ? above : magnitude;
+    }
+    *sum = found;
+    *top = above;
+    return true;
+}
+
+/* out <- (values + other) + sign x, where x is a coded chunk; without `other`: values + sign x.
+ *
+ * `out` may be one of them. `sum` and `top` are as in `diloco_encode`.
+ */
+void diloco_shift(enum form form, const uint8_t *data, ptrdiff_t elements, const float *values, const float *other,
+                  float sign, float *out, uint64_t *sum, uint32_t *top) {
+    float total[PIECE], x[PIECE];
+    uint64_t found = 0;
+    uint32_t above = 0;
+    for (ptrdiff_t at = 0; at < elements; at += PIECE) {
+        ptrdiff_t size = least(PIECE, elements - at);
+        read(form, data, elements, at, size, x);
+        if (other)
+            for (ptrdiff_t j = 0; j < size; j++) total[j] = (values[at + j] + other[at + j]) + sign * x[j];
+        else
+            for (ptrdiff_t j = 0; j < size; j++) total[j] = values[at + j] + sign * x[j];
+        memcpy(out + at, total, 4 * (size_t)size);
+        found += bit_sum(total, size);
+        uint32_t magnitude = largest(total, size);
+        above = above > magnitude ? above : magnitude;
+    }
+    *sum = found;
+    *top = above;
+}
+
+/* Write parameters, and the same in a wire form of 16 bits where there is one. */
+static inline void store(const float *values, ptrdiff_t at, ptrdiff_t size, float *moved, enum form form, void *wire) {
+    memcpy(moved + at, values, 4 * (size_t)size);
+    if (form == BF16)
+        for (ptrdiff_t j = 0; j < size; j++) ((u16 *)wire)[at + j] = (uint16_t)to_bf16(values[j]);
+    else if (form == FP16)
+        for (ptrdiff_t j = 0; j < size; j++) ((f16 *)wire)[at + j] = (f16)values[j];
+}
+
+/* One step of SGD with momentum (`outer.chunked.Nesterov`), where g is the terms' mean:
+ *
+ *     m' <- mu m + g;   theta' <- theta - lr (g + mu m')     Nesterov
+ *                       theta' <- theta - lr m'              classical
+ *
+ * Without `after`, memory for m', there is no momentum; without `momentum` it begins with g.
+ *
+ * Returns the bits of the largest magnitude of theta'.
+ */
+uint32_t diloco_nesterov(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements,
+                         const float *theta, const float *momentum, float mu, float lr, bool is_nesterov,
+                         float *moved, float *after, enum form form, void *wire) {
+    float g[PIECE], room[PIECE];
+    uint32_t above = 0;
+    for (ptrdiff_t at = 0; at < elements; at += PIECE) {
+        ptrdiff_t size = least(PIECE, elements - at);
+        summed(terms, count, divisor, elements, at, size, g, room);
+        if (after) {
+            if (momentum)
+                for (ptrdiff_t j = 0; j < size; j++) room[j] = momentum[at + j] * mu + g[j];
+            else
+                memcpy(room, g, 4 * (size_t)size);
+            memcpy(after + at, room, 4 * (size_t)size);
+            if (is_nesterov)
+                for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(room[j], mu, g[j]);
+            else
+                memcpy(g, room, 4 * (size_t)size);
+        }
+        for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(g[j], -lr, theta[at + j]);
+        store(g, at, size, moved, form, wire);
+        uint32_t magnitude = largest(g, size);
+        above = above > magnitude ? above : magnitude;
+    }
+    return above;
+}
+
+/* One step of Delayed Nesterov (`outer.chunked.DelayedNesterov`), where g is the terms' mean and D the
+ * sum of the gradients in the buffer, NULL where it is empty:
+ *
+ *     D' <- D + g;   at a boundary (`size` > 0): m' <- mu m + D' / size
+ *     theta' <- (theta - g_rate g) - m_rate m'
+ *
+ * `kept` receives m' at a boundary, else D'. Without `momentum` m is 0; m' is m where there is no boundary.
+ *
+ * Returns the bits of the largest magnitude of theta', at least INFINITE where D' is not finite.
+ */
+uint32_t diloco_delayed(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements,
+                        const float *theta, const float *delayed, const float *momentum, float mu, float size_of_buffer,
+                        float g_rate, float m_rate, float *moved, float *kept, enum form form, void *wire) {
+    float g[PIECE], m[PIECE];
+    uint32_t above = 0;
+    for (ptrdiff_t at = 0; at < elements; at += PIECE) {
+        ptrdiff_t size = least(PIECE, elements - at);
+        summed(terms, count, divisor, elements, at, size, g, m);
+        if (delayed)
+            for (ptrdiff_t j = 0; j < size; j++) m[j] = delayed[at + j] + g[j];
+        else
+            memcpy(m, g, 4 * (size_t)size);
+        if (size_of_buffer > 0) {
+            for (ptrdiff_t j = 0; j < size; j++) m[j] /= size_of_buffer;
+            if (momentum)
+                for (ptrdiff_t j = 0; j < size; j++) m[j] = fmaf(momentum[at + j], mu, m[j]);
+        } else if (largest(m, size) >= INFINITE) {
+            above = INFINITE;
+        }
+        memcpy(kept + at, m, 4 * (size_t)size);
+        for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(g[j], -g_rate, theta[at + j]);
+        if (m_rate != 0) {
+            if (size_of_buffer > 0)
+                for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(m[j], -m_rate, g[j]);
+            else if (momentum)
+                for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(momentum[at + j], -m_rate, g[j]);
+        }
+        store(g, at, size, moved, form, wire);
+        uint32_t magnitude = largest(g, size);
+        above = above > magnitude ? above : magnitude;
+    }
+    return above;
+}

@@ -1,4 +1,4 @@
-"""Compiled kernels and torch make the same run, bit for bit."""
+"""Compiled kernels in several threads and torch in one make the same run, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ TRAIN = """
 import hashlib, sys
 import torch
 from diloco_protocol import kernels
-from diloco_worker import DiLoCoWorker
+from diloco_worker import DiLoCoWorker, WorkerOptions
 from diloco_worker.testing import LocalRun
 
 assert (kernels.ready() is not None) == (sys.argv[1] == "compiled"), "the work is done the other way"
 wire, reply, outer = sys.argv[2:]
-options = {"wire_dtype": wire, "reply_dtype": reply, "outer": outer}
+threads = 3 if sys.argv[1] == "compiled" else 1
+options = {"wire_dtype": wire, "reply_dtype": reply, "outer": outer, "tensor_threads": threads}
 with LocalRun(workers=2, sync_every=3, deterministic=True, **options) as run:
 
     def train(number):
@@ -29,7 +30,8 @@ with LocalRun(workers=2, sync_every=3, deterministic=True, **options) as run:
             for each in model.parameters():
                 each.copy_(0.1 * torch.randn(each.shape, generator=torch.Generator().manual_seed(9)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with DiLoCoWorker(model, optimizer, run.server, worker_id=f"w{number}"):
+        with DiLoCoWorker(model, optimizer, run.server, worker_id=f"w{number}",
+            options=WorkerOptions(tensor_threads=threads)):
             for _ in range(12):
                 optimizer.zero_grad()
                 (model(torch.randn(8, 70, generator=dice)) - 1).square().mean().backward()

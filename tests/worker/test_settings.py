@@ -41,6 +41,7 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "keep_global_on": ("CPU", "cpu"),
     "handle_signals": ("Exit", "exit"),
     "audit": ("log.jsonl", "log.jsonl"),
+    "tensor_threads": ("3", 3),
 }
 ALL = {f"DILOCO_{name.upper()}": text for name, (text, _) in VARIABLES.items()}
 OPTIONS = {each.name for each in fields(WorkerOptions)}

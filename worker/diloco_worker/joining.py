@@ -14,6 +14,7 @@ from typing import Any
 from diloco_protocol import Manifest, Unreachable, UsageError, VersionId
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.messages import Join, Message, encode
+from diloco_protocol.tensors.threads import thread_count
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.ports import PORTS, LocalPorts, Participant
@@ -91,7 +92,7 @@ class Joining(Participant):
             if link is not None:
                 link.close()
             raise
-        link.start()
+        link.start(thread_count(self.settings.tensor_threads))
         self.take_signals()
         return link
 

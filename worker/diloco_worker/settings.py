@@ -206,6 +206,8 @@ class WorkerOptions:
             "exit": SystemExit at once, for scripts that never look at `should_stop` and whose steps are
             long. False: SIGTERM is left alone.
         audit: a file that gets a JSON line for each push. Default: none.
+        tensor_threads: threads that encode deltas in few bits on the host, the sending one among
+            them, to the same bits. Default: one less than there are cores, from 1 to 4.
     """
 
     heartbeat_interval: float | None = keyword(SECONDS)
@@ -217,6 +219,7 @@ class WorkerOptions:
     keep_global_on: str | None = keyword(_PLACE)
     handle_signals: bool | str | None = keyword(_SIGNALS)
     audit: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as the others
+    tensor_threads: int | None = keyword(whole(1))
 
 
 @dataclass(frozen=True)

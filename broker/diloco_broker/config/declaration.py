@@ -101,9 +101,10 @@ class Options:
     )
 
     tensor_threads: int = RUN.option(
-        1,
-        whole(1, MOST_TENSOR_THREADS),
-        "Threads that decode, add up and step chunks beside each other; the results are the same.",
+        0,
+        whole(0, MOST_TENSOR_THREADS),
+        "Threads that decode, add up and step chunks, to the same bits; 0: one less than there are "
+        "cores, from 1 to 4.",
     )
 
     max_rounds: int | None = RUN.option(

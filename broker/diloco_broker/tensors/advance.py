@@ -101,7 +101,7 @@ class Advance:
         else:
             assert self.outer is not None
             outer, fast = self.outer.at(self.schedule, count), kernels.ready()
-            if fast is not None and isinstance(outer, chunked.KernelOuter):
+            if fast is not None and isinstance(outer, chunked.Nesterov | chunked.DelayedNesterov):
                 dtype = segment_dtype(self.span.segment, whole_dtype(self.reply))
                 (updated, state), made = outer.step_by_kernel(
                     fast, master, gradient.terms(), state, count=count, wire=dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -149,6 +150,23 @@ def test_bytes_of_a_chunk_stay_though_it_is_sent_again() -> None:
     first = [bytes(delta.chunk(span.index)) for span in part.spans]
     feedback.settle(object(), (delta, EVERY), {})
     assert [bytes(delta.chunk(span.index)) for span in part.spans] == first
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4z"])
+def test_chunks_that_threads_encode_ahead_have_the_same_bytes_and_leave_the_same(wire: str) -> None:
+    part, made = layout(), []
+    for threads in (1, 3):
+        feedback, dice = Feedback(part, room), torch.Generator().manual_seed(0)
+        sent = []
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(3):
+                delta = feedback.joined(dyadic(part, dice, wire))
+                if threads > 1:
+                    delta.encode_ahead(pool)
+                sent += [bytes(delta.chunk(index)) for index in (2, 0)]  # 1 is never sent
+                feedback.settle(object(), (delta, EVERY), {})
+        made.append((sent, {index: each.tolist() for index, each in feedback.chunks.items()}))
+    assert made[0] == made[1]
 
 
 def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:

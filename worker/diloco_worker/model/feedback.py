@@ -14,6 +14,7 @@ accelerator the codes are made there as soon as the delta is frozen, and only th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +49,13 @@ class InFewBits(FlatState):
     residual: dict[int, Tensor] = field(default_factory=dict)  # zeros where a chunk is missing
     codes: dict[int, memoryview] = field(default_factory=dict)
     room: Room = mapped
+    _ahead: dict[int, Future[memoryview]] = field(default_factory=dict)
+
+    def encode_ahead(self, threads: Executor) -> None:
+        """Begin to encode all chunks of parameters in these threads; `chunk` waits for its own."""
+        for span in self.layout.spans:
+            if span.segment is Segment.PARAMETERS and span.index not in self.codes:
+                self._ahead[span.index] = threads.submit(self._encoded, span)
 
     def chunk(self, index: int) -> memoryview:
         """The bytes of one chunk."""
@@ -55,14 +63,17 @@ class InFewBits(FlatState):
             return super().chunk(index)
         code = self.codes.get(index)
         if code is None:
-            span, residual = self.layout.spans[index], self.residual.get(index)
-            delta, summed = self._delta(span), None
-            if residual is not None:
-                summed = encode_sum(self.dtype, delta, residual, self._bytes)
-            # Beyond the range of fp32 the residual is given up; what was learnt now goes on.
-            code = summed.payload if summed else encode_chunk(span, delta, self.dtype, self._bytes)
+            ahead = self._ahead.pop(index, None)
+            code = self._encoded(self.layout.spans[index]) if ahead is None else ahead.result()
             self.codes[index] = code
         return code
+
+    def _encoded(self, span: ChunkSpan) -> memoryview:
+        residual, delta, summed = self.residual.get(span.index), self._delta(span), None
+        if residual is not None:
+            summed = encode_sum(self.dtype, delta, residual, self._bytes)
+        # Beyond the range of fp32 the residual is given up; what was learnt now goes on.
+        return summed.payload if summed else encode_chunk(span, delta, self.dtype, self._bytes)
 
     @torch.no_grad()
     def left_out(self, span: ChunkSpan, room: Room) -> Tensor:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,8 @@ from diloco_protocol import UsageError
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.messages import Heartbeat, Push
+from diloco_protocol.tensors.threads import thread_pool
+from diloco_worker.model.feedback import InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.session import events
 from diloco_worker.session.connection import Owners, Phase
@@ -100,6 +102,7 @@ class Link(Inbox, BrokerConnection):
             pinned=pinned,
             states=states or {},
         )
+        self._encoders: ThreadPoolExecutor | None = None
         self._others = others
         self._followers = others if isinstance(others, Followers) else None
         if isinstance(others, LeaderConnection):
@@ -122,7 +125,9 @@ class Link(Inbox, BrokerConnection):
 
     # For other threads.
 
-    def start(self) -> None:
+    def start(self, tensor_threads: int = 1) -> None:
+        """Start the I/O thread and the threads that encode deltas in few bits, itself among them."""
+        self._encoders = thread_pool(tensor_threads - 1)
         self._thread.start()
 
     def tell(self, event: events.Event) -> None:
@@ -215,6 +220,8 @@ class Link(Inbox, BrokerConnection):
         self._is_closing.set()
         if self._thread.is_alive():
             self._thread.join(patience)
+        if self._encoders is not None:
+            self._encoders.shutdown(wait=False)
         if not self._thread.is_alive():
             self._close_wake_ups()
         elif patience:
@@ -251,6 +258,8 @@ class Link(Inbox, BrokerConnection):
         if former == push.push_id:
             return  # offered again by who was interrupted behind the first time
         self.buffers.outgoing[push.push_id] = wire
+        if self._encoders is not None and isinstance(wire, InFewBits):
+            wire.encode_ahead(self._encoders)
         self.executor.feed(events.Offer(push))
         self._offered[push.fragment] = push.push_id
         self.take_rejection(former or 0)  # nobody asks for it any more

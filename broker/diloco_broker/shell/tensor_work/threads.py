@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import wait
 from typing import Any
 
-import torch
+from diloco_protocol.tensors.threads import thread_count, thread_pool
 
 # Pieces for each thread at a time: the quicker one takes more of them, and a turn stays short.
 PIECES_EACH = 2
 
 
 class TensorThreads:
-    """`count` threads, of which one is the caller's own."""
+    """`thread_count(asked)` threads, of which one is the caller's own."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, asked: int) -> None:
+        count = thread_count(asked)
         self._others = count - 1
         # As many pieces as are worth having at hand.
         self.at_a_time = PIECES_EACH * count if self._others else 1
-        self._pool = (
-            ThreadPoolExecutor(
-                self._others,
-                thread_name_prefix="diloco-tensors",
-                # Threads of torch's own would wait for each other more than they would help.
-                initializer=partial(torch.set_num_threads, 1),
-            )
-            if self._others
-            else None
-        )
+        self._pool = thread_pool(self._others)
 
     def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call all of them, and return what they return, in their order.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -79,32 +79,6 @@ class ChunkOuter(Protocol):
         ...
 
 
-@runtime_checkable
-class KernelOuter(ChunkOuter, Protocol):
-    """One whose step a kernel makes, in one pass with the sum of the terms and the wire form."""
-
-    def step_by_kernel(
-        self,
-        fast: kernels.Kernels,
-        theta: Tensor,
-        gradient: tuple[kernels.Terms, float],
-        state: State,
-        *,
-        count: int,
-        wire: torch.dtype,
-    ) -> tuple[Stepped, Tensor | None]:
-        """`step` with the mean of terms.
-
-        Args:
-            gradient: the terms and the divisor of their sum.
-            wire: a dtype of `kernels.FORMS`.
-
-        Returns:
-            Besides, the parameters in that dtype; None where they are not finite in it.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Nesterov:
     """SGD with momentum, in Nesterov's form or the classical one.
@@ -143,6 +117,15 @@ class Nesterov:
         count: int,
         wire: torch.dtype,
     ) -> tuple[Stepped, Tensor | None]:
+        """`step` with the mean of terms, in one pass with their sum and the wire form.
+
+        Args:
+            gradient: the terms and the divisor of their sum.
+            wire: a dtype of `kernels.FORMS`.
+
+        Returns:
+            Besides, the parameters in that dtype; None where they are not finite in it.
+        """
         moved = empty_like(theta)
         has_momentum = self.momentum or self.warms_up
         after = empty_like(theta) if has_momentum else None
@@ -235,6 +218,7 @@ class DelayedNesterov:
         count: int,
         wire: torch.dtype,
     ) -> tuple[Stepped, Tensor | None]:
+        """As `Nesterov.step_by_kernel`."""
         moved, kept = empty_like(theta), empty_like(theta)
         sent = moved if wire is theta.dtype else empty(theta.numel(), wire)
         momentum, is_boundary = state.get(MOMENTUM), (count + 1) % self.size == 0

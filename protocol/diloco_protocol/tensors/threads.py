@@ -1,0 +1,30 @@
+"""Threads for tensor work beside the thread that owns the state."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+# More threads than this wait for memory more than they work.
+MOST_BY_DEFAULT = 4
+
+
+def thread_count(asked: int | None) -> int:
+    """The threads to use: those asked for, else one less than this process's cores, from 1 to 4."""
+    if asked:
+        return asked
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, min(cores - 1, MOST_BY_DEFAULT))
+
+
+def thread_pool(threads: int) -> ThreadPoolExecutor | None:
+    """A pool of so many threads, or None where there are none."""
+    if threads < 1:
+        return None
+    # Threads of torch's own would wait for each other more than they would help.
+    one_core = partial(torch.set_num_threads, 1)
+    return ThreadPoolExecutor(threads, thread_name_prefix="diloco-tensors", initializer=one_core)

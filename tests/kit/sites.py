@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.relay.daemon import RelayBroker
-from diloco_broker.relay.local_rounds import LocalOuter
 from diloco_protocol.errors import Refused, Unreachable
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S
@@ -65,12 +64,11 @@ class Sites:
         name: str,
         *,
         dtype: str | None = "fp32",
-        local: LocalOuter | None = None,
         **given: Any,
     ) -> RelayBroker:
         where = parent if isinstance(parent, str) else parent.address
         config = options(workers=workers, disconnect_grace=0.2, **given)
-        relay = RelayBroker(config, where, name=name, parent_wire_dtype=dtype, local=local)
+        relay = RelayBroker(config, where, name=name, parent_wire_dtype=dtype)
         self._serve(relay)
         return relay
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,9 +21,6 @@ from diloco_protocol.clients.command_line import (
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Role
-
-if TYPE_CHECKING:
-    from diloco_broker.relay.local_rounds import LocalOuter
 
 # What a site decides for itself; the rest is the run's, and comes from the parent.
 OF_THE_SITE = (
@@ -76,19 +73,6 @@ def relay(  # noqa: PLR0917  each is an option of the command
         Path | None,
         typer.Option(help="Key of a worker for the parent, where it asks for keys."),
     ] = None,
-    local_rounds: Annotated[
-        int | None,
-        typer.Option(
-            help="Experimental: the site averages so many times, with a step of its own after each, "
-            "before one push goes up. Default: each round of the site goes up.",
-        ),
-    ] = None,
-    local_outer_lr: Annotated[
-        float, typer.Option(help="With --local-rounds: learning rate of the site's own step.")
-    ] = 1.0,
-    local_outer_momentum: Annotated[
-        float, typer.Option(help="With --local-rounds: its momentum, in Nesterov's form.")
-    ] = 0.0,
     check: Annotated[
         bool,
         typer.Option("--check", help="Say whether the options are good, and stand for nobody."),
@@ -115,12 +99,6 @@ def relay(  # noqa: PLR0917  each is an option of the command
         # A window without a quorum is one of asynchronous mode: its parent says whether the run has it.
         is_async = bool(options["grace"]) and options["quorum"] is None
         config = BrokerConfig(**options, mode="async" if is_async else "sync", relays=True)
-        local = _local(local_rounds, local_outer_lr, local_outer_momentum)
-        if local is not None and name is None:
-            raise UsageError(
-                "--local-rounds takes --name, or --parent-keys: the site's workers know this relay "
-                "by its name when it was started again."
-            )
         if check:
             daemon.check(config, parent, name or daemon.default_name(config), parent_wire_dtype)
             typer.echo("The options are good.")
@@ -131,7 +109,6 @@ def relay(  # noqa: PLR0917  each is an option of the command
             name=name,
             parent_wire_dtype=parent_wire_dtype,
             keys=keys,
-            local=local,
         )
     prepare(broker)
     typer.echo(f"Relay of {parent}. Watch with: diloco-top {broker.feed_address}{keys_of(broker)}")
@@ -139,18 +116,6 @@ def relay(  # noqa: PLR0917  each is an option of the command
     broker.run()
     if broker.why_it_failed is not None:
         fail(broker.why_it_failed)
-
-
-def _local(rounds: int | None, lr: float, momentum: float) -> LocalOuter | None:
-    from diloco_broker.relay.local_rounds import LocalOuter
-
-    if rounds is None:
-        if (lr, momentum) != (1.0, 0.0):
-            raise UsageError("--local-outer-lr and --local-outer-momentum go with --local-rounds.")
-        return None
-    found = LocalOuter(rounds, lr, momentum)
-    found.check()
-    return found
 
 
 def _identity(key: Path | None, name: str | None) -> tuple[Keys | None, str | None]:

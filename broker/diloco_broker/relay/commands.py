@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from diloco_broker.core import events
 from diloco_broker.core.effects import Route
@@ -76,19 +75,6 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class StepHere:
-    """The site goes on from where its own steps have led, with no version of the parent's."""
-
-
-@dataclass(frozen=True)
-class GoOnFrom:
-    """A site that steps by itself goes on from this version of the parent's."""
-
-    fragment: int
-    wires: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class HandUp:
     """What a worker of the site has given goes up: by fragment, the push that it goes in.
 
@@ -144,7 +130,5 @@ Command = (
     | Abandon
     | Forget
     | HandUp
-    | StepHere
-    | GoOnFrom
 )
 Commands = Iterator[Command]

@@ -78,8 +78,6 @@ class Relay:
         wire_dtype: what its pushes travel in; None: in what those of the parent's run do.
     """
 
-    HAS_OWN_RUN = False  # what workers hold is of the site alone, and nothing for the parent
-
     def __init__(
         self,
         join: messages.Join,
@@ -96,7 +94,7 @@ class Relay:
         self._unsettled = Unsettled(join.worker_id)
         self.session: Session | None = None
         self.is_open = False  # the site has parameters, and lets workers in
-        gate = Gate(parent, has_own_run=self.HAS_OWN_RUN)
+        gate = Gate(parent)
         self.site = Core(config, draw, now, gate=gate)  # until then nobody joins it
         self._join, self._draw = replace(join, workers=0), draw
         self._report = Report(parent, join.worker_id, now)
@@ -183,20 +181,14 @@ class Relay:
 
     def averaged(self) -> Commands:
         """The means of all chunks of the site's closing round are there: they go up as one push."""
-        push = self._push_of_closing()
-        yield from self._sends(push)
-        yield Feed(events.SentUp(push))
-
-    def _push_of_closing(self) -> messages.Push:
         round_, session = self.site.state.closing, self.session
         assert round_ is not None and session is not None and session.config is not None
         chosen = [each for each in round_.pushes if isinstance(each, Submission)]
-        return push_of(chosen, session.config, self._wire_dtype, self._draw())
-
-    def _sends(self, push: messages.Push) -> Commands:
+        push = push_of(chosen, session.config, self._wire_dtype, self._draw())
         self._flights[push.fragment] = push
         self._unsettled.sent(push)
         yield Offer(push)
+        yield Feed(events.SentUp(push))
 
     # The parent.
 

@@ -7,7 +7,6 @@ import socket
 from dataclasses import replace
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.relay.local_rounds import LocalOuter
 from diloco_broker.relay.loop import RelayLoop
 from diloco_broker.shell.broker import Broker
 from diloco_protocol.addresses import several
@@ -30,8 +29,6 @@ class RelayBroker(Broker):
         name: what it is called there, as a worker; default: host name and port.
         parent_wire_dtype: what its pushes travel in; default: what those of the parent's run do.
         keys: those that the parent asks for.
-        local: how the site steps by itself, several rounds to one push (experimental); default: it
-            does not.
 
     Raises:
         UsageError: an address that cannot be bound, or an option that a relay has no use for.
@@ -45,16 +42,11 @@ class RelayBroker(Broker):
         name: str | None = None,
         parent_wire_dtype: str | None = None,
         keys: Keys | None = None,
-        local: LocalOuter | None = None,
     ) -> None:
         name = name or default_name(config)
         where = check(config, parent, name, parent_wire_dtype)
         self.config = replace(config, relays=True)
-        if local is not None:
-            local.check()
-        self._relay_loop = RelayLoop(
-            self.config, where, name, parent_wire_dtype, keys=keys, local=local
-        )
+        self._relay_loop = RelayLoop(self.config, where, name, parent_wire_dtype, keys=keys)
         self._loop = self._relay_loop
         self.address = self._loop.sockets.address
         self.feed_address = self._loop.sockets.feed_address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from os import getpid
 
@@ -15,8 +15,6 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.relay import commands, core
-from diloco_broker.relay.local_relay import LocalRelay
-from diloco_broker.relay.local_rounds import LocalOuter
 from diloco_broker.relay.tensors import RelayTensors
 from diloco_broker.relay.uplink import Uplink
 from diloco_broker.shell.loop import Loop
@@ -35,7 +33,7 @@ class RelayLoop(Loop):
     """See the head of this module.
 
     `name` is the relay's own at its parent, `wire_dtype` what its pushes travel in (None: what the run's
-    do). `keys` are those that the parent asks for, `local` is how the site steps by itself, if it does.
+    do). `keys` are those that the parent asks for.
     """
 
     def __init__(
@@ -46,20 +44,15 @@ class RelayLoop(Loop):
         wire_dtype: str | None,
         *,
         keys: Keys | None = None,
-        local: LocalOuter | None = None,
     ) -> None:
-        self._relay_tensors = RelayTensors(local)
+        self._relay_tensors = RelayTensors()
         super().__init__(config, None, None, None)
         self.failure: str | None = None  # why it could not go on
         draw = partial(secrets.randbits, 64)
         join = Join(name, host=socket.gethostname(), pid=getpid())
         where = parent if isinstance(parent, str) else "the address that is given"
-        self._relay = (
-            core.Relay(join, config, draw, self.now(), parent=where, wire_dtype=wire_dtype)
-            if local is None
-            else LocalRelay(
-                local.rounds, join, config, draw, self.now(), parent=where, wire_dtype=wire_dtype
-            )
+        self._relay = core.Relay(
+            join, config, draw, self.now(), parent=where, wire_dtype=wire_dtype
         )
         self._uplink = Uplink(
             parent,
@@ -119,10 +112,6 @@ class RelayLoop(Loop):
         if self._relay_tensors.is_averaged:
             self._do(self._relay.averaged())
 
-    def _feed_all(self, found: Iterable[events.Event]) -> None:
-        for event in found:
-            self._executor.feed(event)
-
     def _do(self, told: commands.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
         for command in told:
             match command:
@@ -146,10 +135,6 @@ class RelayLoop(Loop):
                     self._relay_tensors.residuals.abandoned(push_id)
                 case commands.Forget(push_id):
                     self._relay_tensors.residuals.forget(push_id)
-                case commands.StepHere():
-                    self._feed_all(self._relay_tensors.steps_here())
-                case commands.GoOnFrom(fragment, wires):
-                    self._feed_all(self._relay_tensors.goes_on_from(fragment, wires))
                 case commands.Begin(site, layout, wire_dtype):
                     reply = site.state.config.reply_dtype
                     self._relay_tensors.begin_anew(layout, wire_dtype, reply)

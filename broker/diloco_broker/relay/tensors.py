@@ -14,7 +14,6 @@ from torch import Tensor
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.versions.record import Resumption
-from diloco_broker.relay.local_rounds import LocalOuter, Way
 from diloco_broker.relay.means import Mean, Residuals, room_for
 from diloco_broker.shell.tensor_work.executor import looked_at
 from diloco_broker.tensors.aggregate import StagedReducer
@@ -34,16 +33,11 @@ Chunks = tuple[memoryview, ...]
 
 
 class RelayTensors:
-    """What the loop asks of tensors (`shell.tensor_work.Tensors`), and a session's `Memory`.
-
-    `local`: how the site steps by itself, several rounds to one push; None where it does not.
-    """
+    """What the loop asks of tensors (`shell.tensor_work.Tensors`), and a session's `Memory`."""
 
     resumption: Resumption | None = None
 
-    def __init__(self, local: LocalOuter | None = None) -> None:
-        self._local = local
-        self._way: Way | None = None  # of a site that steps by itself, since the parent's version
+    def __init__(self) -> None:
         self._wire_dtype = "fp32"  # what means go up in
         self._reply = "fp32"  # what versions go on to the site in
         self._queue: deque[effects.TensorWork] = deque()
@@ -73,8 +67,6 @@ class RelayTensors:
         self.residuals.lay_out(layout)
         longest = max((s.elements for part in layout.all for s in part.spans), default=0)
         self._reducer = StagedReducer("mean", longest)
-        if self._local is not None and 0 in self._held:
-            self._way = Way(layout.fragments[0], self._held[0], self._local, reply)
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -105,10 +97,7 @@ class RelayTensors:
                     self._mean = Mean(self._part(work.fragment), self._wire_dtype)
                 found = self._reducer.reduced(span, parts)
                 assert found is not None, "a round of nothing"
-                mean = found.whole()
-                self._mean.put(span, mean)
-                if self._way is not None:
-                    self._way.step(span, mean)
+                self._mean.put(span, found.whole())
                 self.is_averaged = self._mean.is_whole
             case effects.StoreInitial(payload=payload):
                 yield from self._take_gift(work, span, decode_chunk(span, payload, "fp32"))
@@ -147,24 +136,8 @@ class RelayTensors:
     def push(self, push_id: int) -> None:
         """What was averaged last is sent under this id."""
         assert self._mean is not None, "nothing was averaged"
-        sent = self._mean.state if self._way is None else self._way.delta(self._wire_dtype)
-        self._outgoing[push_id] = self.residuals.joined(push_id, sent)
+        self._outgoing[push_id] = self.residuals.joined(push_id, self._mean.state)
         self._mean, self.is_averaged = None, False
-
-    def steps_here(self) -> Iterator[events.Stepped]:
-        """What was averaged last is the step that the site has taken: its version is here."""
-        assert self._way is not None, "this site takes no steps of its own"
-        self._mean, self.is_averaged = None, False
-        version = self._way.version()
-        for index in range(version.layout.chunks):
-            yield events.Stepped(version.layout.fragment, index, version.chunk(index))
-
-    def goes_on_from(self, fragment: int, wires: Sequence[Any]) -> Iterator[events.Stepped]:
-        """A version of the parent's takes the place of what the site has come to."""
-        assert self._way is not None, "this site takes no steps of its own"
-        self._way.begins(self._held[fragment])
-        for index, wire in enumerate(wires):
-            yield events.Stepped(fragment, index, wire)
 
     def outer_groups(self) -> tuple[OuterGroup, ...]:
         return ()

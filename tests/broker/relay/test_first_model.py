@@ -15,8 +15,8 @@ from kit.restarts import holding
 PARENT = "tcp://hub:8512"
 
 
-def a_site(*, asks: bool = False, has_own_run: bool = False) -> Stage:
-    gate = Gate(PARENT, is_open=asks, has_own_run=has_own_run)
+def a_site(*, asks: bool = False) -> Stage:
+    gate = Gate(PARENT, is_open=asks)
     if asks:
         gate.brings(a_manifest(2))
     return Stage(a_config(2), a_manifest(2), gate=gate)
@@ -92,13 +92,6 @@ def test_run_that_a_worker_holds_comes_before_what_a_newcomer_gives() -> None:
     found = held_by(site.core)
     assert found.keys() == {0}
     assert (found[0].version, found[0].ledger) == (there.version, there.ledger)
-
-
-def test_run_of_a_site_alone_never_goes_up() -> None:
-    site = a_site(asks=True, has_own_run=True)
-    holder = site.worker("a").comes_with(holding(10))
-    assert holder.error().code == Code.NO_MODEL
-    assert site.worker("new").joins().asked_for == [0]
 
 
 def test_site_that_is_asked_cuts_the_model_as_its_parent_does() -> None:

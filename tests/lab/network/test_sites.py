@@ -23,7 +23,6 @@ from diloco_lab.network.sites.tables import (
     Loss,
     Measurement,
     SitesFile,
-    Trained,
     blocks,
 )
 from kit.paths import LAB
@@ -81,8 +80,7 @@ def test_relays_carry_a_third_of_the_bytes(tmp_path: Path) -> None:
 
 
 def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    trained = Trained("each round goes up", 0, 480, 2.1, 24, "2026-01-01T00:02:00+00:00")
-    found = replace(a_file(a_round(), RELAYS, losses=(A_LOSS,)), trained=(trained,))
+    found = a_file(a_round(), RELAYS, losses=(A_LOSS,))
     path = tmp_path / "sites.json"
     path.write_text(text_of(found))
     assert read_document(path, SitesFile) == found

@@ -41,7 +41,7 @@ def join(
     _check_sound(state, join, manifest)
     gate = state.gate
     if gate is not None:
-        gate.check(join, manifest)
+        gate.check(manifest)
         if not gate.is_open:
             gate.brings(manifest)
             error = messages.Error(Code.NO_MODEL, gate.wait, retry=True, about=join.kind)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Manifest, differences, summarise
-from diloco_protocol.messages import Join
 
 
 @dataclass
@@ -26,7 +25,6 @@ class Gate:
     Attributes:
         parent: the parent's address, for messages.
         is_open: workers are admitted, and one of them uploads its parameters.
-        has_own_run: versions that workers hold belong to the site alone, not to the parent's run.
         plan: the fragment of each tensor, as the parent splits the model; empty: as the options say.
         brought: the model that the relay joins its parent with; None before the first worker.
         turned_away: a model that the parent rejected, and its message.
@@ -34,7 +32,6 @@ class Gate:
 
     parent: str
     is_open: bool = False
-    has_own_run: bool = False
     plan: tuple[int, ...] = ()
     brought: Manifest | None = None
     turned_away: tuple[Manifest, str] | None = None
@@ -47,7 +44,7 @@ class Gate:
             "parameters."
         )
 
-    def check(self, join: Join, manifest: Manifest) -> None:
+    def check(self, manifest: Manifest) -> None:
         """Raise ProtocolError for a worker that cannot be admitted here."""
         if self.turned_away is not None and manifest == self.turned_away[0]:
             raise ProtocolError(Code.MODEL_DIFFERS, self.turned_away[1])
@@ -57,12 +54,6 @@ class Gate:
             clauses = summarise(differences(self.brought, manifest))
             text = f"The worker's model differs from the run's: {clauses}."
             raise ProtocolError(Code.MODEL_DIFFERS, text)
-        if self.has_own_run and any(join.versions):
-            raise ProtocolError(
-                Code.NO_MODEL,
-                "The worker holds a version that only its site has, and the parent of the relay has no "
-                "parameters; start the parent with its checkpoint, or the workers afresh.",
-            )
 
     def brings(self, manifest: Manifest) -> None:
         """Take the first worker's model as the one to join the parent with."""

@@ -31,7 +31,6 @@ from diloco_lab.network.sites import tables as site_tables
 from diloco_lab.network.sites.losing import losses
 from diloco_lab.network.sites.rounds import DELAY_S, SITES, WAN, WORKERS, rounds
 from diloco_lab.network.sites.tables import SitesFile
-from diloco_lab.network.sites.training import training
 from diloco_tools import terminal
 from diloco_tools.processes import ChildFailed
 
@@ -105,7 +104,6 @@ def _sites(experiment: Experiment, logs: Path, quick: bool) -> SitesFile:
             machine.describe(),
             measure(of_rounds),
             () if quick else measure({"losses": partial(losses, place, TINY)}),
-            () if quick else measure({"training": partial(training, pool)}),
         )
 
 

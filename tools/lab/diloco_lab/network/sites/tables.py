@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Any
 
 from diloco_lab.bench.sizes import size_of
@@ -67,18 +67,6 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The loss of a model that was trained over two sites in one way."""
-
-    way: str
-    seed: int
-    steps: int  # of each worker
-    loss: float  # of the global parameters, on held-out text
-    pushes: int  # of each site
-    at: str
-
-
-@dataclass(frozen=True)
 class SitesFile:
     """All of it, with the machine."""
 
@@ -86,10 +74,9 @@ class SitesFile:
     machine: Mapping[str, Any]
     rounds: tuple[Measurement, ...] = ()
     losses: tuple[Loss, ...] = ()
-    trained: tuple[Trained, ...] = ()
 
 
-KEYS = ("rounds", "losses", "trained")  # of tables that a page may ask for
+KEYS = ("rounds", "losses")  # of tables that a page may ask for
 NAMES = {
     "star": "all workers at the hub",
     "whole": "the same, pushes counted whole",
@@ -100,7 +87,7 @@ NAMES = {
 def tables(found: SitesFile) -> list[Table]:
     """None of them is empty."""
     losses = table_of("losses", "What is lost, and comes back", LOSSES, found.losses)
-    made = (_of_rounds(found), losses, _of_training(found))
+    made = (_of_rounds(found), losses)
     return [each for each in made if each.rows]
 
 
@@ -154,31 +141,9 @@ LOSSES: Mapping[str, Callable[[Loss], str]] = {
 }
 
 
-def _of_training(found: SitesFile) -> Table:
-    by_way: dict[str, list[Trained]] = {}
-    for each in found.trained:
-        by_way.setdefault(each.way, []).append(each)
-    first = {each.seed: each.loss for each in next(iter(by_way.values()), [])}
-
-    def against_first(way: str) -> str:
-        if way == found.trained[0].way:
-            return NOTHING
-        ratios = [100 * (each.loss / first[each.seed] - 1) for each in by_way[way]]
-        spread = f" ± {stdev(ratios) / len(ratios) ** 0.5:.1f}" if len(ratios) > 1 else ""
-        return f"{fmean(ratios):+.1f}%{spread}"
-
-    columns: dict[str, Callable[[str], str]] = {
-        "way": str,
-        "pushes of a site": lambda way: str(by_way[way][0].pushes),
-        "loss": lambda way: f"{fmean(each.loss for each in by_way[way]):.3f}",
-        "against the first": against_first,
-    }
-    return table_of("trained", "Several rounds to a push", columns, by_way)
-
-
 def blocks(found: SitesFile) -> dict[str, str]:
     """For the page."""
-    records = (found.rounds, found.losses, found.trained)
+    records = (found.rounds, found.losses)
     times = [each.at for rows in records for each in rows]
     loads = [each.load for each in found.rounds]
     where = where_measured(found.machine, times, loads, "configuration")

@@ -74,7 +74,7 @@ def test_core_that_decides_in_another_way_is_found(monkeypatch: pytest.MonkeyPat
         Simulation(a_scenario("streaming", False, seed=3), 3).run()
     monkeypatch.setattr(grants, "counted", lambda *_: iter(()))
     monkeypatch.setattr(grants, "wait", lambda *_: iter(()))
-    monkeypatch.setattr(grants, "acknowledge", lambda *_: iter(()))
+    monkeypatch.setattr(grants, "acknowledge_work", lambda *_: ())
     (last,) = [step for step in reels[0].replayed() if step.difference is not None]
     assert last.difference is not None
     assert (last.difference.was, last.difference.became) == ("Ack", "")

@@ -34,7 +34,7 @@ from diloco_broker.core.operations import (
     refusals,
 )
 from diloco_broker.core.rounds import pushes, sequence
-from diloco_broker.core.rounds.modes import close_if_due, decision
+from diloco_broker.core.rounds.modes import close_if_due, decision, name_of
 from diloco_broker.core.rounds.round import InvariantBroken, Phase
 from diloco_broker.core.sites import flights, passing, told
 from diloco_broker.core.sites.gate import Gate
@@ -135,7 +135,8 @@ class Core:
         before: Core | None = None,
     ) -> None:
         model = RunModel(initial, moved_aside=moved_aside)
-        self.state = state = RunState(config, draw, now, f"{draw():016x}", model)
+        mode = name_of(config)
+        self.state = state = RunState(config, draw, now, f"{draw():016x}", model, mode)
         state.now = state.recovers_from = now
         self._story = Story()
         if config.standby:
@@ -172,43 +173,44 @@ class Core:
         state = self.state
         asked_for: list[effects.Effect] = []
         try:
-            asked_for.extend(self._rule(event))
+            if isinstance(event, events.Received):
+                asked_for += self._message(event)
+            else:
+                asked_for += RULES[type(event)](state, event)
         except ProtocolError as error:
             if not isinstance(event, events.Received):
                 raise
             if asked_for:
                 text = f"a {event.message.kind} was refused when it had been taken in half: {error}"
                 raise InvariantBroken(text) from error
-            asked_for.extend(refusals.refuse(state, event.route, event.message, error))
-        asked_for.extend(close_if_due(state))
+            asked_for += refusals.refuse(state, event.route, event.message, error)
+        asked_for += close_if_due(state)
         if state.ending.without is not None:
-            asked_for.extend(ending.settle(state))
-            asked_for.extend(close_if_due(state))
+            asked_for += ending.settle(state)
+            asked_for += close_if_due(state)
         if state.stopping is not None:
             asked_for += ending.finish_if_due(state, state.stopping)
         return asked_for
 
-    def _rule(self, event: events.Event) -> Effects:
-        if isinstance(event, events.Received):
-            return self._message(event)
-        return RULES[type(event)](self.state, event)
-
     def _message(self, received: events.Received) -> Effects:
-        state, route, message = self.state, received.route, received.message
-        permissions.check(received.peer, message)
-        if isinstance(message, messages.Control):
-            message = permissions.signed(received.peer, message)
-        if type(message) in OF_ANYBODY:
-            return OF_ANYBODY[type(message)](state, route, message)
-        if isinstance(message, messages.Pull | messages.Credit) and message.session is None:
-            return pulls.observe(state, route, message)
+        state, route, peer, message = self.state, received.route, received.peer, received.message
+        if peer is not None:
+            permissions.check(peer, message)
+        kind = type(message)
+        if kind in OF_ANYBODY:
+            if isinstance(message, messages.Control):
+                message = permissions.signed(peer, message)
+            return OF_ANYBODY[kind](state, route, message)
         on_bulk = isinstance(message, messages.Chunk | messages.Credit | messages.Lane)
-        if not on_bulk and type(message) not in OF_MEMBERS:
+        if not on_bulk and kind not in OF_MEMBERS:
             text = f"A {message.kind} message goes from the broker to others."
             raise ProtocolError(Code.NOT_ALLOWED, text)
-        member = state.members.with_session(getattr(message, "session", None) or b"")
+        session: bytes | None = getattr(message, "session", None)
+        if session is None and isinstance(message, messages.Pull | messages.Credit):
+            return pulls.observe(state, route, message)
+        member = state.members.with_session(session or b"")
         is_here = member is not None and (on_bulk or member.control == route)
-        if member is None or not is_here or not permissions.is_own(received.peer, member):
+        if member is None or not is_here or not permissions.is_own(peer, member):
             text = "This session is not known on this connection; join again."
             return iter([effects.Send(route, messages.Rejoin(state.epoch, text))])
         is_lane = member.processes > 1 and route != member.control
@@ -222,7 +224,7 @@ class Core:
                 return pulls.credit(state, member, route, message)
             case messages.Lane():
                 return pulls.lane(state, member, route, message)
-        return OF_MEMBERS[type(message)](state, member, message)
+        return OF_MEMBERS[kind](state, member, message)
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken, which tells the last events, when an invariant is; for tests."""

@@ -274,6 +274,7 @@ class RunState:
     started_at: float
     epoch: str  # this life of the broker, 16 hexadecimal digits
     model: RunModel
+    mode: str  # as `rounds.modes` names it
     start: Start = Start.WAITING_FOR_WORKERS  # how it gets its first parameters
     seeding: Seeding = field(default_factory=Seeding)
     recovery: Recovery = field(default_factory=Recovery)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from diloco_broker.core.versions.fragment import FragmentVersions, VersionInProgress
 from diloco_broker.core.versions.reply import LONGEST_CHAIN, Chain, Coded, Reply
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
+from diloco_protocol.messages import Chunk
 from diloco_protocol.version import VersionId
 
 WHOLE = bytes(100)
@@ -22,28 +25,31 @@ def chained(count: int, size: int = 10) -> Chain:
 
 def told(chain: Chain, held: VersionId | None, counter: int, size: int = 10) -> Reply:
     last = Coded(memoryview(WHOLE), memoryview(bytes([counter]) * size), 77)
-    return chain.reply(last, 0, version(counter), held)
+    return chain.reply(last, Chunk(0, 0, version=version(counter)), held)
 
 
 def test_reader_that_has_the_version_before_gets_one_code() -> None:
     reply = told(chained(3), version(2), 3)
     assert bytes(reply.payload) == bytes([3]) * 10
-    assert reply.says == {"delta_of": version(2), "parts": (10,), "checksum": 77}
+    expected = Chunk(0, 0, version=version(3), delta_of=version(2), parts=(10,), checksum=77)
+    assert reply.message == expected
 
 
 def test_reader_that_has_missed_some_gets_their_codes_in_order() -> None:
     reply = told(chained(5), version(2), 5)
     assert bytes(reply.payload) == bytes([3]) * 10 + bytes([4]) * 10 + bytes([5]) * 10
-    assert reply.says["parts"] == (10, 10, 10)
+    assert reply.message.parts == (10, 10, 10)
 
 
 def test_reader_gets_the_chunk_whole_where_no_chain_leads_to_it_or_a_longer_one() -> None:
     chain = chained(20)
-    assert told(chain, None, 20) == Reply(memoryview(WHOLE))
-    assert told(chain, version(20 - LONGEST_CHAIN - 1), 20).says == {}
-    assert told(chain, version(20 - LONGEST_CHAIN), 20).says["parts"] == (10,) * LONGEST_CHAIN
-    assert told(chained(20, size=50), version(18), 20, size=50).says == {}, "as long as the chunk"
-    assert told(chain, version(19, tag=5), 20).says == {}, "of another branch"
+    whole = Chunk(0, 0, version=version(20))
+    assert told(chain, None, 20) == Reply(whole, memoryview(WHOLE))
+    assert told(chain, version(20 - LONGEST_CHAIN - 1), 20).message.parts is None
+    assert told(chain, version(20 - LONGEST_CHAIN), 20).message.parts == (10,) * LONGEST_CHAIN
+    as_long = told(chained(20, size=50), version(18), 20, size=50)
+    assert as_long.message.parts is None, "as long as the chunk"
+    assert told(chain, version(19, tag=5), 20).message.parts is None, "of another branch"
 
 
 def test_version_that_came_to_nothing_is_in_no_chain() -> None:
@@ -58,19 +64,31 @@ def test_chunk_without_a_code_goes_whole_and_so_it_goes_to_all_behind_it() -> No
     chain = chained(2)
     chain.follows(version(3), version(2), [None])
     chain.follows(version(4), version(3), [memoryview(b"4")])
-    assert told(chain, version(3), 4).says["parts"] == (1,)
-    assert told(chain, version(1), 4).says == {}
+    assert told(chain, version(3), 4).message.parts == (1,)
+    assert told(chain, version(1), 4).message.parts is None
 
 
 def test_what_is_no_code_always_goes_as_it_is() -> None:
-    assert chained(2).reply(b"as it is", 0, version(2), version(1)) == Reply(b"as it is")
+    whole = Chunk(0, 0, version=version(2))
+    assert chained(2).reply(b"as it is", whole, version(1)) == Reply(whole, b"as it is")
 
 
-def test_readers_that_have_missed_the_same_share_what_they_are_sent() -> None:
-    chain = chained(5)
-    assert told(chain, version(2), 5).payload is told(chain, version(2), 5).payload
-    assert told(chain, version(3), 5).payload is not told(chain, version(2), 5).payload
-    old = told(chain, version(2), 5).payload
-    chain.follows(version(6), version(5), [memoryview(b"6")])
-    chain.follows(version(7), version(6), [memoryview(b"7")])
-    assert told(chain, version(2), 5).payload is not old, "it is kept while it is the newest"
+def test_readers_that_hold_the_same_share_what_they_are_sent() -> None:
+    versions, newest = being_made(5)
+    found = [versions.reply(newest, 0, held) for held in (version(2), version(2), version(3), None)]
+    assert found[0] is found[1]
+    assert len({bytes(reply.payload) for reply in found}) == 3
+
+
+def test_versions_that_never_were_cost_no_memory() -> None:
+    versions, newest = being_made(5)
+    found = {id(versions.reply(newest, 0, version(2, tag=tag))) for tag in range(1, 50)}
+    assert found == {id(versions.reply(newest, 0, None))}
+
+
+def being_made(counter: int) -> tuple[FragmentVersions, VersionInProgress]:
+    """A version whose one chunk has been stepped."""
+    layout = FragmentLayout(0, (), (ChunkSpan(0, Segment.PARAMETERS, 0, 25),), {})
+    chunk = Coded(memoryview(WHOLE), memoryview(bytes([counter]) * 10), 77)
+    made = VersionInProgress(version(counter), counter, [chunk], [chunk.code], 0)
+    return FragmentVersions(layout, in_progress=made, chain=chained(counter)), made

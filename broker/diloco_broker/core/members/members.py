@@ -233,12 +233,16 @@ class Member:
 
     def takes_chunks_on(self, route: effects.Route) -> bool:
         """Whether chunks that come on this connection are this worker's, as things stand."""
-        is_bound = route == self.bulk or any(each.route == route for each in self.lanes.values())
-        return self.processes == 1 or is_bound
+        if self.processes == 1 or route == self.bulk:
+            return True
+        return any(each.route == route for each in self.lanes.values())
 
     def lane_of(self, route: effects.Route) -> int:
         """The lane that a connection is; 0 for one that is not bound."""
-        return next((i for i, each in self.lanes.items() if each.route == route), 0)
+        for index, each in self.lanes.items():
+            if each.route == route:
+                return index
+        return 0
 
     def defer(self, push: messages.Push) -> None:
         """This push waits for its turn; it takes the place of an earlier one of its fragment."""

@@ -39,8 +39,10 @@ def advance(state: RunState, now: Now) -> None:
     A pause and a lease begin with an event, so what is so now has been so since the last event. A lease
     that has lapsed since then counts as lapsed from that event on.
     """
+    elapsed, state.now = now.core - state.now, now.core
     if state.standby is not None:
         state.standby.lease.now = now.machine
-    elapsed, state.now = now.core - state.now, now.core
+    elif state.paused_at is None:
+        return  # nothing else holds a run
     if is_held(state):
         state.held_s += elapsed

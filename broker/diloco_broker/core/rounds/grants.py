@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diloco_broker.core import effects
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.rounds.round import PushInProgress, PushKey
@@ -42,18 +44,22 @@ def wait(member: Member, push: messages.Push, text: str, number: int | None) -> 
     )
 
 
-def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> effects.Effects:
+def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> effects.Send:
     """A chunk is in: its credit goes back to the sender."""
     lane, more = member.uploads.acknowledged(upload, index, is_calm=not state.chunks_waiting)
-    yield member.tell(messages.Ack(upload.push.push_id, upload.push.fragment, (index,), more, lane))
+    push = upload.push
+    return member.tell(messages.Ack(push.push_id, push.fragment, (index,), more, lane))
 
 
-def acknowledge_work(state: RunState, work: effects.Fold | effects.Inspect) -> effects.Effects:
+def acknowledge_work(
+    state: RunState, work: effects.Fold | effects.Inspect
+) -> Sequence[effects.Send]:
     """The same for tensor work that is done, if its push is still the one under way."""
     member = state.members.named(work.worker_id)
     upload = member.uploads.under_way(work.fragment, work.push_id) if member else None
-    if member and upload and not upload.is_void:
-        yield from acknowledge(state, member, upload, work.index)
+    if member is None or upload is None or upload.is_void:
+        return ()
+    return (acknowledge(state, member, upload, work.index),)
 
 
 def refuse(

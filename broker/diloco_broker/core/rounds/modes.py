@@ -17,7 +17,7 @@ from diloco_broker.core.members.members import Member
 from diloco_broker.core.members.start import Start
 from diloco_broker.core.rounds import asynchronous, staged, streaming
 from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, decide
-from diloco_broker.core.rounds.round import PushInProgress, Update
+from diloco_broker.core.rounds.round import Phase, PushInProgress, Update
 from diloco_broker.core.standby import fence
 from diloco_broker.core.state import RunState
 from diloco_protocol.messages import Commit, Push
@@ -107,19 +107,22 @@ MODES: dict[str, Mode] = {
 }
 
 
+def name_of(config: BrokerConfig) -> str:
+    """The mode of a run, as a key of `MODES`; it is the same for as long as the broker lives."""
+    return next((name for name, mode in MODES.items() if mode.asked_for_by(config)), "streaming")
+
+
 def mode_of(config: BrokerConfig) -> Mode:
-    """The mode of a run; it is the same for as long as the broker lives."""
-    for each in MODES.values():  # asked for each chunk: no generator
-        if each.asked_for_by(config):
-            return each
-    return MODES["streaming"]
+    return MODES[name_of(config)]
 
 
 def close_if_due(state: RunState) -> Effects:
     """Close the open round if the decision says so; no other code closes one."""
-    rules = rules_of(state)
     while True:
-        held, not_open = _held(state), _not_open(state)
+        held, not_open, why = _held(state), _not_open(state), state.decision.why
+        if not_open is Reason.CLOSING and why is not None and why.reason is (held or not_open):
+            return  # as before this event: most events are those of chunks of a closing round
+        rules = rules_of(state)
         if held is None and not_open is None:
             yield from rules.look(state)
         found = _decision(state, held, not_open)
@@ -150,23 +153,25 @@ def _held(state: RunState) -> Reason | None:
         return Reason.STOPPING
     if state.ending.is_over:
         return Reason.OVER
-    if not fence.may_release(state):
+    has_standby = state.standby is not None
+    if has_standby and not fence.may_release(state):
         return Reason.LEASE
     if state.paused_at is not None:
         return Reason.PAUSED
-    return Reason.TAKEOVER if fence.holds_rounds(state) else None
+    return Reason.TAKEOVER if has_standby and fence.holds_rounds(state) else None
 
 
 def _not_open(state: RunState) -> Reason | None:
     """Return why no round is open; None if one is."""
-    if state.round is None:
+    round_ = state.round
+    if round_ is None:
         return Reason.PARAMETERS
-    if state.closing:
+    if round_.phase is Phase.CLOSING:
         return Reason.CLOSING
     # At a site one push of each fragment is on its way at a time, as with any worker.
-    is_away = state.round.barrier is not None and state.round.fragment in state.flights
+    is_away = round_.barrier is not None and round_.fragment in state.flights
     return Reason.PARENT if is_away else None
 
 
 def rules_of(state: RunState) -> Rules:
-    return mode_of(state.config).rules
+    return MODES[state.mode].rules

@@ -90,7 +90,7 @@ def chunk(
     state.totals.bytes_up += size
     upload.comes(chunk.index, lane)
     if chunk.index in arrived:
-        yield from grants.acknowledge(state, member, upload, chunk.index)
+        yield grants.acknowledge(state, member, upload, chunk.index)
         return
     arrived.add(chunk.index)
     if found is None:
@@ -109,12 +109,12 @@ def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.
 
 def done(state: RunState, event: events.WorkDone) -> effects.Effects:
     state.chunks_waiting -= 1
-    yield from rules_of(state).done(state, event)
+    return rules_of(state).done(state, event)
 
 
 def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
     state.chunks_waiting -= 1
-    yield from rules_of(state).refused(state, event)
+    return rules_of(state).refused(state, event)
 
 
 def _check_push(state: RunState, push: messages.Push) -> None:
@@ -183,12 +183,13 @@ def _check_base(state: RunState, push: messages.Push) -> None:
 
 def _check_chunk(chunk: messages.Chunk, payload: Any, layout: FragmentLayout, wire: str) -> int:
     """Bytes of the chunk, which are as many as they may be."""
-    if not 0 <= chunk.index < layout.chunks:
+    if not 0 <= chunk.index < len(layout.spans):
         text = f"There is no chunk {chunk.index}; fragment {layout.fragment} has {layout.chunks}."
         raise ProtocolError(Code.BAD_CHUNK, text)
     span = layout.spans[chunk.index]
-    least, most = least_bytes(span, wire), span_bytes(span, wire)
     size = int(payload.nbytes)
+    most = span_bytes(span, wire)
+    least = most if size == most else least_bytes(span, wire)
     if not least <= size <= most:
         wanted = f"{most}" if least == most else f"{least} to {most}"
         raise ProtocolError(

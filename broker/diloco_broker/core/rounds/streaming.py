@@ -70,10 +70,10 @@ class Contribution(PushInProgress):
             payload=payload,
         )
 
-    def owes(self, index: int) -> bool:
-        if index in self.before or index in self.taken:
-            return False
-        return self.ended is None or index in self.arrived
+    def owed(self) -> Iterable[int]:
+        """Chunks that are to be folded yet."""
+        settled = self.before | self.taken
+        return settled.missing() if self.ended is None else self.arrived - settled
 
 
 @dataclass
@@ -133,7 +133,7 @@ class StreamingRound(Update):
         contribution = self.contributions[key]
         contribution.looked_at(index, squares, fingerprint)
         self.reached[index] += contribution.weight
-        return self._settle([index])
+        return self._settle((index,))
 
     def refused(self, key: PushKey, index: int) -> list[int]:
         """A chunk that arrived was not folded: void the push. Returns the chunks that are ready."""
@@ -174,26 +174,30 @@ class StreamingRound(Update):
     def close(self) -> list[int]:
         """Begin to close. Returns the chunks that are ready at once."""
         self.phase = Phase.CLOSING
-        live = self.contributions.values()
-        self.owed = [sum(c.owes(index) for c in live) for index in range(self.size)]
-        return self._give_out(index for index in range(self.size) if not self.owed[index])
+        self.owed = self._owed()
+        ready = [index for index in range(self.size) if not self.owed[index]]
+        for index in ready:
+            self.stepping.add(index)
+        return ready
+
+    def _owed(self) -> list[int]:
+        owed = [0] * self.size
+        for contribution in self.contributions.values():
+            for index in contribution.owed():
+                owed[index] += 1
+        return owed
 
     def _settle(self, indexes: Iterable[int]) -> list[int]:
         """Chunks that one contribution owes no longer."""
+        ready: list[int] = []
         if self.phase is Phase.OPEN:
-            return []
-        ready = []
+            return ready
         for index in indexes:
             self.owed[index] -= 1
             if not self.owed[index]:
+                self.stepping.add(index)
                 ready.append(index)
-        return self._give_out(ready)
-
-    def _give_out(self, indexes: Iterable[int]) -> list[int]:
-        given = list(indexes)
-        for index in given:
-            self.stepping.add(index)
-        return given
+        return ready
 
     def check_invariants(self) -> None:
         for key, c in self.contributions.items():
@@ -202,9 +206,9 @@ class StreamingRound(Update):
         for index in range(self.size):
             weight = sum(c.weight for c in self.contributions.values() if index in c.taken)
             assert abs(weight - self.reached[index]) <= 1e-9 * max(1.0, weight)
-            if self.phase is Phase.CLOSING:
-                owed = sum(c.owes(index) for c in self.contributions.values())
-                assert owed == self.owed[index], f"chunk {index}: {owed} owed, {self.owed[index]}"
+        if self.phase is Phase.CLOSING:
+            assert self.owed == self._owed(), "chunks that are owed are miscounted"
+            for index, owed in enumerate(self.owed):
                 assert (owed == 0) == (index in self.stepping), f"chunk {index} is not given out"
         assert all(i in self.stepping for i in self.stepped)
         live = [c.worker_id for c in self.contributions.values() if c.ended is None]
@@ -277,7 +281,7 @@ def _abandon_others(state: RunState, round_: StreamingRound, worker_id: str, pus
     for other in list(round_.of_worker(worker_id)):
         same = other.push.fragment == push.fragment
         if same and other.push.push_id != push.push_id and not other.held.is_full:
-            yield from step(state, round_.abandon(other))
+            yield from _step(state, round_, round_.abandon(other))
 
 
 def _takes_now(round_: StreamingRound, member: Member, push: Push) -> bool:
@@ -317,7 +321,8 @@ def done(state: RunState, event: WorkDone) -> Effects:
     key = (work.worker_id, work.push_id)
     ready = round_.folded(key, work.index, event.squares, event.fingerprint)
     yield from grants.acknowledge_work(state, work)
-    yield from step(state, ready)
+    if ready:
+        yield from _step(state, round_, ready)
     if round_.contributions[key].ended is Ended.VOIDED:
         yield from _let_in(state, round_, work.worker_id)
 
@@ -336,7 +341,7 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
         )
         taken = round_.contributions[key].arrived
         yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text, taken=taken)
-    yield from step(state, ready)
+    yield from _step(state, round_, ready)
     yield from _let_in(state, round_, work.worker_id)
 
 
@@ -363,19 +368,19 @@ def close(state: RunState) -> Effects:
     round_ = _round(state)
     ready = round_.close()
     state.begin_version(round_.fragment, 1)
-    yield from step(state, ready)
+    yield from _step(state, round_, ready)
 
 
-def step(state: RunState, indexes: Iterable[int]) -> Effects:
+def _step(state: RunState, round_: StreamingRound, indexes: Iterable[int]) -> Effects:
     """The outer step of chunks that nobody owes any more."""
-    round_ = _round(state)
     count = state.versions[round_.fragment].gradients - 1
     for index in indexes:
         yield Step(round_.fragment, index, round_.reached[index], count)
 
 
 def leave(state: RunState, worker_id: str) -> Effects:
-    yield from step(state, _round(state).leave(worker_id))
+    round_ = _round(state)
+    yield from _step(state, round_, round_.leave(worker_id))
 
 
 do_without = leave  # each round has contributions of its own

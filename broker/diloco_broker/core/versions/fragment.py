@@ -7,11 +7,13 @@ from typing import Any
 
 from diloco_broker.core.versions.forgotten import Forgotten
 from diloco_broker.core.versions.record import FragmentRecord
-from diloco_broker.core.versions.reply import Chain
+from diloco_broker.core.versions.reply import Chain, Reply
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.messages import Push
+from diloco_protocol.messages import Chunk, Push
 from diloco_protocol.version import Ledger, VersionId
 
+# What the readers of a version are sent: by the version that they hold and take deltas from, each chunk.
+Replies = dict[VersionId | None, dict[int, Reply]]
 # Old versions of a fragment that are kept until their readers are done.
 OLD_VERSIONS_KEPT = 2
 # Names of versions that are remembered, of each fragment: two numbers each.
@@ -26,6 +28,7 @@ class WholeVersion:
 
     record: FragmentRecord
     wires: tuple[Any, ...]
+    replies: Replies = field(default_factory=dict, compare=False)
 
     @property
     def version(self) -> VersionId:
@@ -41,6 +44,7 @@ class VersionInProgress:
     wires: list[Any]
     codes: list[Any]  # of the same chunks, where replies are in few bits
     left: int
+    replies: Replies = field(default_factory=dict)
 
 
 @dataclass
@@ -69,6 +73,26 @@ class FragmentVersions:
     @property
     def wires(self) -> tuple[Any, ...]:
         return self.current.wires if self.current else ()
+
+    def at(self, version: VersionId) -> VersionInProgress | WholeVersion:
+        """One of those that are kept."""
+        for each in (self.in_progress, self.current, *self.old):
+            if each is not None and each.version == version:
+                return each
+        raise AssertionError("a reader is at a version that is not kept")
+
+    def reply(
+        self, at: VersionInProgress | WholeVersion, index: int, held: VersionId | None
+    ) -> Reply:
+        """A chunk of a version as it goes to readers that hold this one: one object for all of them."""
+        if held is not None and self.chain.between(held, at.version) is None:
+            held = None  # a peer may name anything
+        made = at.replies.setdefault(held, {})
+        reply = made.get(index)
+        if reply is None:
+            whole = Chunk(self.layout.fragment, index, version=at.version)
+            reply = made[index] = self.chain.reply(at.wires[index], whole, held)
+        return reply
 
     @property
     def ledger(self) -> Ledger:

@@ -8,10 +8,11 @@ while that is shorter than the chunk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diloco_protocol.messages import Chunk
 from diloco_protocol.version import VersionId
 
 # Versions that a chain leads over at most.
@@ -33,51 +34,42 @@ class Coded:
 
 @dataclass(frozen=True)
 class Reply:
-    """A chunk as it is sent to one reader, and what its message says of it."""
+    """A chunk as it is sent to readers that hold the same version."""
 
+    message: Chunk
     payload: Any
-    says: Mapping[str, Any] = field(default_factory=dict)  # fields of `messages.Chunk`
 
 
 @dataclass(eq=False)
 class Chain:
-    """The codes of the last versions of a fragment, which were made one from the other.
-
-    Readers that have missed the same versions share what they are sent.
-    """
+    """The codes of the last versions of a fragment, which were made one from the other."""
 
     _links: deque[tuple[VersionId, VersionId, Sequence[Any]]] = field(
         default_factory=lambda: deque(maxlen=LONGEST_CHAIN)
     )
-    # Of several versions, by the one held, the one sent and the chunk.
-    _joined: dict[tuple[VersionId, VersionId, int], Any] = field(default_factory=dict)
 
     def follows(self, version: VersionId, made_from: VersionId, codes: Sequence[Any]) -> None:
         """A version is being made from another; its `codes` are filled in one by one."""
         while self._links and self._links[-1][1] != made_from:
             self._links.pop()  # it came to nothing, or the broker went back
         self._links.append((made_from, version, codes))
-        self._joined = {key: kept for key, kept in self._joined.items() if key[1] == made_from}
 
-    def reply(self, last: Any, index: int, version: VersionId, held: VersionId | None) -> Reply:
+    def reply(self, last: Any, whole: Chunk, held: VersionId | None) -> Reply:
         """How a chunk of a version goes to a reader that holds this one.
 
-        `last` is the chunk: bytes-like where it always goes whole.
+        `last` is the chunk: bytes-like where it always goes whole. `whole` is its message then.
         """
         if not isinstance(last, Coded):
-            return Reply(last)
-        chain = self.between(held, version) if held is not None else None
-        codes: list[Any] = [each[index] for each in chain or ()]
+            return Reply(whole, last)
+        assert whole.version is not None
+        chain = self.between(held, whole.version) if held is not None else None
+        codes: list[Any] = [each[whole.index] for each in chain or ()]
         is_shorter = None not in codes and sum(code.nbytes for code in codes) < last.whole.nbytes
         if held is None or not codes or not is_shorter:
-            return Reply(last.whole)
-        payload, name = codes[0], (held, version, index)
-        if len(codes) > 1:
-            payload = self._joined.get(name)
-            if payload is None:
-                payload = self._joined[name] = last.joined(codes)
+            return Reply(whole, last.whole)
         parts = tuple(code.nbytes for code in codes)
-        return Reply(payload, {"delta_of": held, "parts": parts, "checksum": last.checksum})
+        message = replace(whole, delta_of=held, parts=parts, checksum=last.checksum)
+        return Reply(message, last.joined(codes))
 
     def between(self, held: VersionId, version: VersionId) -> list[Sequence[Any]] | None:
         """The codes of each version after `held` up to this one; None where no chain leads there."""

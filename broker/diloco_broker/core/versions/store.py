@@ -35,7 +35,7 @@ from diloco_broker.core.versions.record import FragmentRecord
 from diloco_broker.core.versions.reply import code_of
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.messages import Chunk, Progress, Released
+from diloco_protocol.messages import Progress, Released
 from diloco_protocol.version import VersionId
 
 
@@ -122,7 +122,7 @@ class VersionStore:
                     yield from self._start(reader, fragment, Bitmap(chunks))
 
     def chunk_ready(self, fragment: int, index: int, wire: Any) -> effects.Effects:
-        in_progress = self[fragment].in_progress
+        in_progress = self.fragments[fragment].in_progress
         assert in_progress is not None and in_progress.wires[index] is None
         in_progress.wires[index] = wire
         in_progress.codes[index] = code_of(wire)
@@ -139,7 +139,8 @@ class VersionStore:
         in_progress = versions.in_progress
         assert in_progress is not None and in_progress.left == 0
         self._keep_what_is_read(versions)
-        versions.set_current(WholeVersion(record, tuple(in_progress.wires)))
+        whole = WholeVersion(record, tuple(in_progress.wires), in_progress.replies)
+        versions.set_current(whole)
         versions.in_progress = None
         for reader in list(self.readers.values()):
             download = reader.downloads.get(fragment)
@@ -251,19 +252,18 @@ class VersionStore:
     def pump(self, reader: Reader) -> effects.Effects:
         """Send what is ready while there is credit."""
         for fragment, download in list(reader.downloads.items()):
-            wires = self._wires(fragment, download.version)
-            chain, version, held = self[fragment].chain, download.version, download.held
+            versions = self.fragments[fragment]
+            at = versions.at(download.version)
             for lane, outlet in reader.lanes.items():
                 ready = download.ready.get(lane)
                 while ready and outlet.credit > 0:
                     index = ready.popleft()
                     outlet.credit -= 1
                     download.left -= 1
-                    reply = chain.reply(wires[index], index, version, held)
+                    reply = versions.reply(at, index, download.held)
                     reader.account.bytes_down += reply.payload.nbytes
                     self.bytes_down += reply.payload.nbytes
-                    message = Chunk(fragment, index, version=version, **reply.says)
-                    yield effects.Send(outlet.route, message, reply.payload)
+                    yield effects.Send(outlet.route, reply.message, reply.payload)
             if not download.left:
                 del reader.downloads[fragment]
                 self._sweep()
@@ -293,16 +293,6 @@ class VersionStore:
             loss=self.loss,
         )
 
-    def _wires(self, fragment: int, version: VersionId) -> Any:
-        versions = self[fragment]
-        if versions.in_progress is not None and versions.in_progress.version == version:
-            return versions.in_progress.wires
-        if versions.version == version:
-            return versions.wires
-        found = [kept.wires for kept in versions.old if kept.version == version]
-        assert found, "a reader is at a version that is not kept"
-        return found[0]
-
     def _keep_what_is_read(self, versions: FragmentVersions) -> None:
         """The current version will be an old one: keep it for readers that have begun with it."""
         chunks, fragment = versions.layout.chunks, versions.layout.fragment
@@ -328,7 +318,7 @@ class VersionStore:
             assert all(outlet.credit >= 0 for outlet in reader.lanes.values())
             assert all(len(each.old) <= OLD_VERSIONS_KEPT for each in self.fragments)
             for fragment, download in reader.downloads.items():
-                wires = self._wires(fragment, download.version)
+                wires = self[fragment].at(download.version).wires
                 ready = [index for each in download.ready.values() for index in each]
                 assert all(wires[index] is not None for index in ready)
                 assert len(ready) <= download.left

@@ -16,8 +16,9 @@ joined there is a look each millisecond: a message of 30,000 empty frames takes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 
@@ -73,13 +74,16 @@ GONE_REMEMBERED = 4096
 EVERYBODY = 1 << 30
 
 
-def on_the_wire(size: int, *, encrypted: bool) -> int:
-    """Bytes that a frame of this size is sent in.
+def on_the_wire(frames: Sequence[Any], *, encrypted: bool) -> int:
+    """Bytes that these frames, bytes-like, are sent in.
 
-    The header has a length of 1 byte, or of 8 (ZMTP 3, RFC 23).
+    The header of each has a length of 1 byte, or of 8 (ZMTP 3, RFC 23).
     """
-    body = size + CURVE_ADDS if encrypted else size
-    return body + (2 if body <= 255 else 9)
+    added, total = CURVE_ADDS if encrypted else 0, 0
+    for each in frames:
+        body = memoryview(each).nbytes + added
+        total += body + (2 if body <= 255 else 9)
+    return total
 
 
 @dataclass

@@ -69,30 +69,29 @@ class Ports(Protocol):
 
 
 class Acks:
-    """What is to be acknowledged. False while it is nothing.
+    """What is to be acknowledged: so many `chunks`.
 
     An `ack` must not be overtaken by what the core says after it to the same worker: a later `grant`
     gives credit anew. So these are sent before anything else is.
     """
 
     def __init__(self) -> None:
-        self._acks: dict[tuple[Route, int, int, int], list[Ack]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._acks)
+        self._acks: dict[tuple[Route, int, int, int], Ack] = {}
+        self.chunks = 0
 
     def add(self, route: Route, ack: Ack) -> None:
-        self._acks.setdefault((route, ack.push_id, ack.fragment, ack.lane), []).append(ack)
+        key = (route, ack.push_id, ack.fragment, ack.lane)
+        self.chunks += len(ack.chunks)
+        before = self._acks.get(key)
+        if before is not None:
+            chunks, credit = before.chunks + ack.chunks, before.credit + ack.credit
+            ack = Ack(ack.push_id, ack.fragment, chunks, credit, ack.lane)
+        self._acks[key] = ack
 
     def take(self) -> list[Send]:
         """All of it, as messages."""
-        gathered, self._acks = self._acks, {}
-        sends = []
-        for (route, push_id, fragment, lane), acks in gathered.items():
-            chunks = tuple(index for ack in acks for index in ack.chunks)
-            credit = sum(ack.credit for ack in acks)
-            sends.append(Send(route, Ack(push_id, fragment, chunks, credit, lane)))
-        return sends
+        gathered, self._acks, self.chunks = self._acks, {}, 0
+        return [Send(route, ack) for (route, *_), ack in gathered.items()]
 
 
 class Noted(Protocol):
@@ -130,27 +129,35 @@ class Executor:
         self._pending += events
         while self._pending:
             event = self._pending.popleft()
-            for effect in self._handled(event, self._clock()):
+            now, tape = self._clock(), self._tape
+            handled = (
+                self._core.handle(event, now) if tape is None else self._taped(event, now, tape)
+            )
+            for effect in handled:
                 self._carry_out(effect)
             self._ports.handled(event)
 
-    def _handled(self, event: Event, now: Now) -> list[Effect]:
-        if self._tape is None:
-            return self._core.handle(event, now)
+    def _taped(self, event: Event, now: Now, tape: Noted) -> list[Effect]:
         try:
             asked_for = self._core.handle(event, now)
         except Exception:
-            self._tape.note(event, now, None)
+            tape.note(event, now, None)
             raise
-        self._tape.note(event, now, asked_for)
+        tape.note(event, now, asked_for)
         return asked_for
+
+    @property
+    def unacknowledged(self) -> int:
+        """Chunks whose acknowledgements are gathered."""
+        return self._acks.chunks
 
     def acknowledge(self) -> bool:
         """Send the acknowledgements gathered; True when events came of it, which are handled."""
         self._send_acks()
-        has_events = bool(self._pending)
+        if not self._pending:
+            return False
         self.feed()
-        return has_events
+        return True
 
     def _carry_out(self, effect: Effect) -> None:
         ports = self._ports
@@ -190,8 +197,9 @@ class Executor:
             return Split(asked, error=str(error))
 
     def _send_acks(self) -> None:
-        for send in self._acks.take():
-            self._send(send)
+        if self._acks.chunks:
+            for send in self._acks.take():
+                self._send(send)
 
     def _send(self, send: Send) -> None:
         if not self._ports.send(send):

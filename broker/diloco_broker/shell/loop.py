@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from diloco_broker.core.machine import Core
 from diloco_broker.core.operations.status import LoopFigures
 from diloco_broker.core.tape import Draws
 from diloco_broker.core.versions import checkpoints
-from diloco_broker.shell.chunks_on_the_way import piece_of
+from diloco_broker.shell.chunks_on_the_way import Piece, piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import give_back_freed_memory, memory_bytes, rss_bytes
@@ -52,10 +51,9 @@ from diloco_protocol.frames import (
     LONGEST_OF_A_STRANGER,
     MAY_BE_LONG,
     SHORT,
-    pack,
     unpack,
 )
-from diloco_protocol.messages import Control, Heartbeat, Notice, Result
+from diloco_protocol.messages import Control, Heartbeat, Message, Notice, Result, encode
 
 logger = logging.getLogger("diloco.broker")
 VERSION = version("diloco-broker")
@@ -64,9 +62,11 @@ VERSION = version("diloco-broker")
 MESSAGES_A_TURN = 256
 # Receiving in one turn, and reading what those send who have not joined.
 RECEIVE_SLICE_S = 0.0005
-# Tensor work in one turn; heartbeats are answered in between. Chunks that are folded in one turn are
-# acknowledged together, and a turn has costs of its own.
+# Tensor work in one turn; heartbeats are answered in between. A turn has costs of its own.
 WORK_SLICE_S = 0.001
+# Chunks that are acknowledged together while there is work, be they of several workers. Most have credit
+# for more, and what is not acknowledged then waits for a few chunks at most.
+ACKNOWLEDGED_TOGETHER = 4
 TICK_S = 0.1
 # After a turn that brought nothing but heartbeats, where nothing else has come for a while. Waking up
 # costs more than answering one: with hundreds of idle workers most of the time went there. A push
@@ -174,8 +174,9 @@ class Loop:
         self._is_finished = False  # the core has nothing left to do
         self._next_tick = self._next_feed = 0.0
         self._rests = False
+        self._received_at = 0.0  # when the last turn began to receive
         self._busy_at = 0.0  # when something came that was no heartbeat
-        self._alive: tuple[Notice | None, list[Any]] = (None, [])
+        self._packed: tuple[Message | None, bytes, Piece | None] = (None, b"", None)  # sent last
         self._calm_at = math.inf  # when what ended connections have cost is given back
         self._gone_before = 0  # members, by the last tick
         self._longest_turn_s = 0.0
@@ -266,20 +267,15 @@ class Loop:
     # A turn.
 
     def _turn(self) -> None:
-        now = self.now()
-        if self._rests and not self.tensors and now > self._busy_at + QUIET_S:
-            self.sockets.rest(REST_S)
-            now = self.now()
-        timeout_s = min(self._next_tick, self._next_feed, self.sockets.next_look) - now
-        if self._strangers or self.tensors or (self._pieces is not None and self._pieces.results):
-            timeout_s = 0.0
-        has_messages = self.sockets.wait(timeout_s)
+        has_messages = self.sockets.wait(self._may_wait_s())
         self._rests = has_messages and self._receive()
         self._report_saves()
         self._send_piece()
         self._work()
-        self._catch_up(is_idle=not self.tensors and (self._rests or not has_messages))
-        self._executor.acknowledge()
+        if self._strangers:
+            self._catch_up(is_idle=not self.tensors and (self._rests or not has_messages))
+        if not self.tensors or self._executor.unacknowledged >= ACKNOWLEDGED_TOGETHER:
+            self._executor.acknowledge()
         now = self.now()
         if now >= self.sockets.next_look:
             for why in self.sockets.look(self.core.state.members.routes(), now):
@@ -306,6 +302,14 @@ class Loop:
         began, self._used_s = self._used_s, time.thread_time()
         self._longest_turn_s = max(self._longest_turn_s, self._used_s - began)
 
+    def _may_wait_s(self) -> float:
+        """Seconds to wait for messages, after a rest where nothing but heartbeats came lately."""
+        if self.tensors or self._strangers or (self._pieces is not None and self._pieces.results):
+            return 0.0
+        if self._rests and self.now() > self._busy_at + QUIET_S:
+            self.sockets.rest(REST_S)
+        return min(self._next_tick, self._next_feed, self.sockets.next_look) - self.now()
+
     def _see_changed_keys(self, now: float) -> None:
         changes = self.sockets.changed_keys(now)
         if changes is None:
@@ -320,6 +324,7 @@ class Loop:
 
         Of a connection of which ZeroMQ takes no more until half is received, more is to come.
         """
+        self._received_at = self.now()
         until = time.perf_counter() + RECEIVE_SLICE_S
         for number in range(MESSAGES_A_TURN):
             message = self.sockets.receive()
@@ -334,7 +339,9 @@ class Loop:
     def _take_in_turn(self, incoming: Incoming) -> None:
         if incoming.is_left_behind and self.core.state.members.on_route(incoming.route) is None:
             return  # a worker's last word is heard; of others there may be thousands
-        if self._strangers.comes_later(incoming, self.now()):
+        if not (incoming.is_of_stranger or self._strangers):
+            self._take(incoming)
+        elif self._strangers.comes_later(incoming, self._received_at):
             if self._is_too_long_to_wait(incoming):
                 self.sockets.shut(incoming.route)
                 why = "a longer message of somebody who had not joined than may wait"
@@ -378,13 +385,13 @@ class Loop:
         try:
             message, payload = unpack(incoming.frames, self._longest_header(incoming))
             if not isinstance(message, Heartbeat):
-                self._busy_at = self.now()
+                self._busy_at = self._received_at
             if isinstance(message, Control):
                 self._look_at_outer()
-            if isinstance(message, Control) and message.action == "status":
-                self._answer_status(route, message)
-            else:
-                self._hear(events.Received(route, message, payload, peer))
+                if message.action == "status":
+                    self._answer_status(route, message)
+                    return
+            self._hear(events.Received(route, message, payload, peer))
         except ProtocolError as error:
             self._executor.feed(events.Malformed(route, error.code, str(error)))
         except Exception:
@@ -406,8 +413,9 @@ class Loop:
 
     def _work(self) -> None:
         until, state = time.perf_counter() + WORK_SLICE_S, self.core.state
+        takes_long = state.has_own_optimizer  # its step may
         while self.tensors and time.perf_counter() < until:
-            if state.has_own_optimizer:  # its step may take long
+            if takes_long:
                 self._executor.acknowledge()
             for event in self.tensors.do_some(state.model.layout):
                 self._executor.feed(event)
@@ -422,14 +430,14 @@ class Loop:
 
     def send(self, send: Send) -> bool:
         """False when the connection does not exist any more."""
-        # The answer to each heartbeat of a round is the same.
-        if send.message is not self._alive[0]:
-            frames = pack(send.message, send.payload)
-            if isinstance(send.message, Notice):
-                self._alive = send.message, frames
-        else:
-            frames = self._alive[1]
-        return self.sockets.send(send.route, frames, piece_of(send.message))
+        message, header, piece = self._packed
+        # A chunk, or the answer to heartbeats, goes to one after the other.
+        if send.message is not message:
+            message, header = send.message, encode(send.message)
+            piece = None if send.payload is None else piece_of(message)
+            self._packed = message, header, piece
+        frames = [header] if send.payload is None else [header, send.payload]
+        return self.sockets.send(send.route, frames, piece)
 
     def disconnect(self, route: bytes) -> None:
         self.sockets.shut(route)

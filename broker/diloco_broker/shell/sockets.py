@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +141,16 @@ class Sockets:
 
         At most so long. Returns whether there is a message.
         """
-        found = dict(self._poller.poll(max(0, int(seconds * 1000)) + (seconds > 0)))
+        found = dict(self._poller.poll(int(seconds * 1000) + 1 if seconds > 0 else 0))
+        has_message = self._router in found
+        if len(found) > has_message:
+            self._see_others(found)
+        if not has_message:
+            self._watch.has_received_all()
+        return has_message
+
+    def _see_others(self, found: Mapping[object, int]) -> None:
+        """Something came besides messages."""
         if self._alarm.fileno() in found:
             with contextlib.suppress(BlockingIOError):
                 self._alarm.recv(4096)
@@ -150,9 +159,6 @@ class Sockets:
         if any(monitor in found for monitor, _ in self._monitors):
             self._see_changes()
         self._watch.stirred(found.keys())
-        if self._router not in found:
-            self._watch.has_received_all()
-        return self._router in found
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
         """Let `wait` return when something comes on this socket, which is another's to read."""
@@ -195,7 +201,7 @@ class Sockets:
             connection = self._named(route, last)
         self._surplus_of = connection if last.more else None
         buffers = [each.buffer for each in frames]
-        connection.heard += self._on_the_wire(buffers)
+        connection.heard += on_the_wire(buffers, encrypted=self._doorkeeper is not None)
         is_stranger = not connection.is_member
         return Incoming(route, buffers, connection.peer, is_stranger, connection.is_ended)
 
@@ -237,19 +243,13 @@ class Sockets:
         except zmq.ZMQError:
             return False
         connection = self._watch.of(route)
-        size = self._on_the_wire(frames)
-        if connection is not None and chunk is not None:
-            self._watch.sent_chunk(connection, size, chunk)
-        elif connection is not None:
-            connection.sent += size
+        if connection is not None:
+            size = on_the_wire(frames, encrypted=self._doorkeeper is not None)
+            if chunk is not None:
+                self._watch.sent_chunk(connection, size, chunk)
+            else:
+                connection.sent += size
         return True
-
-    def _on_the_wire(self, frames: list[Any]) -> int:
-        encrypted = self._doorkeeper is not None
-        total = 0
-        for each in frames:
-            total += on_the_wire(memoryview(each).nbytes, encrypted=encrypted)
-        return total
 
     def publish(self, message: bytes) -> None:
         """To all subscribers."""

@@ -91,15 +91,14 @@ def test_places_are_forgotten_and_nothing_else() -> None:
 
 def test_acknowledgements_of_one_push_go_out_as_one_message() -> None:
     acks = Acks()
-    assert not acks
     for ack in (Ack(7, 0, (1,)), Ack(7, 0, (2,), 6), Ack(8, 0, (3,)), Ack(7, 0, (1,))):
         acks.add(b"a", ack)
     acks.add(b"b", Ack(7, 0, (5,)))
-    assert acks
+    assert acks.chunks == 5
     assert acks.take() == [
         Send(b"a", Ack(7, 0, (1, 2, 1), 6)),
         Send(b"a", Ack(8, 0, (3,))),
         Send(b"b", Ack(7, 0, (5,))),
     ]
-    assert not acks
+    assert acks.chunks == 0
     assert acks.take() == []

@@ -8,7 +8,7 @@ thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,10 +26,13 @@ from diloco_broker.tensors.fingerprint import fingerprint_of
 from diloco_broker.tensors.outer.make import Outer, make_outer, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Parameters
-from diloco_broker.tensors.piece import Found, Piece
+from diloco_broker.tensors.piece import Piece
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.version import digest_of
+
+# What is to be done, and which events tell of what it has found.
+Telling = tuple[Piece[Any], Callable[[Any], Iterable[events.Event]]]
 
 
 class TensorExecutor:
@@ -51,7 +54,7 @@ class TensorExecutor:
         self._checkpoint = checkpoint
         self._queue = WorkQueue()
         self._threads = TensorThreads(config.tensor_threads)
-        self._lent: deque[tuple[Piece[list[events.Event]], Any]] = deque()  # run, not finished
+        self._lent: deque[tuple[Telling, Any]] = deque()  # run, not finished
         self._done: deque[events.Event] = deque()  # what came of those finished, not yet told
         self._parameters: Parameters | None = None
         self.resumption: Resumption | None = None  # what the core has to know of the checkpoint
@@ -124,7 +127,7 @@ class TensorExecutor:
         behind it are not, unless somebody asks for what needs them.
         """
         pieces = self._next_pieces(self.of(layout))
-        found = self._threads.run([piece.run for piece in pieces])
+        found = self._threads.run([piece.run for piece, _ in pieces])
         self._lent.extend(zip(pieces, found, strict=True))
         while self._lent or self._done:
             if not self._done:
@@ -132,31 +135,26 @@ class TensorExecutor:
             while self._done:
                 yield self._done.popleft()
 
-    def _next_pieces(self, tensors: Parameters) -> list[Piece[list[events.Event]]]:
+    def _next_pieces(self, tensors: Parameters) -> list[Telling]:
         """What can be done at the same time, since none needs the result of another; at least one."""
-        pieces: list[Piece[list[events.Event]]] = []
+        pieces: list[Telling] = []
         touched: set[tuple[int, int]] = set()  # fragment, index
         for fragment, index, adding_up in tensors.overdue():
             touched.add((fragment, index))
-            pieces.append(_telling(adding_up, lambda _: []))
-        most = len(pieces) + self._threads.at_a_time
-        while self._queue and len(pieces) < most:
-            work = self._queue.peek()
-            key = work.fragment, work.index
-            is_step = isinstance(work, effects.Step | effects.AggregateAndStep)
-            is_first = isinstance(work, effects.StoreInitial)
-            if pieces and (is_first or (is_step and key in touched)):
+            pieces.append((adding_up, lambda _: ()))
+        for _ in range(self._threads.at_a_time):
+            if not self._queue or (pieces and _must_wait(self._queue.peek(), touched)):
                 break
-            touched.add(key)
-            self._queue.take()
+            work = self._queue.take()
+            touched.add((work.fragment, work.index))
             pieces.append(_piece_of(work, tensors))
-            if is_first:
+            if isinstance(work, effects.StoreInitial):
                 break
         return pieces
 
     def _finish_one(self) -> None:
-        piece, found = self._lent.popleft()
-        self._done += piece.finish(found)
+        (piece, tell), found = self._lent.popleft()
+        self._done += tell(piece.finish(found))
 
     def _finish_all(self) -> None:
         """Put in its place what has been done already."""
@@ -188,28 +186,28 @@ class TensorExecutor:
             self._parameters.forget_initial()
 
 
-def _piece_of(work: effects.TensorWork, tensors: Parameters) -> Piece[list[events.Event]]:
-    """What is to be done, and the events that tell of it."""
+def _must_wait(work: effects.TensorWork, touched: Container[tuple[int, int]]) -> bool:
+    """Whether work has to wait for other work, on these chunks."""
+    if isinstance(work, effects.Step | effects.AggregateAndStep):
+        return (work.fragment, work.index) in touched
+    return isinstance(work, effects.StoreInitial)
+
+
+def _piece_of(work: effects.TensorWork, tensors: Parameters) -> Telling:
     match work:
         case effects.Fold(fragment, index, _, _, weight, dtype, payload):
             folding = tensors.fold(fragment, index, payload, weight, dtype)
-            return _telling(folding, lambda squares: [looked_at(work, squares)])
+            return folding, lambda squares: (looked_at(work, squares),)
         case effects.Inspect(fragment, index, _, _, dtype, payload):
             inspecting = tensors.inspect(fragment, index, payload, dtype)
-            return _telling(inspecting, lambda squares: [looked_at(work, squares)])
+            return inspecting, lambda squares: (looked_at(work, squares),)
         case effects.Step(fragment, index, weight, count):
-            return _telling(tensors.step(fragment, index, weight, count), list)
+            return tensors.step(fragment, index, weight, count), tuple
         case effects.AggregateAndStep(fragment, index, groups, count):
-            return _telling(tensors.merge(fragment, index, groups, count), list)
+            return tensors.merge(fragment, index, groups, count), tuple
         case effects.StoreInitial():
-            return Piece(lambda: None, lambda _: [_stored(work, tensors)])
-
-
-def _telling(
-    piece: Piece[Found], tell: Callable[[Found], list[events.Event]]
-) -> Piece[list[events.Event]]:
-    """A piece whose result is told as events."""
-    return Piece(piece.run, lambda found: tell(piece.finish(found)))
+            placing = Piece(lambda: None, lambda _: _stored(work, tensors))
+            return placing, lambda event: (event,)
 
 
 def _stored(work: effects.StoreInitial, tensors: Parameters) -> events.Event:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diloco_protocol.dtypes import BLOCK, SCALE_BYTES
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger("diloco.kernels")
 SWITCH = "DILOCO_KERNELS"
 LIBRARY = Path(__file__).with_name("kernels.so")  # built by hatch_build.py
 # How the values of a chunk lie in memory; the last two are scales and codes.
@@ -242,13 +242,15 @@ def load() -> Kernels | None:
     # On x86 they are built for AVX2 and FMA, the least for which torch fuses products and sums.
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     try:
+        if not LIBRARY.exists():
+            raise OSError("the package was installed without a C compiler")
         if is_x86 and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
             raise OSError("this processor has no AVX2")
         kernels = Kernels(ctypes.CDLL(str(LIBRARY)))
         if not kernels.agree():
             raise OSError("they round in another way than torch on this machine")
     except (OSError, AttributeError) as error:
-        log.info("no compiled kernels, torch does their work: %s", error)
+        logger.info("Tensor work is done by torch, without compiled kernels: %s.", error)
         return None
     return kernels
 

@@ -5,6 +5,7 @@ Without a C compiler the wheel is pure Python, and torch does their work. `CC` a
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -56,6 +57,8 @@ def _compiled(source: Path, library: Path) -> str | None:
     flags = shlex.split(f"{FLAGS} {X86_FLAGS if is_x86 else ''} {os.environ.get('CFLAGS', '')}")
     # Renamed, since a running process may have the old one mapped.
     made = library.with_suffix(f".{os.getpid()}")
+    digest = hashlib.blake2b(source.read_bytes(), digest_size=8).hexdigest()
+    flags.append(f'-DSOURCE_DIGEST="{digest}"')  # `kernels.load` compares it
     done = subprocess.run(
         [*compiler, *flags, str(source), "-o", str(made), "-lm"],
         capture_output=True,

@@ -32,6 +32,11 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels.load.cache_clear()
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return Path(shutil.copy(SOURCE, tmp_path))
+
+
 @pytest.mark.parametrize("contents", [None, b"", b"\x7fELF of another machine"])
 def test_without_a_library_that_loads_torch_does_the_work_and_one_line_says_so(
     contents: bytes | None,
@@ -59,16 +64,24 @@ def test_processor_without_avx2_is_left_to_torch(monkeypatch: pytest.MonkeyPatch
     assert kernels.ready() is None
 
 
+@needs_compiler
+def test_library_of_other_sources_is_not_used(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = source.with_name("kernels.so")
+    assert hatch_build.compile_kernels(source, library) is None
+    monkeypatch.setattr(kernels, "LIBRARY", library)
+    source.write_text(source.read_text() + "/* one more function */")
+    with caplog.at_level(logging.INFO, "diloco.kernels"):
+        assert kernels.ready() is None
+    assert "other sources" in caplog.text
+
+
 @needs_kernels
 def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.ready() is not None
     monkeypatch.setenv(SWITCH, "torch")
     assert kernels.ready() is None
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return Path(shutil.copy(SOURCE, tmp_path))
 
 
 def test_without_a_compiler_no_library_is_built_and_an_old_one_is_removed(

@@ -8,12 +8,24 @@ machine, and with `DILOCO_KERNELS=torch`.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import math
 import os
 import platform
 from collections.abc import Sequence
-from ctypes import POINTER, c_bool, c_double, c_float, c_int, c_int64, c_ssize_t, c_uint32, c_uint64
+from ctypes import (
+    POINTER,
+    c_bool,
+    c_char,
+    c_double,
+    c_float,
+    c_int,
+    c_int64,
+    c_ssize_t,
+    c_uint32,
+    c_uint64,
+)
 from ctypes import c_void_p as address
 from dataclasses import dataclass
 from functools import cache
@@ -246,10 +258,14 @@ def load() -> Kernels | None:
             raise OSError("the package was installed without a C compiler")
         if is_x86 and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
             raise OSError("this processor has no AVX2")
-        kernels = Kernels(ctypes.CDLL(str(LIBRARY)))
+        library = ctypes.CDLL(str(LIBRARY))
+        source = hashlib.blake2b(LIBRARY.with_suffix(".c").read_bytes(), digest_size=8).hexdigest()
+        if (c_char * len(source)).in_dll(library, "diloco_source").value.decode() != source:
+            raise OSError("they were built from other sources; install the package again")
+        kernels = Kernels(library)
         if not kernels.agree():
             raise OSError("they round in another way than torch on this machine")
-    except (OSError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         logger.info("Tensor work is done by torch, without compiled kernels: %s.", error)
         return None
     return kernels

@@ -13,8 +13,11 @@
 #include <stdint.h>
 #include <string.h>
 
+/* The digest of this file, by which a library that was built from another one is found. */
+const char diloco_source[] = SOURCE_DIGEST;
+
 enum { PIECE = 1024, BLOCK = 256, HALF = BLOCK / 2 };
-/* How the values of a chunk lie in memory. INT8 and INT4: a bf16 scale for each block, then the codes. */
+/* How a chunk lies in memory. INT8 and INT4: a bf16 scale for each block, then the codes. */
 enum form { FP32, BF16, FP16, INT8, INT4 };
 
 typedef float __attribute__((aligned(1), may_alias)) f32;
@@ -52,8 +55,8 @@ static inline uint32_t to_bf16(float value) {
 static inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
 /* Decode one block into BLOCK values. */
-static inline void read_block(enum form form, const uint8_t *data, ptrdiff_t blocks, ptrdiff_t block,
-                              float *restrict out) {
+static inline void read_block(enum form form, const uint8_t *data, ptrdiff_t blocks,
+                              ptrdiff_t block, float *restrict out) {
     float scale = of_bits((uint32_t)((const u16 *)data)[block] << 16);
     if (form == INT8) {
         const int8_t *codes = (const int8_t *)data + 2 * blocks + block * BLOCK;
@@ -66,8 +69,8 @@ static inline void read_block(enum form form, const uint8_t *data, ptrdiff_t blo
 }
 
 /* Decode `size` values from `at` on; `out` has room for PIECE. */
-static inline void read(enum form form, const uint8_t *data, ptrdiff_t elements, ptrdiff_t at, ptrdiff_t size,
-                        float *restrict out) {
+static inline void read(enum form form, const uint8_t *data, ptrdiff_t elements, ptrdiff_t at,
+                        ptrdiff_t size, float *restrict out) {
     if (form == FP32) {
         memcpy(out, data + 4 * at, 4 * (size_t)size);
     } else if (form == BF16) {
@@ -78,13 +81,15 @@ static inline void read(enum form form, const uint8_t *data, ptrdiff_t elements,
         for (ptrdiff_t j = 0; j < size; j++) out[j] = (float)values[j];
     } else {
         ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
-        for (ptrdiff_t j = 0; j < size; j += BLOCK) read_block(form, data, blocks, (at + j) / BLOCK, out + j);
+        for (ptrdiff_t j = 0; j < size; j += BLOCK)
+            read_block(form, data, blocks, (at + j) / BLOCK, out + j);
     }
 }
 
-/* The sum of `size` elements of the terms, in their order, divided; `total` and `room` hold PIECE each. */
-static inline void summed(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements, ptrdiff_t at,
-                          ptrdiff_t size, float *restrict total, float *restrict room) {
+/* The sum of `size` elements of the terms, in their order, divided. `total` and `room`: PIECE each. */
+static inline void summed(const struct term *terms, ptrdiff_t count, float divisor,
+                          ptrdiff_t elements, ptrdiff_t at, ptrdiff_t size,
+                          float *restrict total, float *restrict room) {
     for (ptrdiff_t i = 0; i < count; i++) {
         float weight = terms[i].weight;
         if (i == 0) {
@@ -128,7 +133,8 @@ static inline uint64_t bit_sum(const float *values, ptrdiff_t size) {
 }
 
 /* out <- sum(weight x) / divisor. `out` may be the memory of an fp32 term. */
-void diloco_add_up(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements, float *out) {
+void diloco_add_up(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements,
+                   float *out) {
     float total[PIECE], room[PIECE];
     for (ptrdiff_t at = 0; at < elements; at += PIECE) {
         ptrdiff_t size = least(PIECE, elements - at);
@@ -185,15 +191,16 @@ static inline uint32_t scale_of(const float *values, uint32_t top, float most, b
     return scale < cap ? scale : cap;
 }
 
-/* Scales and codes (protocol/CODECS.md) of y = values + sign other, or of `values` where `other` is NULL.
+/* Scales and codes (protocol/CODECS.md) of y = values + sign other; without `other`: of `values`.
  *
- * `followed`, unless NULL, receives other + D(y), where D(y) is what the codes say, `sum` its bit sum and
- * `top` the bits of its largest magnitude. It may be the memory of `values` or `other`.
+ * `followed`, unless NULL, receives other + D(y), where D(y) is what the codes say, `sum` its bit sum
+ * and `top` the bits of its largest magnitude. It may be the memory of `values` or `other`.
  *
  * Returns whether y is finite; where it is not, nothing that was written is of use.
  */
-bool diloco_encode(enum form form, bool is_rms, const float *values, const float *other, float sign,
-                   ptrdiff_t elements, uint8_t *out, float *followed, uint64_t *sum, uint32_t *top) {
+bool diloco_encode(enum form form, bool is_rms, const float *values, const float *other,
+                   float sign, ptrdiff_t elements, uint8_t *out, float *followed, uint64_t *sum,
+                   uint32_t *top) {
     ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
     u16 *scales = (u16 *)out;
     uint8_t *codes = out + 2 * blocks;
@@ -223,7 +230,8 @@ bool diloco_encode(enum form form, bool is_rms, const float *values, const float
         } else {
             uint8_t whole[BLOCK];
             for (int j = 0; j < BLOCK; j++) whole[j] = (uint8_t)((int32_t)rounded[j] + 8);
-            for (int j = 0; j < HALF; j++) codes[at / 2 + j] = (uint8_t)(whole[j] | whole[j + HALF] << 4);
+            for (int j = 0; j < HALF; j++)
+                codes[at / 2 + j] = (uint8_t)(whole[j] | whole[j + HALF] << 4);
         }
         if (!followed) continue;
         /* + 0: a decoder has no code -0. */
@@ -242,8 +250,8 @@ bool diloco_encode(enum form form, bool is_rms, const float *values, const float
  *
  * `out` may be one of them. `sum` and `top` are as in `diloco_encode`.
  */
-void diloco_shift(enum form form, const uint8_t *data, ptrdiff_t elements, const float *values, const float *other,
-                  float sign, float *out, uint64_t *sum, uint32_t *top) {
+void diloco_shift(enum form form, const uint8_t *data, ptrdiff_t elements, const float *values,
+                  const float *other, float sign, float *out, uint64_t *sum, uint32_t *top) {
     float total[PIECE], x[PIECE];
     uint64_t found = 0;
     uint32_t above = 0;
@@ -251,7 +259,8 @@ void diloco_shift(enum form form, const uint8_t *data, ptrdiff_t elements, const
         ptrdiff_t size = least(PIECE, elements - at);
         read(form, data, elements, at, size, x);
         if (other)
-            for (ptrdiff_t j = 0; j < size; j++) total[j] = (values[at + j] + other[at + j]) + sign * x[j];
+            for (ptrdiff_t j = 0; j < size; j++)
+                total[j] = (values[at + j] + other[at + j]) + sign * x[j];
         else
             for (ptrdiff_t j = 0; j < size; j++) total[j] = values[at + j] + sign * x[j];
         memcpy(out + at, total, 4 * (size_t)size);
@@ -264,7 +273,8 @@ void diloco_shift(enum form form, const uint8_t *data, ptrdiff_t elements, const
 }
 
 /* Write parameters, and the same in a wire form of 16 bits where there is one. */
-static inline void store(const float *values, ptrdiff_t at, ptrdiff_t size, float *moved, enum form form, void *wire) {
+static inline void store(const float *values, ptrdiff_t at, ptrdiff_t size, float *moved,
+                         enum form form, void *wire) {
     memcpy(moved + at, values, 4 * (size_t)size);
     if (form == BF16)
         for (ptrdiff_t j = 0; j < size; j++) ((u16 *)wire)[at + j] = (uint16_t)to_bf16(values[j]);
@@ -311,16 +321,17 @@ uint32_t diloco_nesterov(const struct term *terms, ptrdiff_t count, float diviso
 /* One step of Delayed Nesterov (`outer.chunked.DelayedNesterov`), where g is the terms' mean and D the
  * sum of the gradients in the buffer, NULL where it is empty:
  *
- *     D' <- D + g;   at a boundary (`size` > 0): m' <- mu m + D' / size
+ *     D' <- D + g;   at a boundary (`size_of_buffer` > 0): m' <- mu m + D' / size_of_buffer
  *     theta' <- (theta - g_rate g) - m_rate m'
  *
- * `kept` receives m' at a boundary, else D'. Without `momentum` m is 0; m' is m where there is no boundary.
+ * `kept` receives m' at a boundary, else D'. Without `momentum` m is 0; without a boundary m' is m.
  *
  * Returns the bits of the largest magnitude of theta', at least INFINITE where D' is not finite.
  */
 uint32_t diloco_delayed(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements,
-                        const float *theta, const float *delayed, const float *momentum, float mu, float size_of_buffer,
-                        float g_rate, float m_rate, float *moved, float *kept, enum form form, void *wire) {
+                        const float *theta, const float *delayed, const float *momentum, float mu,
+                        float size_of_buffer, float g_rate, float m_rate, float *moved,
+                        float *kept, enum form form, void *wire) {
     float g[PIECE], m[PIECE];
     uint32_t above = 0;
     for (ptrdiff_t at = 0; at < elements; at += PIECE) {

@@ -18,6 +18,8 @@ CORES = (
     "diloco_worker.session",
     "diloco_broker.relay.core",
     "diloco_broker.standby.core",
+    "diloco_broker.standby.fence",
+    "diloco_broker.standby.lease",
     "diloco_broker.relay.report",
 )
 # Importing these loads none of the packages below, also not by way of the packages that they are in: the
@@ -26,6 +28,8 @@ PURE = (*CORES, "diloco_protocol.messages", "diloco_broker.pure", "diloco_worker
 HEAVY = {"asyncio", "numpy", "torch", "zmq"}
 # Built-in functions that no core calls; the contracts name the modules.
 UNTOUCHED = {"open", "__import__", "exec", "eval", "print", "input"}
+# What may write the broker's state: its core, with the hub's end of the lease.
+OF_THE_CORE = ("diloco_broker.core.", "diloco_broker.standby.fence")
 # Of the broker's state, the one module of `core` that changes each of these: whoever looks for what may
 # have happened to it need not look anywhere else.
 CHANGED_BY = {
@@ -127,7 +131,7 @@ def changed(module: str) -> set[str]:
 def test_state_is_changed_in_one_place_for_each_thing() -> None:
     found: dict[str, list[str]] = {name: [] for name in CHANGED_BY}
     for module in MODULES:
-        if module.startswith("diloco_broker.core."):
+        if module.startswith(OF_THE_CORE):
             for name in changed(module) & CHANGED_BY.keys():
                 found[name].append(module.removeprefix("diloco_broker.core."))
     assert found == {name: [module] for name, module in CHANGED_BY.items()}
@@ -146,7 +150,7 @@ def test_every_package_is_typed() -> None:
 def test_only_the_core_writes_its_state() -> None:
     """Every change from outside is an event; otherwise a tape would miss it."""
     broker = [name for name in MODULES if name.startswith("diloco_broker.")]
-    outside = [name for name in broker if not name.startswith("diloco_broker.core.")]
+    outside = [name for name in broker if not name.startswith(OF_THE_CORE)]
     sources = {name: MODULES[name].read_text("utf-8") for name in outside}
     assert not {name: found for name in sources if (found := written_in_state(sources[name]))}
 

@@ -372,11 +372,11 @@ class Take(Message):
 
 @dataclass(frozen=True)
 class Vote(Message):
-    """The answer to a `notice` with a stamp, which it returns: see protocol/STANDBY.md."""
+    """The answer to a `notice` with a nonce, which it returns: see protocol/STANDBY.md."""
 
     session: bytes  # at a hub; a standby has none
     voter: int
-    stamp: int
+    nonce: int
 
 
 # Hub and standby.
@@ -384,12 +384,11 @@ class Vote(Message):
 
 @dataclass(frozen=True)
 class Promise(Message):
-    """A standby speaks to its hub: who it is; with `stamp`, that it will not take over for a while."""
+    """A standby speaks to its hub: who it is; with `nonce`, that it will not take over for a while."""
 
     standby: str  # its name for good; the hub has one standby
     life: int  # random, of its process
-    stamp: int | None = None  # of the `lease` that it answers; None: it promises nothing
-    roster: int = 0  # the list of voters that it has; 0: none
+    nonce: int | None = None  # of the `lease` that it answers; None: it promises nothing
     # "hold": no other round should close, and what there is be saved; "charge": to take over; "over": it
     # has taken over.
     wants: str = ""
@@ -402,10 +401,10 @@ class Lease(Message):
 
     life: int  # of the standby's process that this is for
     term: int  # how often the run's hub was replaced
-    stamp: int  # to be returned with a promise
+    nonce: int  # to be returned with a promise
     seconds: float  # how long that holds
-    roster: int = 0  # number of the list of voters that counts; 0: there is none yet
-    voters: tuple[int, ...] | None = None  # that list, until the standby has said that it has it
+    voters: tuple[int, ...] = ()  # from now on, until a nonce comes back; empty: those that it has
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what operators may change, as it is
     settled: int | None = None  # on hold: the number of the checkpoint that has everything
     is_over: bool = False  # this hub has stepped down, and releases nothing any more
 
@@ -482,9 +481,9 @@ class Notice(Message):
     round: int = 0
     sync_every: int | None = None
     worker_id: str | None = None  # of `kick`, which a relay gets: who is to be removed
-    # With `lease` of a hub and `standby` of its standby: a stamp that a `vote` returns, and for how many
+    # With `lease` of a hub and `standby` of its standby: a nonce that a `vote` returns, and for how many
     # seconds that is a word.
-    stamp: int | None = None
+    nonce: int | None = None
     seconds: float = 0.0
 
 

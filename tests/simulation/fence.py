@@ -93,9 +93,9 @@ class HubProcess(Process):
             lambda: self.world.dice.getrandbits(63),
             self.now,
         )
-        self.watch = self.core.state.standby
-        assert self.watch is not None
-        self.watch.lease.standby = known
+        assert self.core.state.standby is not None
+        self.lease = self.core.state.standby
+        self.lease.standby = known
         self._peers: dict[bytes, Process] = {}
         state = self.core.state
         assert state.model is not None
@@ -105,8 +105,7 @@ class HubProcess(Process):
 
     @property
     def may_release(self) -> bool:
-        assert self.watch is not None
-        lease = self.watch.lease  # it knows the time of the last event
+        lease = self.lease  # it knows the time of the last event
         return self.is_alive and lease.holds and (lease.is_alone or self.now < lease.ends_at)
 
     def feed(self, event: events.Event) -> None:
@@ -434,10 +433,9 @@ class Fence:
     def _comes_back(self, process: Process) -> None:
         rate = self._rates[process.name]
         match process:
-            case HubProcess(watch=watch):
+            case HubProcess(lease=lease):
                 # What it knows of its standby is in its checkpoint.
-                known = "" if watch is None else watch.lease.standby
-                self.hub = HubProcess(self, rate, known)
+                self.hub = HubProcess(self, rate, lease.standby)
                 self.hub.begins()
             case StandbyProcess():
                 self.standby = StandbyProcess(self, rate)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 
-from diloco_broker.core.standby import fence as rules
-from diloco_broker.core.standby import voters
+from diloco_broker.core import machine
 from diloco_broker.standby import core as standby
+from diloco_broker.standby import fence as rules
+from diloco_broker.standby import lease
 from diloco_worker.session import connection
 from simulation.fence import Fence, FenceBroken, Troubles
 
@@ -69,12 +71,21 @@ def _lets_the_standby_forget_its_promise(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(standby, "SAFETY", 0.0)
 
 
+class Lenient(lease.Ballot):
+    """One that takes half of the voters for a majority."""
+
+    @property
+    def supported_at(self) -> float:
+        with patch.object(lease, "majority", lambda count: max(1, count // 2)):
+            return super().supported_at
+
+
 def _counts_a_minority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(voters, "majority", lambda count: max(1, count // 2))
+    monkeypatch.setattr(machine, "Ballot", Lenient)
 
 
 def _takes_over_with_a_minority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "majority", lambda count: max(1, count // 2))
+    monkeypatch.setattr(standby, "Ballot", Lenient)
 
 
 def _goes_on_without_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:

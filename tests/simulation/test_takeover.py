@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.standby import fence
+from diloco_broker.standby import fence
 from simulation.takeover import Takeover
 from simulation.tree import Faults
 

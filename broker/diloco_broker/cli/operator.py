@@ -22,7 +22,7 @@ import typer
 from diloco_broker.cli.config_options import DECLARED, parameter
 from diloco_broker.cli.failures import fail
 from diloco_broker.cli.status_text import as_text
-from diloco_broker.core.operations.settings import SETTINGS
+from diloco_broker.config.broker_config import SETTINGS
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.clients.command_line import (
     WRONG_USAGE,

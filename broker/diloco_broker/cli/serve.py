@@ -168,8 +168,8 @@ def config_of(options: dict[str, Any]) -> BrokerConfig:
 
 def _broker(config: BrokerConfig, model: Path | None) -> Broker:
     from diloco_broker.shell.broker import Broker
+    from diloco_broker.standby.record import read_standby
     from diloco_broker.storage.model_file import load_model
-    from diloco_broker.storage.standby_file import read_standby
 
     found = None if config.save_dir is None else read_standby(Path(config.save_dir))
     if found is not None and found.term is None:

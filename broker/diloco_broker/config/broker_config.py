@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import PurePath
+from typing import Any
 
 from diloco_broker.config.declaration import AUTO, Options
 from diloco_broker.config.option import check_alone, refusal
@@ -37,6 +38,22 @@ _ONLY_ROUNDS = (
     "late",
 )
 _ONLY_QUORUM = ("grace", "late")
+# What an operator may change while the run goes on, as people call it.
+SETTINGS = {
+    "outer_lr": "outer learning rate",
+    "outer_momentum": "outer momentum",
+    "outer_lr_schedule": "outer learning rate's schedule",
+    "outer_momentum_warmup": "outer momentum's warm-up",
+    "workers": "workers",
+    "min_workers": "min-workers",
+    "sync_every": "sync-every",
+    "quorum": "quorum",
+    "grace": "grace",
+    "save_every": "save-every",
+    "max_rounds": "max-rounds",
+    "token_budget": "token-budget",
+    "max_time": "max-time",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,11 @@ class BrokerConfig(Options):
         values = {name: getattr(self, name) for name in told}
         values |= {"fragment_sync_delay": self.least_delay, "buffers": BUFFERS}
         return RunConfig(**values, fragment_delay_auto=self.has_auto_delay)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What an operator may change while the run goes on, and what stays as it was through that."""
+        return {name: getattr(self, name) for name in (*SETTINGS, "dn_buffer")}
 
     @property
     def security(self) -> str:

@@ -38,12 +38,12 @@ from diloco_broker.core.rounds.modes import close_if_due, decision, name_of
 from diloco_broker.core.rounds.round import InvariantBroken, Phase
 from diloco_broker.core.sites import flights, passing, told
 from diloco_broker.core.sites.gate import Gate
-from diloco_broker.core.standby import fence
-from diloco_broker.core.standby.lease import Lease, Watch
 from diloco_broker.core.state import RunState
 from diloco_broker.core.story import Story
 from diloco_broker.core.versions import checkpoints, pulls
 from diloco_broker.core.versions.record import InitialModel, Resumption
+from diloco_broker.standby import fence
+from diloco_broker.standby.lease import Ballot, Lease
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
@@ -140,7 +140,7 @@ class Core:
         state.now = state.recovers_from = now
         self._story = Story()
         if config.standby:
-            state.standby = Watch(Lease(config.lease, draw))
+            state.standby = Lease(Ballot(draw, config.lease))
         state.gate = gate
         if before is not None:
             state.orders, state.ending = before.state.orders, before.state.ending

@@ -19,9 +19,9 @@ from diloco_broker.core.rounds.decision import Decision, Reason, Why
 from diloco_broker.core.rounds.round import Barrier, Phase, Update
 from diloco_broker.core.rounds.submissions import StagedUpdate, Submissions
 from diloco_broker.core.sites.gate import Gate
-from diloco_broker.core.standby.lease import Watch
 from diloco_broker.core.versions.record import FragmentRecord
 from diloco_broker.core.versions.store import VersionStore
+from diloco_broker.standby.lease import Lease
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.description import DescriptionInProgress
 from diloco_protocol.feed import OuterGroup
@@ -334,7 +334,7 @@ class RunState:
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     surroundings: Surroundings = field(default_factory=Surroundings)
     # At a hub that has a standby: the lease without which nothing is released.
-    standby: Watch | None = None
+    standby: Lease | None = None
     term: int = 0  # how often the run's hub was replaced by a standby
     # From when on workers are waited for that may hold newer versions (run time).
     recovers_from: float = 0.0

@@ -37,7 +37,12 @@ from diloco_protocol.roles import Peer, Role
 
 FORMAT = 1
 # Modules whose classes a tape may name; builtin containers have tags.
-OURS = ("diloco_broker.core.", "diloco_broker.config.", "diloco_protocol.")
+OURS = (
+    "diloco_broker.core.",
+    "diloco_broker.standby.lease.",  # of a hub that has a standby
+    "diloco_broker.config.",
+    "diloco_protocol.",
+)
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 MOST_BYTES = 1 << 31  # the largest buffer that a placeholder may stand for
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # the range of integers in msgpack

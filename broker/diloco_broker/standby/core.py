@@ -3,8 +3,7 @@
 It promises its hub not to take over for a while, again and again. When it hears the hub no more, its
 last promise runs out. Workers that hear the hub no more come to it, and each that may vote for it does
 (`diloco_worker.session.connection`). Once the last promise is over and a majority of the hub's workers
-are here at one time, no lease of the hub's can hold, and it takes over. `core.standby.lease` has the
-other side.
+have voted, no lease of the hub's can hold, and it takes over. `standby.lease` has the rules.
 
 `now` is an argument, random numbers are handed in. Methods yield commands for the shell, in order.
 """
@@ -12,13 +11,12 @@ other side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from diloco_broker.core.effects import Route
-from diloco_broker.core.standby.lease import SAFETY
-from diloco_broker.core.standby.voters import majority
+from diloco_broker.standby.lease import SAFETY, Ballot, majority
 from diloco_protocol import messages
 from diloco_protocol.errors import Code
 
@@ -37,6 +35,7 @@ AGAIN_S = 1.0
 # How long the hub has, before a planned takeover, to finish its round and save. Then it is done without.
 SETTLES_WITHIN_S = 60.0
 MOST_HERE = 10_000
+_FORCED = "Somebody has said that the hub is gone."
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,17 @@ class ToHub:
 
 @dataclass(frozen=True)
 class Answer:
-    """Send a message to somebody who came here."""
+    """Send a message to a connection that is not the hub's."""
 
     route: Route
     message: messages.Message
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Operators have changed settings of the run at the hub: go on with these."""
+
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Say:
     is_trouble: bool = False
 
 
-Command = ToHub | Answer | TakeOver | Say
+Command = ToHub | Answer | Follow | TakeOver | Say
 Commands = Iterator[Command]
 
 
@@ -80,8 +86,6 @@ class Guest:
 
     came_at: float
     heard_at: float
-    asked_at: float = -math.inf
-    stamps: dict[int, float] = field(default_factory=dict)  # that it was sent, and when
 
 
 class Standby:
@@ -92,38 +96,29 @@ class Standby:
         hub: where that is, for people.
         draw: returns an unpredictable number below 2**64.
         now: seconds of the machine's clock, as in every later call.
-        saved: returns the number of the newest checkpoint that it has of the hub; None without one.
-        misfit: returns why it could not go on from that with its options, a sentence; None if it could.
+
+    Attributes:
+        saved: the number of the newest checkpoint that it has of the hub; None without one.
+        misfit: why it could not go on from that with its options, a sentence; None if it could.
     """
 
-    def __init__(
-        self,
-        name: str,
-        hub: str,
-        draw: Callable[[], int],
-        now: float,
-        *,
-        saved: Callable[[], int | None] = lambda: None,
-        misfit: Callable[[], str | None] = lambda: None,
-    ) -> None:
+    saved: int | None = None
+    misfit: str | None = None
+    term: int | None = None  # the hub's; None before it was heard
+    is_over = False  # it has taken over
+    _wanted_at: float | None = None  # when somebody asked for a takeover
+    _wants = ""
+    _refused = ""  # what the hub said last
+    _is_forced = False
+
+    def __init__(self, name: str, hub: str, draw: Callable[[], int], now: float) -> None:
         self.name, self.hub = name, hub
-        self.term: int | None = None  # the hub's; None before it was heard
-        self.seconds = 0.0  # of its lease
-        self.is_over = False  # it has taken over
+        self.ballot = Ballot(draw, 0.0)  # as long as the hub's lease, once that was heard
         self.guests: dict[Route, Guest] = {}
-        self._draw, self._saved, self._misfit = draw, saved, misfit
+        self.settings: Mapping[str, Any] = {}  # the hub's
         self._life = draw()
         self._began_at = self._greets_at = now
-        self._asks_at = self._heard_at = -math.inf
-        self._promised_until = -math.inf
-        self._roster: tuple[int, frozenset[int]] | None = None  # number and voters
-        self._votes: dict[int, float] = {}  # by voter, until when its vote counts
-        self._wanted_at: float | None = None  # when somebody asked for a takeover
-        self._wants = ""
-        self._refused = ""  # what the hub said last
-        self._is_forced = False
-        self._again_at = -math.inf  # a takeover is not tried before
-        self._term_before: int | None = None
+        self._asks_at = self._heard_at = self._promised_until = self._again_at = -math.inf
 
     # The hub.
 
@@ -139,33 +134,37 @@ class Standby:
     def _hears_lease(self, lease: messages.Lease, now: float) -> Commands:
         if self.is_over or lease.term < (self.term or 0):
             return
-        if self.term is None:
+        if self.term is None:  # an earlier life may have promised something
+            self._promised_until = now + SAFETY * lease.seconds
             yield Say(f"This is the standby of {self.hub}; the lease is {lease.seconds:g} s.")
         elif not self.hears(now):
             yield Say("The hub is heard again.")
-        is_first = self.term is None
-        self.term, self.seconds, self._heard_at = lease.term, lease.seconds, now
-        if is_first:  # an earlier life may have promised something
-            self._promised_until = now + SAFETY * lease.seconds
-        if lease.voters is not None:
-            self._roster = lease.roster, frozenset(lease.voters)
+        self.term, self._heard_at = lease.term, now
+        if lease.seconds != self.ballot.seconds:  # a vote is a word for as long as it was asked for
+            self.ballot = Ballot(self.ballot.draw, lease.seconds, self.ballot.voters)
+        if lease.voters:
+            self.ballot.voters = frozenset(lease.voters)
+        if lease.settings != self.settings:
+            self.settings = lease.settings
+            yield Follow(lease.settings)
         if lease.is_over:
             yield from self._take_over("The hub has stepped down.", now)
             return
         self._wants = self._want(lease, now)
-        if self._wants != "charge":
+        if self._wants == "charge":
+            yield self._promise()
+        else:
             self._promised_until = max(self._promised_until, now + SAFETY * lease.seconds)
-        stamp = None if self._wants == "charge" else lease.stamp
-        number = 0 if self._roster is None else self._roster[0]
-        yield ToHub(messages.Promise(self.name, self._life, stamp, number, self._wants))
+            yield self._promise(lease.nonce)
+
+    def _promise(self, nonce: int | None = None) -> ToHub:
+        return ToHub(messages.Promise(self.name, self._life, nonce, self._wants))
 
     def _want(self, lease: messages.Lease, now: float) -> str:
-        if self._wanted_at is None or self._misfit() is not None:
+        if self._wanted_at is None or self.misfit is not None:
             return ""
-        saved = self._saved() or 0
-        has_all = lease.settled is not None and saved >= lease.settled
-        is_late = now >= self._wanted_at + SETTLES_WITHIN_S
-        return "charge" if has_all or is_late else "hold"
+        has_all = lease.settled is not None and (self.saved or 0) >= lease.settled
+        return "charge" if has_all or now >= self._wanted_at + SETTLES_WITHIN_S else "hold"
 
     def hub_lost(self) -> None:
         """The connection to the hub broke."""
@@ -173,7 +172,7 @@ class Standby:
 
     def hears(self, now: float) -> bool:
         """Is the hub heard?"""
-        return now - self._heard_at < UNHEARD_AFTER * self.seconds
+        return now - self._heard_at < UNHEARD_AFTER * self.ballot.seconds
 
     # Those who come here.
 
@@ -182,13 +181,21 @@ class Standby:
         match message:
             case messages.Join():
                 yield from self._joins(route, now)
-            case messages.Vote(voter=voter, stamp=stamp):
-                self._votes_for_us(route, voter, stamp, now)
+            case messages.Vote(voter=voter, nonce=nonce):
+                at, guest = self.ballot.drawn_at(nonce), self.guests.get(route)
+                if at is not None and guest is not None:
+                    guest.heard_at = now
+                    self.ballot.vote(voter, at)
             case messages.Control(action="status", request=request):
-                said, data = self.situation(now), self.data(now)
-                yield Answer(route, messages.Result(request, True, said, data))
-            case messages.Control(action="promote"):
-                yield from self._promote(route, message, now)
+                said = self.situation(now)
+                yield Answer(route, messages.Result(request, True, said, self.data(now)))
+            case messages.Control(action="promote", request=request):
+                force = message.arguments.get("force", False)
+                ok, text = self._promote(force, now)
+                is_over = {"is_over": bool(force)} if ok else {}
+                yield Answer(route, messages.Result(request, ok, text, is_over))
+                if ok and force:
+                    yield from self._take_over(_FORCED, now)
             case messages.Control(action=action, request=request):
                 text = (
                     "This is a standby, which knows status and promote. For "
@@ -196,44 +203,30 @@ class Standby:
                 )
                 yield Answer(route, messages.Result(request, False, text))
             case _:
-                yield Answer(route, self._refusal(message.kind, now))
+                yield self._refusal(route, message.kind)
 
-    def _refusal(self, kind: str, now: float) -> messages.Error:
+    def _refusal(self, route: Route, kind: str) -> Answer:
         text = f"This is the standby of {self.hub}, which has the run."
-        return messages.Error(Code.STANDBY, text, retry=True, about=kind)
+        return Answer(route, messages.Error(Code.STANDBY, text, retry=True, about=kind))
 
     def _joins(self, route: Route, now: float) -> Commands:
         guest = self.guests.get(route)
-        has_stayed = guest is not None and now - guest.came_at > STAYS_FOR * self.seconds
-        if self.term is None or self.hears(now) or has_stayed:
+        has_stayed = guest is not None and now - guest.came_at > STAYS_FOR * self.ballot.seconds
+        is_full = guest is None and len(self.guests) >= MOST_HERE
+        if self.term is None or self.hears(now) or has_stayed or is_full:
             self.guests.pop(route, None)
-            yield Answer(route, self._refusal("join", now))
+            yield self._refusal(route, "join")
             return
-        if guest is None:
-            if len(self.guests) >= MOST_HERE:
-                yield Answer(route, self._refusal("join", now))
-                return
-            guest = self.guests[route] = Guest(now, now)
+        if guest is None:  # one that joins in a flood is asked no more often than another
+            self.guests[route] = guest = Guest(now, now)
+            yield self._asks(route, self.ballot.nonce(now))
         guest.heard_at = now
-        if now - guest.asked_at >= ASK_S:  # one that joins in a flood costs no more than another
-            yield from self._ask(route, guest, now)
         text = f"{self.situation(now)} Stay here."
         yield Answer(route, messages.Error(Code.NO_MODEL, text, retry=True, about="join"))
 
-    def _ask(self, route: Route, guest: Guest, now: float) -> Commands:
-        """Ask for a vote, which counts from the moment of the stamp."""
-        stamp, guest.asked_at = self._draw(), now
-        guest.stamps = {s: at for s, at in guest.stamps.items() if now - at < self.seconds}
-        guest.stamps[stamp] = now
-        yield Answer(route, messages.Notice("standby", stamp=stamp, seconds=self.seconds))
-
-    def _votes_for_us(self, route: Route, voter: int, stamp: int, now: float) -> None:
-        guest = self.guests.get(route)
-        at = None if guest is None else guest.stamps.get(stamp)
-        if guest is None or at is None or self._roster is None or voter not in self._roster[1]:
-            return
-        guest.heard_at = now
-        self._votes[voter] = max(at + self.seconds, self._votes.get(voter, -math.inf))
+    def _asks(self, route: Route, nonce: int) -> Answer:
+        notice = messages.Notice("standby", nonce=nonce, seconds=self.ballot.seconds)
+        return Answer(route, notice)
 
     # Taking over.
 
@@ -243,78 +236,57 @@ class Standby:
             return
         if now >= self._greets_at and not self.hears(now):
             self._greets_at = now + GREET_S
-            number = 0 if self._roster is None else self._roster[0]
-            yield ToHub(messages.Promise(self.name, self._life, None, number, self._wants))
+            yield self._promise()
         self.guests = {r: g for r, g in self.guests.items() if now - g.heard_at < GONE_AFTER_S}
         if self._is_forced:
-            yield from self._take_over("Somebody has said that the hub is gone.", now)
+            yield from self._take_over(_FORCED, now)
             return
         if self.term is None or self.hears(now):
             return
-        if now >= self._asks_at:
-            self._asks_at = now + ASK_S
-            for route, guest in self.guests.items():
-                if now - guest.asked_at >= ASK_S / 2:
-                    yield from self._ask(route, guest, now)
-        if now >= self._promised_until and self._has_majority(now):
+        if now >= self._asks_at and self.guests:
+            self._asks_at, nonce = now + ASK_S, self.ballot.nonce(now)
+            for route in self.guests:
+                yield self._asks(route, nonce)
+        has_majority = self.ballot.supported_at >= now - self.ballot.seconds
+        if now >= self._promised_until and has_majority:
             here, of = self._counted(now)
-            yield from self._take_over(
-                f"The hub is gone, and {here} of its {of} workers are here.", now
-            )
+            why = f"The hub is gone, and {here} of its {of} workers are here."
+            yield from self._take_over(why, now)
 
     def _take_over(self, why: str, now: float) -> Commands:
-        if self._misfit() is not None or now < self._again_at:
-            return
-        self._term_before = self.term
-        self.is_over, self.term = True, (self.term or 0) + 1
-        yield TakeOver(self.term, why)
+        if self.misfit is None and now >= self._again_at:
+            self.is_over = True
+            yield TakeOver((self.term or 0) + 1, why)
 
     def cannot_take_over(self, now: float) -> None:
         """The takeover could not be written down: this stays a standby, and tries again."""
-        self.is_over, self.term = False, self._term_before
-        self._again_at = now + AGAIN_S
+        self.is_over, self._again_at = False, now + AGAIN_S
 
     def _counted(self, now: float) -> tuple[int, int]:
         """How many of the hub's workers have a vote here that counts, and how many there are."""
-        if self._roster is None:
-            return 0, 0
-        _, voters = self._roster
-        return sum(self._votes.get(voter, -math.inf) >= now for voter in voters), len(voters)
+        return self.ballot.votes_since(now - self.ballot.seconds), len(self.ballot.voters)
 
-    def _has_majority(self, now: float) -> bool:
-        here, of = self._counted(now)
-        return of > 0 and here >= majority(of)
-
-    def _promote(self, route: Route, asked: messages.Control, now: float) -> Commands:
-        """Somebody wants this one to be the hub."""
-        force = asked.arguments.get("force", False)
+    def _promote(self, force: object, now: float) -> tuple[bool, str]:
+        """Somebody wants this one to be the hub. Returns whether that may be, and the answer."""
         if not isinstance(force, bool):
-            text = f"force is {force!r:.40}; it must be true or false."
-            yield Answer(route, messages.Result(asked.request, False, text))
-            return
-        if (misfit := self._misfit()) is not None:
-            text = f"This standby cannot take over: {misfit}"
-            yield Answer(route, messages.Result(asked.request, False, text))
-            return
+            return False, f"force is {force!r:.40}; it must be true or false."
+        if self.misfit is not None:
+            return False, f"This standby cannot take over: {self.misfit}"
         if force:
             self._is_forced = True
-            text = "This standby takes over, on the word that the hub is gone."
-            yield Answer(route, messages.Result(asked.request, True, text, {"is_over": True}))
-            yield from self._take_over("Somebody has said that the hub is gone.", now)
-            return
+            return True, "This standby takes over, on the word that the hub is gone."
         if self._wanted_at is None:
             self._wanted_at = now
         text = self.situation(now)
         if not self.hears(now):
             text += " With promote --force it does at once: only where the hub is gone for good."
-        yield Answer(route, messages.Result(asked.request, True, text, {"is_over": False}))
+        return True, text
 
     # For people.
 
     def situation(self, now: float) -> str:
         """How things stand, in some sentences."""
-        misfit = self._misfit()
-        cannot = "" if misfit is None else f" This standby cannot take over: {misfit}"
+        cannot = "" if self.misfit is None else f" This standby cannot take over: {self.misfit}"
         return self._stands(now) + cannot
 
     def _stands(self, now: float) -> str:
@@ -348,9 +320,9 @@ class Standby:
             "hub": self.hub,
             "term": self.term,
             "hears_hub": self.term is not None and self.hears(now),
-            "lease_s": self.seconds,
-            "checkpoint": self._saved(),
-            "misfit": self._misfit(),
+            "lease_s": self.ballot.seconds,
+            "checkpoint": self.saved,
+            "misfit": self.misfit,
             "voters": of,
             "votes": here,
         }

@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import zmq
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.config.declaration import AUTO
+from diloco_broker.core.members import permissions
 from diloco_broker.shell.broker import ITS_PROGRAM, Broker, Service
-from diloco_broker.standby.core import TakeOver
-from diloco_broker.standby.following import Following
-from diloco_broker.standby.link import HubLink
+from diloco_broker.shell.loop import machine_clock
+from diloco_broker.shell.sockets import Incoming, Sockets
+from diloco_broker.standby import core
 from diloco_broker.standby.mirror import Mirror
+from diloco_broker.standby.record import StandbyRecord, read_standby, write_standby
 from diloco_broker.storage import checkpoint, resume
 from diloco_broker.storage.checkpoint import Damaged
-from diloco_broker.storage.standby_file import (
-    new_standby,
-    read_standby,
-    write_standby,
-)
+from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.clients.address_file import leads_somewhere, wrong_address
+from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
-from diloco_protocol.errors import UsageError
-from diloco_protocol.messages import Promise
+from diloco_protocol.errors import Code, ProtocolError, UsageError
+from diloco_protocol.frames import KEEPALIVE_IDLE_S, LONGEST_OF_A_STRANGER, pack, unpack
+from diloco_protocol.messages import Error, Message, Promise
 
 logger = logging.getLogger("diloco.standby")
 
+TICK_S = 0.05
+# Messages that are taken in a turn: of those who come here, and of the hub, which sends a few a second.
+MESSAGES_A_TURN = 256
+BATCH = 64
+NOW = int(zmq.NOBLOCK)
 # Between two words to the hub that was replaced, which may be started again at any time.
 TELL_S = 1.0
 # Options that do not belong to the run: each broker has its own.
@@ -46,19 +56,64 @@ OF_A_PLACE = frozenset(
 def differences(hub: Mapping[str, Any], ours: BrokerConfig) -> list[str]:
     """A sentence for each option of the run that a standby was not given as its hub was.
 
-    `hub` has the hub's options as its checkpoints have them.
+    `hub` has the hub's options as its checkpoints have them. What operators may set is not compared: the
+    standby follows that.
     """
-    found = []
-    for each in fields(ours):
-        name, value = each.name, getattr(ours, each.name)
-        if name in OF_A_PLACE or name not in hub or hub[name] == value:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        found.append(
-            f"The hub was started with {option} {hub[name]}, this standby with {value}: it would go on "
-            "with its own. Start it again with the hub's."
-        )
-    return found
+    others = OF_A_PLACE | ours.settings.keys()
+    return [
+        f"The hub was started with --{name.replace('_', '-')} {hub[name]}, this standby with {value}, "
+        "which it would go on with. Start it again with the hub's."
+        for name, value in vars(ours).items()
+        if name not in others and hub.get(name, value) != value
+    ]
+
+
+class HubLink(Dealer):
+    """The connection to the hub, of one thread: what is said while there is none is dropped."""
+
+    OPTIONS: ClassVar[Mapping[int, int]] = {
+        **Dealer.OPTIONS,
+        # Milliseconds between attempts to connect (a hub that was started again waits for its standby),
+        # and until one is given up that nothing answers.
+        zmq.RECONNECT_IVL: 100,
+        zmq.RECONNECT_IVL_MAX: 500,
+        zmq.CONNECT_TIMEOUT: 2000,
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_IDLE_S,
+        # What was said before a connection broke is worth nothing on the next.
+        zmq.IMMEDIATE: 1,
+    }
+
+    def __init__(self, address: str, keys: Keys | None) -> None:
+        super().__init__(address, keys)
+        self._address, self._said = address, ""
+        self.sockets = self._socket, self._monitor.socket  # to be polled
+
+    def say(self, message: Message) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(pack(message), NOW)
+
+    def heard(self) -> Iterator[Message]:
+        """What has come."""
+        for _ in range(BATCH):
+            try:
+                frames = self._socket.recv_multipart(NOW, copy=False)
+            except zmq.Again:
+                return
+            try:
+                yield unpack([frame.buffer for frame in frames])[0]
+            except ProtocolError as error:
+                logger.warning("The hub sent a message that cannot be read: %s", error)
+
+    def broke(self) -> bool:
+        """Has the connection broken since this was asked last? What keeps it from coming up is said."""
+        self._monitor.has_disconnected = False
+        while self._monitor.look():  # the next attempt may find another hub there
+            pass
+        if self.failure is not None and self.failure != self._said:
+            self._said = self.failure
+            logger.warning("The hub at %s: %s", self._address, self.failure)
+        return self._monitor.has_disconnected
 
 
 class StandbyBroker(Service):
@@ -95,93 +150,40 @@ class StandbyBroker(Service):
         if not leads_somewhere(self.hub):
             raise wrong_address("--of", hub)
         self._keys, self._folder = keys, Path(config.save_dir)
-        self._record = read_standby(self._folder) or new_standby()
-        self._following: Following | None = None
+        self._record = read_standby(self._folder) or StandbyRecord(secrets.token_hex(8))
         self._broker: Broker | None = None
-        self._mirror: Mirror | None = None
-        self._stop: tuple[str, bool] | None = (
-            None  # why it was asked to stop, and whether to come back
-        )
-        self._has_compared = False  # with the hub's options
+        self._stop: tuple[str, bool] | None = None  # why, and whether to come back
+        self._takes_over: core.TakeOver | None = None
         self._tried: Path | None = None  # the copy with which the options were tried
-        self._misfit: str | None = None  # why a broker could not go on from it
-        self._unwritten = ""  # what was said last of a takeover that could not be written down
-        self._has_changed = threading.Lock()
+        self._said = ""  # last, of what cannot be written down
+        self._opened = ExitStack()
         # It has no standby of its own before it is started again with --standby.
         self.config = replace(config, standby=False)
         if self._record.term is not None:
             self._broker = Broker(self.config, term=self._record.term)
             self.address, self.feed_address = self._broker.address, self._broker.feed_address
             return
-        self._mirror = Mirror(self.hub, self._folder, keys=keys, keep=config.keep)
-        try:
-            write_standby(self._folder, self._record)
-            self._following = Following(
-                self.config,
-                self.hub,
-                self._record.name,
-                saved=self._saved,
-                misfit=self._misfit_now,
-                writes_down=self._writes_down,
-                keys=keys,
-            )
-        except OSError as error:
-            self._mirror.close()
-            raise UsageError(f"{self._folder} cannot be written: {error.strerror}.") from None
-        except UsageError:
-            self._mirror.close()
-            raise
-        sockets = self._following.sockets
-        self.address, self.feed_address = sockets.address, sockets.feed_address
+        with ExitStack() as opened:
+            self._mirror = Mirror(self.hub, self._folder, keys=keys, keep=config.keep)
+            opened.callback(self._mirror.close)
+            try:
+                write_standby(self._folder, self._record)
+            except OSError as error:
+                raise UsageError(f"{self._folder} cannot be written: {error.strerror}.") from None
+            self._link = HubLink(self.hub, keys)
+            opened.callback(self._link.close)
+            of_keys = KeyFolder(Path(config.keys)) if config.keys else None
+            self._sockets = Sockets(config.bind, config.feed, of_keys, config.max_workers)
+            opened.callback(self._sockets.close)
+            self._opened = opened.pop_all()
+        for each in self._link.sockets:
+            self._sockets.watch(each)
+        self._clock = machine_clock()
+        draw = partial(secrets.randbits, 63)
+        self._core = core.Standby(self._record.name, self.hub, draw, self._clock())
+        self.address, self.feed_address = self._sockets.address, self._sockets.feed_address
         self.config = replace(self.config, bind=self.address, feed=self.feed_address)
-
-    def _saved(self) -> int | None:
-        """The number of the newest checkpoint that is here."""
-        newest = self._mirror.newest if self._mirror is not None else None
-        if newest is None:
-            return None
-        if not self._has_compared:
-            self._has_compared = True
-            self._compare(newest)
-        return int(newest.name.rpartition("-")[2])
-
-    def _misfit_now(self) -> str | None:
-        """Why this standby could not go on from the newest copy with its options."""
-        newest = self._mirror.newest if self._mirror is not None else None
-        if newest is None or newest == self._tried:
-            return self._misfit
-        before, self._misfit = self._misfit, None
-        try:
-            resume.check_options(self.config, newest)
-        except UsageError as error:
-            self._misfit = str(error).replace(", or --resume none to begin a new run", "")
-        except (Damaged, OSError):
-            return self._misfit  # another copy comes
-        self._tried = newest
-        if self._misfit is not None and self._misfit != before:
-            logger.error("This standby cannot take over: %s", self._misfit)
-        return self._misfit
-
-    def _writes_down(self, command: TakeOver) -> bool:
-        """Before anybody is let in: it must know. False where the disk does not take it."""
-        record = replace(self._record, term=max(command.term, self._term_of_copy() + 1))
-        try:
-            write_standby(self._folder, record)
-        except OSError as error:
-            text = f"{self._folder} cannot be written: {error.strerror or error}."
-            if text != self._unwritten:
-                self._unwritten = text
-                logger.error("This standby cannot take over, and tries again: %s", text)
-            return False
-        self._record = record
-        return True
-
-    def _compare(self, copy: Path) -> None:
-        """Say in which options this standby would go on otherwise than the hub, in time to mend it."""
-        with contextlib.suppress(Damaged, KeyError, TypeError, ValueError):
-            theirs = dict(checkpoint.read_manifest(copy)["config"])
-            for text in differences(theirs, self.config):
-                logger.warning("%s", text)
+        self._follow_settings(self._record.settings)
 
     @property
     def is_hub(self) -> bool:
@@ -204,32 +206,153 @@ class StandbyBroker(Service):
         finally:
             self.close()
 
-    def _follow(self) -> Broker | None:
-        following, mirror = self._following, self._mirror
-        assert following is not None and mirror is not None
-        mirror.start()
-        takes_over = following.run()
-        following.close()
-        mirror.close()
-        if takes_over is None:
-            return None
-        return self._taken_over(takes_over)
+    def request_stop(self, reason: str = ITS_PROGRAM, *, restarting: bool = False) -> None:
+        self._stop = self._stop or (reason, restarting)
+        if self._broker is not None:
+            self._broker.request_stop(reason, restarting=restarting)
+        else:
+            self._sockets.wake()
 
-    def _taken_over(self, command: TakeOver) -> Broker | None:
-        term = self._record.term
-        assert term is not None
+    def close(self) -> None:
+        self._opened.close()
+        if self._broker is not None:
+            self._broker.close()
+
+    # As long as it follows the hub: who comes here is answered, nothing is served.
+
+    def _follow(self) -> Broker | None:
+        """Returns what it has become; None where it was asked to end."""
+        self._mirror.start()
+        next_tick = 0.0
+        while self._takes_over is None:
+            if self._stop is not None:
+                return None
+            self._sockets.wait(max(0.0, min(next_tick - self._clock(), TICK_S)))
+            for _ in range(MESSAGES_A_TURN):
+                incoming = self._sockets.receive()
+                if incoming is None:
+                    break
+                if incoming.route and not incoming.is_left_behind:
+                    self._take(incoming)
+            for message in self._link.heard():
+                self._hear_hub(message)
+            if self._link.broke():
+                self._core.hub_lost()
+            now = self._clock()
+            if now >= next_tick:
+                next_tick = now + TICK_S
+                self._look_at_copy()
+                self._do(self._core.tick(now))
+                self._sockets.changed_keys(now)
+            if now >= self._sockets.next_look:
+                self._sockets.look(self._core.guests, now)
+        self._opened.close()
+        return self._taken_over(self._takes_over)
+
+    def _take(self, incoming: Incoming) -> None:
+        if not self._sockets.lets_in(incoming.peer):
+            return
+        try:
+            message, _ = unpack(incoming.frames, LONGEST_OF_A_STRANGER)
+            permissions.check(incoming.peer, message)
+            self._do(self._core.hears_guest(incoming.route, message, self._clock()))
+        except ProtocolError as error:
+            self._answer(incoming.route, Error(error.code, str(error)))
+        except Exception:
+            logger.exception("A message could not be handled; its sender is told.")
+            text = "The standby could not handle this message; its log has more."
+            self._answer(incoming.route, Error(Code.BAD_HEADER, text))
+
+    def _hear_hub(self, message: Message) -> None:
+        try:
+            self._do(self._core.hears_hub(message, self._clock()))
+        except Exception:
+            logger.exception("A message of the hub could not be handled.")
+
+    def _do(self, commands: core.Commands) -> None:
+        for command in commands:
+            match command:
+                case core.ToHub(message):
+                    self._link.say(message)
+                case core.Answer(route, message):
+                    self._answer(route, message)
+                case core.Follow(settings):
+                    self._follow_settings(settings)
+                case core.TakeOver(term=term):
+                    if self._writes_down(term=max(term, self._term_of_copy() + 1)):
+                        self._takes_over = command
+                    else:
+                        self._core.cannot_take_over(self._clock())
+                case core.Say(text, is_trouble):
+                    logger.log(logging.WARNING if is_trouble else logging.INFO, "%s", text)
+
+    def _answer(self, route: bytes, message: Message) -> None:
+        self._sockets.send(route, pack(message))
+
+    def _follow_settings(self, settings: Mapping[str, Any]) -> None:
+        """A takeover goes on with what operators have set at the hub; it must outlive this process."""
+        ours = self.config.settings
+        theirs = {name: value for name, value in settings.items() if name in ours}
+        try:
+            self.config = replace(self.config, **theirs)
+        except UsageError as error:
+            logger.warning(
+                "This standby keeps its settings; the hub's do not go with it: %s", error
+            )
+            return
+        for name in [name for name in theirs if theirs[name] != ours[name]]:
+            logger.info("This standby has %s %s as its hub.", name, theirs[name])
+        if theirs != self._record.settings:
+            self._writes_down(settings=theirs)
+
+    def _writes_down(self, **changes: Any) -> bool:
+        """On the disk before anybody is told. False where that does not take it."""
+        record = replace(self._record, **changes)
+        try:
+            write_standby(self._folder, record)
+        except OSError as error:
+            text = f"{self._folder} cannot be written: {error.strerror or error}."
+            if text != self._said:
+                self._said = text
+                logger.error("A takeover has to be written down; it tries again: %s", text)
+            return False
+        self._record = record
+        return True
+
+    def _look_at_copy(self) -> None:
+        """Could a broker go on from the newest one with these options?"""
+        newest, before = self._mirror.newest, self._core.misfit
+        if newest is None or newest == self._tried:
+            return
+        try:
+            found = checkpoint.load_record(newest)
+        except (Damaged, OSError):
+            return  # another copy comes
+        if self._tried is None:  # in time to mend it
+            for text in differences(found.config, self.config):
+                logger.warning("%s", text)
+        self._tried, self._core.saved, self._core.misfit = newest, found.number, None
+        try:
+            resume.check_options(self.config, found, newest)
+        except UsageError as error:
+            text = str(error).replace(", or --resume none to begin a new run", "")
+            self._core.misfit = text
+            if text != before:
+                logger.error("This standby cannot take over: %s", text)
+
+    # Once it has taken over.
+
+    def _taken_over(self, command: core.TakeOver) -> Broker:
+        term = self._record.term or command.term
         logger.warning("This standby takes over, with term %d. %s", term, command.why)
         try:
-            broker = Broker(self.config, term=term)
+            self._broker = broker = Broker(self.config, term=term)
         except Exception:
             # Nobody was let in, so it has not taken over: the next start may do it.
-            with contextlib.suppress(OSError):
-                write_standby(self._folder, replace(self._record, term=None))
+            self._writes_down(term=None)
             raise
-        with self._has_changed:
-            self._broker = broker
-            if self._stop is not None:
-                broker.request_stop(self._stop[0], restarting=self._stop[1])
+        if self._stop is not None:  # before it was there to be told
+            broker.request_stop(self._stop[0], restarting=self._stop[1])
         return broker
 
     def _term_of_copy(self) -> int:
@@ -241,9 +364,7 @@ class StandbyBroker(Service):
 
     def _serve(self, broker: Broker) -> None:
         is_over = threading.Event()
-        tells = threading.Thread(
-            target=self._tell_the_hub, args=(is_over,), name="diloco-standby", daemon=True
-        )
+        tells = threading.Thread(target=self._tell_the_hub, args=(is_over,), daemon=True)
         tells.start()
         try:
             broker.run()
@@ -253,30 +374,10 @@ class StandbyBroker(Service):
 
     def _tell_the_hub(self, is_over: threading.Event) -> None:
         """The hub that was replaced hears so whenever it can be reached."""
-        record = self._record
-        said = Promise(record.name, 1, wants="over", term=record.term or 0)
-        link = HubLink(self.hub, self._keys)
-        try:
+        said = Promise(self._record.name, 1, wants="over", term=self._record.term or 0)
+        with contextlib.closing(HubLink(self.hub, self._keys)) as link:
             while not is_over.wait(TELL_S):
                 link.say(said)
                 for _ in link.heard():
                     pass
                 link.broke()
-        finally:
-            link.close()
-
-    def request_stop(self, reason: str = ITS_PROGRAM, *, restarting: bool = False) -> None:
-        self._stop = self._stop or (reason, restarting)
-        if self._following is not None:
-            self._following.request_stop()
-        if self._broker is not None:
-            self._broker.request_stop(reason, restarting=restarting)
-
-    def close(self) -> None:
-        following, self._following = self._following, None
-        if following is not None:
-            following.close()
-        if self._mirror is not None:
-            self._mirror.close()
-        if self._broker is not None:
-            self._broker.close()

@@ -1,76 +1,192 @@
 """Keeping the newest checkpoint of a hub in a folder here, over the wire.
 
-    with Mirror("tcp://hub:8512", Path("standby-run"), keys=keys) as mirror:
-        ...  # mirror.newest, mirror.problem
-    Broker(BrokerConfig(save_dir="standby-run", ...))  # goes on from it, bit for bit
-
 A thread asks the hub each second which its newest checkpoint is, and copies it as brokers write theirs:
 beside its place, each file checked and flushed, then renamed. So a copy that was interrupted never looks
 like a checkpoint. A file that is here already, with the same sum, is linked and does not come again; a
 copy that the line has interrupted goes on where it was, while the hub keeps the checkpoint for it.
-Nothing of it waits in the thread of who made it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
+import re
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from diloco_broker.standby.copying import CopyFailed, Copying, Listing, Outdated, listing_of
 from diloco_broker.storage import checkpoint, pieces
-from diloco_broker.storage.checkpoint import Damaged
+from diloco_broker.storage.checkpoint import FILE, MANIFEST, NAME, Damaged
 from diloco_broker.storage.folder_lock import FolderLock
+from diloco_broker.storage.pieces import PIECE_BYTES
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.messages import Control, Error, Result
+from diloco_protocol.records import from_plain
 
 logger = logging.getLogger("diloco.standby")
 
+# Pieces that are on their way at a time: 4 MiB cover a round trip of 0.3 s at 100 Mb/s.
+WINDOW = 4
 # Seconds between two questions for the newest checkpoint.
 POLL_S = 1.0
-# Until the next where the hub has removed what was being copied, since it has a newer one.
-AGAIN_S = 0.05
 # How long an answer may take before the connection is made anew.
 ANSWER_WITHIN_S = 10.0
 # Between two looks whether to end.
 LOOK_S = 0.2
 # How long `close` waits for the thread, which may be in the middle of a write.
 CLOSE_WITHIN_S = 10.0
+_SUM = re.compile(r"[0-9a-f]{64}")
 
 
-class _Ending(Exception):
-    """The mirror is closed in the middle of a copy."""
+class CopyFailed(Exception):
+    """The copy cannot be finished; a sentence."""
+
+
+class Outdated(CopyFailed):
+    """The hub keeps this checkpoint no longer, or has none yet: ask for the newest again."""
 
 
 class _Lost(CopyFailed):
     """The hub does not answer, or not with a result: what has come so far is good."""
 
 
-@dataclass
-class _Partial:
-    """A copy on its way, in a folder aside."""
+@dataclass(frozen=True)
+class Listed:
+    """A file as the hub names it."""
 
-    copying: Copying
-    aside: Path
-    file: BinaryIO | None = None  # that comes now
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The hub's newest checkpoint; its manifest is the last of the files."""
+
+    checkpoint: str
+    files: tuple[Listed, ...]
+
+
+def listing_of(result: Result) -> Listing:
+    """What the answer to the action `checkpoint` says.
+
+    Raises:
+        Outdated: there is no checkpoint yet.
+        CopyFailed: the hub refuses, or says what no hub says.
+    """
+    _check_refusal(result)
+    try:
+        listing = from_plain(Listing, dict(result.data), "the hub's list", lenient=True)
+    except ProtocolError as error:
+        raise CopyFailed(f"{error} Is the hub of another release?") from None
+    names = [each.name for each in listing.files]
+    are_files = all(
+        (FILE.fullmatch(each.name) or each.name == MANIFEST)
+        and each.bytes >= 0
+        and _SUM.fullmatch(each.sha256)
+        for each in listing.files
+    )
+    is_complete = names[-1:] == [MANIFEST] and len(set(names)) == len(names)
+    if not (NAME.fullmatch(listing.checkpoint) and are_files and is_complete):
+        raise CopyFailed(f"The hub lists {listing.checkpoint!r:.80}, which is no checkpoint.")
+    return listing
+
+
+def _check_refusal(result: Result) -> None:
+    if not result.ok:
+        raise (Outdated if result.data.get("again") else CopyFailed)(result.text)
+
+
+class Copy:
+    """One checkpoint on its way here, into a folder beside its place.
+
+    The hub is not believed blindly: pieces of another place or length, files with another sum, and a
+    manifest that names others end the copy.
+
+    Args:
+        listing: what is copied.
+        folder: of the checkpoints here.
+        here: files that need not come, by their sums: they are linked.
+
+    Attributes:
+        coming: the files that are not linked.
+        missing: their pieces that have not come, in order: file and offset.
+    """
+
+    def __init__(self, listing: Listing, folder: Path, here: Mapping[str, Path]) -> None:
+        self.listing = listing
+        self._aside = folder / f".{listing.checkpoint}.{os.getpid()}"
+        try:
+            self._begin(here)
+        except OSError:  # a file system without links, or the file is gone
+            self._begin({})
+
+    def _begin(self, here: Mapping[str, Path]) -> None:
+        self.drop()
+        self._aside.mkdir(parents=True)
+        # The manifest says which checkpoint it is; it always comes.
+        linked = [each for each in self.listing.files[:-1] if each.sha256 in here]
+        for each in linked:
+            os.link(here[each.sha256], self._aside / each.name)
+        self.coming = [each for each in self.listing.files if each not in linked]
+        self.missing = deque(
+            (each, offset)
+            for each in self.coming
+            # An empty file is asked for, too: it has to be made.
+            for offset in range(0, max(each.bytes, 1), PIECE_BYTES)
+        )
+
+    def arrives(self, result: Result) -> int:
+        """The first of the missing pieces; returns its length.
+
+        Raises:
+            Outdated: the hub keeps this checkpoint no longer.
+            CopyFailed: it is not that piece.
+            OSError: it cannot be written.
+        """
+        _check_refusal(result)
+        file, offset = self.missing[0]
+        piece, wanted = result.data.get("bytes"), min(PIECE_BYTES, file.bytes - offset)
+        is_it = result.data.get("offset") == offset
+        if not (is_it and isinstance(piece, bytes) and len(piece) == wanted):
+            raise CopyFailed(f"Another piece came than that of {file.name} from {offset} on.")
+        with open(self._aside / file.name, "ab") as written:
+            written.write(piece)
+        self.missing.popleft()
+        return wanted
+
+    def finish(self, place: Path) -> None:
+        """All is here: check it, and make it a checkpoint. Raises CopyFailed, Damaged or OSError."""
+        plain = checkpoint.read_manifest(self._aside)
+        listed = {
+            each.name: {"bytes": each.bytes, "sha256": each.sha256} for each in self.listing.files
+        }
+        del listed[MANIFEST]
+        if plain["files"] != listed:
+            raise CopyFailed(f"The manifest of {place.name} names other files than the hub.")
+        came = [each.name for each in self.coming]
+        checkpoint.check_files(self._aside, {"files": {n: listed[n] for n in listed if n in came}})
+        for name in came:
+            with open(self._aside / name, "rb") as file:
+                os.fsync(file.fileno())
+        checkpoint.sync_folder(self._aside)
+        if place.exists():  # damaged, or the hub's of the same name is another one
+            shutil.rmtree(place)
+        self._aside.rename(place)
+        checkpoint.sync_folder(place.parent)
 
     def drop(self) -> None:
-        if self.file is not None:
-            self.file.close()
-        shutil.rmtree(self.aside, ignore_errors=True)
+        """Leave nothing behind."""
+        shutil.rmtree(self._aside, ignore_errors=True)
 
 
 class Mirror:
@@ -85,7 +201,6 @@ class Mirror:
 
     Attributes:
         newest: the last checkpoint that was copied whole, or found here and compared with the hub's.
-        copied_at: when that was, by `time.monotonic`.
         problem: why there is none, or none newer, a sentence; None while all is well.
         bytes_copied: that have come, all together.
 
@@ -99,17 +214,14 @@ class Mirror:
         self.address = with_scheme(address)
         self.save_dir = save_dir
         self.newest: Path | None = None
-        self.copied_at: float | None = None
         self.problem: str | None = "The hub has not answered yet."
         self.bytes_copied = 0
         self._keys, self._keep = keys, keep
         self._lock = FolderLock(save_dir)
         self._here: dict[str, Path] = {}  # files that are sound, by sum
-        self._has_looked = False  # at what was here before
-        self._partial: _Partial | None = None
-        self._requests = itertools.count(1)
-        self._awaited: deque[int] = deque()  # requests without an answer, the oldest first
-        self._changed = threading.Condition()
+        self._copy: Copy | None = None  # that has come in part
+        self._requests = 0  # that have been made
+        self._least = 0  # answers to earlier ones are of a copy that was given up
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._main, name="diloco-mirror", daemon=True)
 
@@ -128,13 +240,6 @@ class Mirror:
             self._drop()
         self._lock.release()
 
-    def wait_for(self, name: str, seconds: float) -> bool:
-        """Wait until the checkpoint of this name is here; False where it is not in time."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self.newest is not None and self.newest.name == name, seconds
-            )
-
     def __enter__(self) -> Mirror:
         return self.start()
 
@@ -145,52 +250,38 @@ class Mirror:
 
     def _main(self) -> None:
         while not self._is_ending.is_set():
-            with self._as_problem(), closing(Dealer(self.address, self._keys)) as dealer:
-                while not self._is_ending.is_set():
-                    self._is_ending.wait(POLL_S if self._look(dealer) else AGAIN_S)
+            try:
+                with closing(Dealer(self.address, self._keys)) as dealer:
+                    while not self._is_ending.is_set():
+                        try:
+                            self._look(dealer)
+                        except Outdated as error:
+                            self._has_problem(str(error))
+                        self._is_ending.wait(POLL_S)
+            except (CopyFailed, UsageError, ProtocolError, Damaged) as error:
+                self._has_problem(str(error))
+            except OSError as error:
+                self._has_problem(f"{self.save_dir} cannot be written: {error.strerror or error}.")
+            except Exception as error:
+                logger.exception("A checkpoint could not be copied; it is tried again.")
+                self._has_problem(f"A checkpoint could not be copied: {error!r:.200}.")
             self._is_ending.wait(POLL_S)
 
-    @contextlib.contextmanager
-    def _as_problem(self) -> Iterator[None]:
-        """In here what fails is a problem, said once, after which the connection is made anew."""
-        try:
-            yield
-        except _Ending:
-            pass
-        except (CopyFailed, UsageError, ProtocolError, Damaged) as error:
-            self._has_problem(str(error))
-        except OSError as error:
-            self._has_problem(f"{self.save_dir} cannot be written: {error.strerror or error}.")
-        except Exception as error:
-            logger.exception("A checkpoint could not be copied; it is tried again.")
-            self._has_problem(f"A checkpoint could not be copied: {error!r:.200}.")
-
     def _has_problem(self, text: str) -> None:
-        if text != self.problem:
+        if text != self.problem and not self._is_ending.is_set():
             logger.warning("No newer checkpoint of the hub: %s", text)
         self.problem = text
 
-    def _look(self, dealer: Dealer) -> bool:
-        """Ask for the newest checkpoint, and copy it where it is not here.
-
-        Returns False where the hub has removed that meanwhile.
-        """
-        self._awaited.clear()  # what comes late of a copy that was given up is nobody's
-        if self._partial is not None:
-            listing = self._partial.copying.listing
+    def _look(self, dealer: Dealer) -> None:
+        """Ask for the newest checkpoint, and copy it where it is not here."""
+        self._least = self._requests + 1
+        if self._copy is not None:
+            listing = self._copy.listing
         else:
             self._ask(dealer, "checkpoint")
-            try:
-                listing = listing_of(self._answer(dealer))
-            except Outdated as error:  # there is none yet
-                self._has_problem(str(error))
-                return True
+            listing = listing_of(self._answer(dealer))
         if self.newest is None or self.newest.name != listing.checkpoint:
-            try:
-                self._take(dealer, listing)
-            except Outdated as error:
-                self.problem = str(error)
-                return False
+            self._take(dealer, listing)
         newest = checkpoint.found(self.save_dir)[0]
         if newest.name == listing.checkpoint:
             self.problem = None
@@ -199,112 +290,63 @@ class Mirror:
                 f"A broker that is started with {self.save_dir} would go on from {newest.name}, which "
                 "is no checkpoint of the hub; move it away."
             )
-        return True
 
     def _take(self, dealer: Dealer, listing: Listing) -> None:
         self._lock.take()
         place = self.save_dir / listing.checkpoint
-        if not self._has_looked:
-            for path in checkpoint.found(self.save_dir)[:1]:
-                self._here = _sound_files(path)
-            self._has_looked = True
-        if place.exists():
-            self._here = _sound_files(place) or self._here
+        for path in [place] if place.exists() else checkpoint.found(self.save_dir)[:1]:
+            if not self._here or path == place:
+                self._here = _sound_files(path) or self._here
         if not all(self._here.get(each.sha256) == place / each.name for each in listing.files):
-            self._copy(dealer, listing, place)
-        with self._changed:
-            self.newest, self.copied_at = place, time.monotonic()
-            self._changed.notify_all()
+            self._fetch(dealer, listing, place)
+        self.newest = place
         if checkpoint.found(self.save_dir)[0] == place:  # else it would be this one that goes
             run = str(checkpoint.read_manifest(place).get("run"))
             checkpoint.retire(self.save_dir, run, self._keep)
 
-    def _copy(self, dealer: Dealer, listing: Listing, place: Path) -> None:
-        if self._partial is None:
-            self._partial = self._begun(listing)
-        partial = self._partial
+    def _fetch(self, dealer: Dealer, listing: Listing, place: Path) -> None:
+        copy = self._copy = self._copy or Copy(listing, self.save_dir, self._here)
         try:
-            self._fetch(dealer, partial)
-            _check_listed(checkpoint.read_manifest(partial.aside), listing)
-            checkpoint.sync_folder(partial.aside)
-            if place.exists():  # damaged, or the hub's of the same name is another one
-                shutil.rmtree(place)
-            partial.aside.rename(place)
-            checkpoint.sync_folder(self.save_dir)
+            asked = 0  # of the missing pieces, the first ones
+            while copy.missing:
+                for file, offset in itertools.islice(copy.missing, asked, WINDOW):
+                    self._ask(dealer, "piece", checkpoint=place.name, file=file.name, offset=offset)
+                    asked += 1
+                self.bytes_copied += copy.arrives(self._answer(dealer))
+                asked -= 1
+            copy.finish(place)
         except (_Lost, UsageError):  # the latter: the hub does not take this key now
             raise
         except BaseException:
             self._drop()
             raise
-        self._partial = None
+        self._copy = None
         self._here = {each.sha256: place / each.name for each in listing.files}
-        said = "%s of the hub is here: %d bytes came, %d files were here already."
-        logger.info(said, place.name, partial.copying.bytes_coming, len(partial.copying.linked))
+        logger.info("%s of the hub is here; %d of its files came.", place.name, len(copy.coming))
 
     def _drop(self) -> None:
-        partial, self._partial = self._partial, None
-        if partial is not None:
-            partial.drop()
-
-    def _begun(self, listing: Listing) -> _Partial:
-        """Link what is here already; the rest is to come."""
-        aside = self.save_dir / f".{listing.checkpoint}.{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        copying = Copying(listing, self._here)
-        try:
-            for each in copying.linked:
-                os.link(self._here[each.sha256], aside / each.name)
-        except OSError:  # a file system without links, or the file is gone
-            shutil.rmtree(aside)
-            aside.mkdir()
-            copying = Copying(listing, ())
-        return _Partial(copying, aside)
-
-    def _fetch(self, dealer: Dealer, partial: _Partial) -> None:
-        copying = partial.copying
-        copying.goes_on()
-        name = copying.listing.checkpoint
-        while not copying.is_whole:
-            while (ask := copying.next()) is not None:
-                self._ask(dealer, "piece", checkpoint=name, file=ask.file, offset=ask.offset)
-            write = copying.arrives(self._answer(dealer))
-            if partial.file is None:
-                partial.file = open(partial.aside / write.file, "xb")  # noqa: SIM115  for later calls
-            partial.file.write(write.piece)
-            self.bytes_copied += len(write.piece)
-            if write.is_whole:
-                _flush(partial.file)
-                partial.file = None
+        if self._copy is not None:
+            self._copy.drop()
+        self._copy = None
 
     # Asking.
 
     def _ask(self, dealer: Dealer, action: str, **arguments: object) -> None:
-        number = next(self._requests)
-        self._awaited.append(number)
-        dealer.send(Control(action, number, arguments))
+        self._requests += 1
+        dealer.send(Control(action, self._requests, arguments))
 
     def _answer(self, dealer: Dealer) -> Result:
         """The next answer: the hub reads in the order in which it was asked. Refusals may come first."""
         until = time.monotonic() + ANSWER_WITHIN_S
-        while time.monotonic() < until:
-            if self._is_ending.is_set():
-                raise _Ending
+        while time.monotonic() < until and not self._is_ending.is_set():
             found = dealer.receive(min(until, time.monotonic() + LOOK_S))
             if found is None:
                 continue
             if isinstance(found[0], Error):
                 raise _Lost(found[0].text)
-            if isinstance(found[0], Result) and found[0].request in self._awaited:
-                self._awaited.remove(found[0].request)
+            if isinstance(found[0], Result) and found[0].request >= self._least:
                 return found[0]
         raise _Lost(dealer.failure or f"No broker answers at {self.address}.")
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
 
 
 def _sound_files(place: Path) -> dict[str, Path]:
@@ -315,10 +357,3 @@ def _sound_files(place: Path) -> dict[str, Path]:
         return {each["sha256"]: place / each["name"] for each in pieces.files_of(place)}
     except Damaged:
         return {}
-
-
-def _check_listed(plain: dict[str, Any], listing: Listing) -> None:
-    """Raises CopyFailed where the manifest names other files than those that have come."""
-    listed = {each.name: {"bytes": each.size, "sha256": each.sha256} for each in listing.files[:-1]}
-    if plain["files"] != listed:
-        raise CopyFailed(f"The manifest of {listing.checkpoint} names other files than the hub.")

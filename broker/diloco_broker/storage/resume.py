@@ -74,12 +74,11 @@ def newest_checkpoint(
     return None
 
 
-def check_options(config: BrokerConfig, path: Path) -> None:
-    """Could a broker with these options go on from that checkpoint? Reads none of its tensors.
+def check_options(config: BrokerConfig, found: Checkpoint, path: Path) -> None:
+    """Could a broker with these options go on from that checkpoint? It needs none of its tensors.
 
-    Raises UsageError with what does not fit, or Damaged.
+    Raises UsageError with what does not fit.
     """
-    found = checkpoint.load_record(path)
     _check_fit(config, found, path)
     check_same(config, make_split(config, None), found, path)
 

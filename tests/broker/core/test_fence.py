@@ -12,10 +12,9 @@ from diloco_broker.core.effects import Send
 from diloco_broker.core.events import Now, Received, Tick
 from diloco_broker.core.machine import Core
 from diloco_broker.core.operations.ending import LAST_ROUND_S, LEAVE_WITHIN_S
-from diloco_broker.core.standby import fence
-from diloco_broker.core.standby.lease import Lease
-from diloco_broker.core.standby.voters import Voters
 from diloco_broker.core.versions.record import InitialModel
+from diloco_broker.standby import fence
+from diloco_broker.standby.lease import Ballot, Lease
 from diloco_protocol import messages
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import Error, Notice, Promise, Rejoin, Released, Vote, Welcome
@@ -33,7 +32,7 @@ class Hub:
         self.route = self.stage.route()
 
     @property
-    def watch(self) -> Any:
+    def lease(self) -> Any:
         return self.stage.state.standby
 
     @property
@@ -41,21 +40,16 @@ class Hub:
         return [m for m in self.stage.inbox.get(self.route, []) if isinstance(m, messages.Lease)]
 
     def says(self, **said: Any) -> None:
-        """The standby speaks; it has the newest list of voters."""
-        newest = self.leases[-1] if self.leases else None
-        usual: dict[str, Any] = {
-            "standby": "sb",
-            "life": 5,
-            "roster": newest.roster if newest else 0,
-        }
+        """The standby speaks."""
+        usual: dict[str, Any] = {"standby": "sb", "life": 5}
         self.stage.happens(Received(self.route, Promise(**(usual | said))))
 
     def promises(self) -> None:
-        """The standby greets, or answers the newest stamp."""
-        self.says(stamp=self.leases[-1].stamp if self.leases else None)
+        """The standby greets, or returns the newest nonce."""
+        self.says(nonce=self.leases[-1].nonce if self.leases else None)
 
     def is_promised_for(self, seconds: float) -> None:
-        """The standby answers each stamp for so long."""
+        """The standby returns each nonce for so long."""
         for _ in range(int(seconds / 0.5)):
             self.stage.passes(0.5)
             self.promises()
@@ -90,9 +84,9 @@ def asked(puppet: Puppet) -> list[Notice]:
 
 def votes(puppet: Puppet) -> None:
     notice = asked(puppet)[-1]
-    assert puppet.session is not None and notice.stamp is not None
+    assert puppet.session is not None and notice.nonce is not None
     voter = puppet.stage.state.members.named(puppet.worker_id).voter
-    puppet.sends(Vote(puppet.session, voter, notice.stamp))
+    puppet.sends(Vote(puppet.session, voter, notice.nonce))
 
 
 def pushes_a_round(hub: Hub, *puppets: Puppet, push_id: int = 7) -> None:
@@ -204,7 +198,7 @@ def test_time_in_which_the_broker_stood_still_counts() -> None:
     core = Core(config, iter(range(1000)).__next__, 0.0)
     (sent,) = core.handle(Received(b"s", Promise("sb", 5)), Now(0.0, 100.0))
     assert isinstance(sent, Send) and isinstance(sent.message, messages.Lease)
-    core.handle(Received(b"s", Promise("sb", 5, sent.message.stamp)), Now(0.0, 100.0))
+    core.handle(Received(b"s", Promise("sb", 5, sent.message.nonce)), Now(0.0, 100.0))
     assert fence.may_release(core.state)
     core.handle(Tick(), Now(0.0, 100.0 + L + 0.01))
     assert not fence.may_release(core.state)
@@ -218,22 +212,22 @@ def test_workers_keep_the_lease_of_a_hub_whose_standby_is_silent(hub: Hub) -> No
         hub.stage.passes(0.25)
         for puppet in (a, b):
             votes(puppet) if asked(puppet) else None
-    assert hub.watch.lease.holds
+    assert hub.lease.holds
     for _ in range(20):
         hub.stage.passes(0.25)
         votes(c)  # one of three
-    assert not hub.watch.lease.holds
+    assert not hub.lease.holds
 
 
 def test_votes_do_not_bring_a_lapsed_lease_back(hub: Hub) -> None:
     (a,) = joined(hub, a=1)
     hub.is_promised_for(2.0)
     hub.stage.passes(L)
-    assert asked(a) and not hub.watch.lease.holds
+    assert asked(a) and not hub.lease.holds
     votes(a)
-    assert not hub.watch.lease.holds
+    assert not hub.lease.holds
     hub.promises()
-    assert hub.watch.lease.holds
+    assert hub.lease.holds
 
 
 def test_workers_are_sent_away_from_a_hub_without_a_lease(hub: Hub) -> None:
@@ -300,7 +294,7 @@ def test_a_hub_whose_standby_is_gone_ends_once_its_workers_have_left_one_by_one(
     for _ in range(20):
         hub.stage.passes(0.5)
         votes(b) if asked(b) else None
-    assert hub.watch.lease.holds, "one that has left a run that is over votes for no other broker"
+    assert hub.lease.holds, "one that has left a run that is over votes for no other broker"
     b.leaves()
     hub.stage.passes(0.2)
     assert [end.is_complete for end in hub.stage.ends] == [True]
@@ -308,12 +302,12 @@ def test_a_hub_whose_standby_is_gone_ends_once_its_workers_have_left_one_by_one(
 
 def test_a_hub_that_was_replaced_never_releases_again(hub: Hub) -> None:
     (a,) = joined(hub, a=1)
-    stamp = hub.leases[-1].stamp
+    nonce = hub.leases[-1].nonce
     hub.says(wants="over", term=4)
-    assert hub.watch.lease.superseded_by == 4
-    hub.says(stamp=stamp)
+    assert hub.lease.superseded_by == 4
+    hub.says(nonce=nonce)
     hub.stage.passes(0.5)
-    assert a.got(Rejoin) and not hub.watch.lease.holds
+    assert a.got(Rejoin) and not hub.lease.holds
     assert hub.stage.worker("b").joins().last(Welcome) is None
     assert hub.stage.shown()["standby"]["is_replaced"]
     assert not hub.stage.asks("promote").ok
@@ -333,11 +327,11 @@ def test_before_a_planned_takeover_the_round_ends_and_the_run_is_saved() -> None
     for puppet in (a, b):
         puppet.pushes(7)
     asked_before = len(hub.stage.saves)
-    hub.says(wants="hold", stamp=hub.leases[-1].stamp)
+    hub.says(wants="hold", nonce=hub.leases[-1].nonce)
     assert {lease.settled for lease in hub.leases} == {None}
     assert len(hub.stage.saves) == asked_before + 1
     hub.stage.is_saved()
-    hub.says(wants="hold", stamp=hub.leases[-1].stamp)
+    hub.says(wants="hold", nonce=hub.leases[-1].nonce)
     hub.stage.passes(1.1)
     assert hub.leases[-1].settled == hub.stage.round.number == 1
     for puppet in (a, b):
@@ -353,25 +347,25 @@ def test_another_standby_is_refused_until_an_operator_says_that_the_first_is_gon
     assert not hub.stage.asks("promote").ok
     assert hub.stage.asks("promote", force=True).ok
     hub.stage.passes(3 * L)
-    assert hub.watch.lease.holds  # alone
+    assert hub.lease.holds  # alone
     hub.stage.happens(Received(other, Promise("other", 6)))
-    assert not hub.watch.lease.holds  # until its new standby promises something
+    assert not hub.lease.holds  # until its new standby promises something
     lease = hub.stage.inbox[other][-1]
     assert isinstance(lease, messages.Lease)
-    hub.stage.happens(Received(other, Promise("other", 6, lease.stamp)))
-    assert hub.watch.lease.holds
+    hub.stage.happens(Received(other, Promise("other", 6, lease.nonce)))
+    assert hub.lease.holds
 
 
 def test_a_former_standby_that_has_taken_over_is_obeyed() -> None:
     hub = promised()
     hub.stage.asks("promote", force=True)
     hub.says(standby="other", life=9)
-    hub.says(standby="other", life=9, stamp=hub.leases[-1].stamp)
-    assert hub.watch.lease.holds
+    hub.says(standby="other", life=9, nonce=hub.leases[-1].nonce)
+    assert hub.lease.holds
     hub.says(wants="over", term=0)  # no higher than the hub's own
-    assert hub.watch.lease.holds
+    assert hub.lease.holds
     hub.says(wants="over", term=1)
-    assert hub.watch.lease.superseded_by == 1 and not hub.watch.lease.holds
+    assert hub.lease.superseded_by == 1 and not hub.lease.holds
 
 
 def test_a_new_standby_is_saved_at_once() -> None:
@@ -386,7 +380,7 @@ def test_a_new_standby_is_saved_at_once() -> None:
 def test_a_hub_goes_on_alone_once_its_standby_was_silent_for_a_lease(hub: Hub) -> None:
     hub.stage.passes(L + 0.1)
     assert hub.stage.asks("promote").ok
-    assert hub.watch.lease.holds
+    assert hub.lease.holds
 
 
 def test_a_hub_that_was_started_again_knows_its_standby_and_its_term() -> None:
@@ -396,66 +390,109 @@ def test_a_hub_that_was_started_again_knows_its_standby_and_its_term() -> None:
     again = Hub()
     again.stage = hub.stage.restarted()
     again.route = again.stage.route()
-    assert again.watch.lease.standby == "sb" and not again.watch.lease.holds
+    assert again.lease.standby == "sb" and not again.lease.holds
     again.says()
     again.promises()
-    assert again.watch.lease.holds
+    assert again.lease.holds
 
 
-# The list of voters.
+# Who votes.
 
 
-def test_a_list_counts_once_the_standby_has_it() -> None:
-    voters = Voters()
-    voters.propose(1, frozenset({1, 2, 3}))
-    for voter in (1, 2, 3):
-        voters.voted(voter, 5.0)
-    assert voters.supported_at == -math.inf
-    voters.acknowledged(1)
-    assert voters.supported_at == 5.0
+class Count:
+    """A ballot on a clock that goes on by a second with each nonce."""
+
+    def __init__(self) -> None:
+        self.ballot, self.now = Ballot(iter(range(1, 100)).__next__, 100.0), 0.0
+
+    def nonce(self) -> int:
+        self.now += 1.0
+        return self.ballot.nonce(self.now)
+
+    def vote(self, *voters: int) -> None:
+        """All of them return a new nonce."""
+        at = self.ballot.drawn_at(self.nonce())
+        assert at == self.now
+        for voter in voters:
+            self.ballot.vote(voter, at)
+
+    def agreed(self, *voters: int) -> None:
+        self.ballot.propose(frozenset(voters))
+        self.ballot.has_come(self.nonce())
 
 
-def test_while_a_list_is_on_its_way_both_need_a_majority() -> None:
-    voters = Voters()
-    voters.propose(1, frozenset({1, 2, 3}))
-    voters.acknowledged(1)
-    voters.propose(2, frozenset({3, 4, 5}))
-    voters.propose(3, frozenset({1}))  # not before that one has come
-    for voter in (3, 4, 5):
-        voters.voted(voter, 5.0)
-    assert voters.supported_at == -math.inf  # of the first list 3 alone
-    voters.voted(1, 4.0)
-    assert voters.supported_at == 4.0
-    voters.acknowledged(3)
-    assert voters.agreed is not None and voters.agreed.number == 1
-    voters.acknowledged(2)
-    assert voters.supported_at == 5.0
+def test_voters_count_once_the_standby_has_them() -> None:
+    count = Count()
+    count.ballot.propose(frozenset({1, 2, 3}))
+    count.vote(1, 2, 3)
+    assert count.ballot.supported_at == -math.inf
+    count.ballot.has_come(count.nonce())
+    assert count.ballot.supported_at == 1.0
 
 
-def test_a_hub_that_was_started_again_leaves_its_standby_the_list_until_workers_are_back() -> None:
+def test_while_new_voters_are_on_their_way_both_sets_need_a_majority() -> None:
+    count = Count()
+    count.agreed(1, 2, 3)
+    before = count.nonce()
+    count.ballot.propose(frozenset({3, 4, 5}))
+    count.ballot.propose(frozenset({1}))  # not before those have come
+    count.vote(3, 4, 5)
+    assert count.ballot.supported_at == -math.inf  # of the first set 3 alone
+    count.vote(1)
+    assert count.ballot.supported_at == 3.0
+    count.ballot.has_come(before)  # the standby may not have them yet
+    assert count.ballot.voters == {1, 2, 3}
+    count.ballot.has_come(count.nonce())
+    assert count.ballot.voters == {3, 4, 5} and count.ballot.supported_at == 3.0
+
+
+def test_a_nonce_of_an_earlier_proposal_of_the_same_voters_says_nothing_of_a_later_one() -> None:
+    count = Count()
+    count.ballot.propose(frozenset({1}))
+    early = count.nonce()
+    count.ballot.has_come(early)
+    count.agreed(2)
+    count.ballot.propose(frozenset({1}))
+    count.ballot.has_come(early)
+    assert count.ballot.voters == {2}
+
+
+def test_a_hub_that_was_started_again_leaves_its_standby_the_voters_until_workers_are_back() -> (
+    None
+):
     hub = promised()
     hub.is_promised_for(2.0)
-    assert hub.watch.lease.holds
-    assert {(lease.roster, lease.voters) for lease in hub.leases} == {(0, None)}
+    assert hub.lease.holds
+    assert {lease.voters for lease in hub.leases} == {()}
     joined(hub, a=1)
     hub.is_promised_for(2.0)
     assert (1,) in {lease.voters for lease in hub.leases}
+    assert hub.leases[-1].voters == ()  # it has them
 
 
 def test_strangers_have_no_vote() -> None:
-    voters = Voters()
-    voters.propose(1, frozenset({1}))
-    voters.acknowledged(1)
-    voters.voted(9, 5.0)
-    assert voters.supported_at == -math.inf
+    count = Count()
+    count.agreed(1)
+    count.vote(9)
+    assert count.ballot.supported_at == -math.inf
 
 
-def test_a_lease_runs_from_its_stamp() -> None:
-    lease = Lease(L, iter(range(100)).__next__)
-    stamp = lease.stamp()
+def test_a_lease_runs_from_its_nonce() -> None:
+    lease = Lease(Ballot(iter(range(100)).__next__, L))
+    nonce = lease.ballot.nonce(lease.now)
     lease.now = 2.0
-    lease.promised(stamp)
+    lease.promised(nonce)
     assert lease.ends_at == L
     lease.now = L
-    lease.promised(stamp)
+    lease.promised(nonce)
     assert not lease.holds
+
+
+def test_the_standby_hears_what_operators_have_set(hub: Hub) -> None:
+    joined(hub, a=1)
+    hub.stage.passes(1.0)
+    assert hub.leases[-1].settings["outer_lr"] == hub.stage.config.outer_lr
+    assert hub.stage.asks("set", outer_lr=0.25, workers=3).ok
+    hub.is_promised_for(1.0)
+    assert hub.leases[-1].settings["outer_lr"] == 0.25
+    assert hub.leases[-1].settings["workers"] == 3

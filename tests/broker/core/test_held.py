@@ -68,11 +68,11 @@ class LapsedLease(Hold):
         return stage
 
     def begins(self, stage: Stage) -> None:
-        assert not stage.state.standby.lease.holds
+        assert not stage.state.standby.holds
 
     def ends(self, stage: Stage) -> None:
-        stamp = next(m.stamp for m in stage.inbox[self.route][::-1] if isinstance(m, Lease))
-        stage.happens(Received(self.route, Promise("sb", 5, stamp)))
+        nonce = next(m.nonce for m in stage.inbox[self.route][::-1] if isinstance(m, Lease))
+        stage.happens(Received(self.route, Promise("sb", 5, nonce)))
 
 
 class StoppedBroker(Hold):

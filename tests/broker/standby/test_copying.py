@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco_broker.standby.copying import (
-    WINDOW,
-    Ask,
-    CopyFailed,
-    Copying,
-    Listing,
-    Outdated,
-    listing_of,
-)
-from diloco_broker.storage.pieces import PIECE_BYTES
+from diloco_broker.standby.mirror import Copy, CopyFailed, Outdated, listing_of
+from diloco_broker.storage import checkpoint
+from diloco_broker.storage.checkpoint import Damaged
+from diloco_broker.storage.pieces import PIECE_BYTES, files_of
 from diloco_protocol.messages import Result
+from kit.checkpoints import a_checkpoint
 
 NAME = "checkpoint-0001-000000000004"
 FILES = {
@@ -36,66 +32,41 @@ def listed(**changed: Any) -> Result:
     return Result(1, True, "", data)
 
 
-def answer(ask: Ask) -> Result:
-    piece = FILES[ask.file][ask.offset : ask.offset + PIECE_BYTES]
-    return Result(2, True, "", {"offset": ask.offset, "bytes": piece})
-
-
-def asks_of(copying: Copying) -> list[Ask]:
-    """What it asks for now, until enough is on its way."""
-    asks = []
-    while (ask := copying.next()) is not None:
-        asks.append(ask)
-    return asks
-
-
-def copied(copying: Copying) -> dict[str, bytes]:
-    """What comes of it where the hub answers as it should."""
-    made: dict[str, bytes] = {}
-    while not copying.is_whole:
-        for ask in asks_of(copying):
-            write = copying.arrives(answer(ask))
-            made[write.file] = made.get(write.file, b"") + write.piece
-            assert write.is_whole == (made[write.file] == FILES[write.file])
-    return made
+def answer(copy: Copy) -> Result:
+    """The piece that is to come next, as the hub sends it."""
+    file, offset = copy.missing[0]
+    piece = FILES[file.name][offset : offset + PIECE_BYTES]
+    return Result(2, True, "", {"offset": offset, "bytes": piece})
 
 
 @pytest.fixture
-def listing() -> Listing:
-    return listing_of(listed())
+def copy(tmp_path: Path) -> Copy:
+    return Copy(listing_of(listed()), tmp_path, {})
 
 
-def test_all_files_come_piece_by_piece_the_manifest_last(listing: Listing) -> None:
-    made = copied(Copying(listing, ()))
-    assert made == FILES
-    assert list(made)[-1] == "checkpoint.json"
+def written(folder: Path) -> dict[str, bytes]:
+    (aside,) = folder.iterdir()
+    return {path.name: path.read_bytes() for path in aside.iterdir()}
 
 
-def test_few_pieces_are_on_their_way_at_a_time(listing: Listing) -> None:
-    copying = Copying(listing, ())
-    first = asks_of(copying)
-    assert len(first) == WINDOW
-    copying.arrives(answer(first[0]))
-    assert len(asks_of(copying)) == 1
+def test_all_files_come_piece_by_piece_the_manifest_last(copy: Copy, tmp_path: Path) -> None:
+    while copy.missing:
+        assert "checkpoint.json" not in written(tmp_path)
+        copy.arrives(answer(copy))
+    assert written(tmp_path) == FILES
+    copy.drop()
+    assert not list(tmp_path.iterdir())
 
 
-def test_copy_goes_on_where_the_line_broke(listing: Listing) -> None:
-    copying = Copying(listing, ())
-    first, *lost = asks_of(copying)
-    copying.arrives(answer(first))
-    copying.goes_on()
-    again = asks_of(copying)
-    assert again[: len(lost)] == lost
-    while again:
-        copying.arrives(answer(again.pop(0)))
-        again += asks_of(copying)
-    assert copying.is_whole
-
-
-def test_file_that_is_here_does_not_come_again_but_the_manifest_does(listing: Listing) -> None:
-    copying = Copying(listing, [each.sha256 for each in listing.files if "1" not in each.name])
-    assert [each.name for each in copying.linked] == ["fragment-0.safetensors"]
-    assert copied(copying).keys() == {"fragment-1.safetensors", "checkpoint.json"}
+def test_file_that_is_here_does_not_come_again_but_the_manifest_does(tmp_path: Path) -> None:
+    listing, here = listing_of(listed()), tmp_path / "here"
+    here.write_bytes(FILES["fragment-0.safetensors"])
+    sums = {each.sha256: here for each in listing.files if "1" not in each.name}
+    copy = Copy(listing, tmp_path / "copies", sums)
+    assert {file.name for file, _ in copy.missing} == {"fragment-1.safetensors", "checkpoint.json"}
+    while copy.missing:
+        copy.arrives(answer(copy))
+    assert written(tmp_path / "copies") == FILES
 
 
 @pytest.mark.parametrize(
@@ -119,15 +90,13 @@ def test_listing_that_is_no_checkpoint_is_not_believed(changed: dict[str, Any]) 
 
 @pytest.mark.parametrize(("again", "error"), [({"again": True}, Outdated), ({}, CopyFailed)])
 def test_refusal_says_whether_to_ask_for_the_newest(
-    listing: Listing, again: dict[str, Any], error: type[CopyFailed]
+    copy: Copy, again: dict[str, Any], error: type[CopyFailed]
 ) -> None:
     refused = Result(1, False, "It is not kept any more.", again)
     with pytest.raises(error, match="not kept"):
         listing_of(refused)
-    copying = Copying(listing, ())
-    copying.next()
     with pytest.raises(error) as raised:
-        copying.arrives(refused)
+        copy.arrives(refused)
     assert type(raised.value) is error
 
 
@@ -140,20 +109,28 @@ def test_refusal_says_whether_to_ask_for_the_newest(
         {"offset": 0, "bytes": "a" * PIECE_BYTES},
     ],
 )
-def test_another_piece_than_was_asked_for_ends_the_copy(
-    listing: Listing, data: dict[str, Any]
-) -> None:
-    copying = Copying(listing, ())
-    copying.next()
+def test_another_piece_than_was_asked_for_ends_the_copy(copy: Copy, data: dict[str, Any]) -> None:
     with pytest.raises(CopyFailed, match="piece"):
-        copying.arrives(Result(2, True, "", data))
+        copy.arrives(Result(2, True, "", data))
 
 
-def test_file_that_came_damaged_is_not_taken(listing: Listing) -> None:
-    copying = Copying(listing, ())
-    pieces = [answer(ask) for ask in asks_of(copying)[:3]]
-    pieces[2].data["bytes"] = b"aaaaX"  # type: ignore[index]
-    for piece in pieces[:2]:
-        copying.arrives(piece)
-    with pytest.raises(CopyFailed, match="checksum"):
-        copying.arrives(pieces[2])
+def test_file_that_came_damaged_is_not_taken(tmp_path: Path) -> None:
+    there = checkpoint.save(tmp_path / "hub", a_checkpoint(), keep=1)
+    copy = Copy(listing_of(listed(files=tuple(files_of(there)))), tmp_path / "here", {})
+    while copy.missing:
+        content = (there / copy.missing[0][0].name).read_bytes()
+        damaged = content if len(copy.missing) == 1 else content[:-1] + b"X"
+        copy.arrives(Result(2, True, "", {"offset": 0, "bytes": damaged}))
+    with pytest.raises(Damaged, match="checksum"):
+        copy.finish(tmp_path / "here" / NAME)
+    assert not (tmp_path / "here" / NAME).exists()
+
+
+def test_manifest_that_names_other_files_than_were_listed_is_not_taken(tmp_path: Path) -> None:
+    place = checkpoint.save(tmp_path / "hub", a_checkpoint(), keep=1)
+    content = (place / "checkpoint.json").read_bytes()
+    copy = Copy(listing_of(listed(files=(row("checkpoint.json", content),))), tmp_path / "here", {})
+    copy.arrives(Result(2, True, "", {"offset": 0, "bytes": content}))
+    with pytest.raises(CopyFailed, match="manifest"):
+        copy.finish(tmp_path / "here" / NAME)
+    assert not (tmp_path / "here" / NAME).exists()

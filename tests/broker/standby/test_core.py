@@ -7,18 +7,19 @@ from typing import Any, TypeVar
 
 import pytest
 
-from diloco_broker.core.standby.lease import SAFETY
 from diloco_broker.standby.core import (
     AGAIN_S,
     STAYS_FOR,
     Answer,
     Command,
     Commands,
+    Follow,
     Say,
     Standby,
     TakeOver,
     ToHub,
 )
+from diloco_broker.standby.lease import SAFETY
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import (
     Control,
@@ -43,17 +44,8 @@ class Desk:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.saved: int | None = None
-        self.misfit: str | None = None
         draws: Iterator[int] = iter(range(1, 100_000))
-        self.standby = Standby(
-            "sb",
-            "tcp://hub:1",
-            draws.__next__,
-            self.now,
-            saved=lambda: self.saved,
-            misfit=lambda: self.misfit,
-        )
+        self.standby = Standby("sb", "tcp://hub:1", draws.__next__, self.now)
         self.commands: list[Command] = []
         self.life = self.greeting().life
 
@@ -77,11 +69,10 @@ class Desk:
         usual: dict[str, Any] = {
             "life": self.life,
             "term": 0,
-            "stamp": 7,
+            "nonce": 7,
             "seconds": L,
-            "roster": 5,
+            "voters": VOTERS,
         }
-        usual["voters"] = VOTERS
         self.does(self.standby.hears_hub(Lease(**(usual | said)), self.now))
 
     def passes(self, seconds: float) -> None:
@@ -101,7 +92,7 @@ class Desk:
     def votes(self, voter: int) -> None:
         """It comes, and votes at once."""
         (asked,) = self.comes(voter)
-        vote = Vote(b"", voter, asked.stamp or 0)
+        vote = Vote(b"", voter, asked.nonce or 0)
         self.does(self.standby.hears_guest(b"%d" % voter, vote, self.now))
 
     def asks(self, action: str, **arguments: Any) -> Result:
@@ -130,8 +121,8 @@ def alone(desk: Desk) -> Desk:
     return desk
 
 
-def test_a_stamp_comes_back_with_the_list_of_voters(desk: Desk) -> None:
-    assert desk.promises() == [Promise("sb", desk.life, 7, 5)]
+def test_a_nonce_comes_back(desk: Desk) -> None:
+    assert desk.promises() == [Promise("sb", desk.life, 7)]
 
 
 def test_what_was_meant_for_an_earlier_life_gets_no_promise(desk: Desk) -> None:
@@ -143,7 +134,7 @@ def test_a_standby_greets_its_hub_while_it_does_not_hear_it(desk: Desk) -> None:
     desk.passes(1.0)
     assert not desk.promises()
     desk.passes(L)
-    assert {promise.stamp for promise in desk.promises()} == {None}
+    assert {promise.nonce for promise in desk.promises()} == {None}
 
 
 def test_workers_are_sent_back_to_a_hub_that_is_heard(desk: Desk) -> None:
@@ -189,14 +180,34 @@ def test_who_is_no_voter_does_not_count(alone: Desk) -> None:
     assert not alone.taken_over
 
 
-def test_a_stamp_of_somebody_else_is_no_vote(alone: Desk) -> None:
+def test_an_old_nonce_or_one_of_nobody_is_no_vote(alone: Desk) -> None:
     (asked,) = alone.comes(11)
     alone.comes(12)
+    alone.passes(L + 0.1)
     alone.votes(13)
-    vote = Vote(b"", 12, asked.stamp or 0)
-    alone.does(alone.standby.hears_guest(b"12", vote, alone.now))
+    for voter, nonce in ((11, asked.nonce or 0), (12, 1 << 40)):
+        vote = Vote(b"", voter, nonce)
+        alone.does(alone.standby.hears_guest(b"%d" % voter, vote, alone.now))
     alone.passes(0.1)
     assert not alone.taken_over
+
+
+def test_votes_do_not_count_for_longer_than_they_were_asked_for(desk: Desk) -> None:
+    desk.asks("promote")
+    desk.standby.hub_lost()
+    for voter in VOTERS:
+        desk.votes(voter)
+    desk.hears_hub(seconds=10 * L, settled=0)  # the hub was started again, with a longer lease
+    desk.standby.hub_lost()
+    desk.passes(2 * L)
+    assert not desk.taken_over
+
+
+def test_settings_of_the_hub_are_followed_once(desk: Desk) -> None:
+    for settings, count in (({"outer_lr": 0.5}, 1), ({"outer_lr": 0.5}, 0), ({"outer_lr": 0.6}, 1)):
+        desk.hears_hub(settings=settings)
+        found = [each.settings for each in desk.commands if isinstance(each, Follow)]
+        assert found == [settings] * count
 
 
 def test_who_stays_for_long_is_sent_to_look_for_the_hub(alone: Desk) -> None:
@@ -213,8 +224,7 @@ def test_who_stays_for_long_is_sent_to_look_for_the_hub(alone: Desk) -> None:
 def test_who_joins_in_a_flood_is_asked_no_more_often(alone: Desk) -> None:
     asked = [alone.comes(11) for _ in range(500)]
     assert len(asked[0]) == 1 and not any(asked[1:])
-    assert len(alone.standby.guests[b"11"].stamps) == 1
-    vote = Vote(b"", 11, asked[0][0].stamp or 0)
+    vote = Vote(b"", 11, asked[0][0].nonce or 0)
     alone.does(alone.standby.hears_guest(b"11", vote, alone.now))
     alone.votes(12)
     alone.passes(0.1)
@@ -232,7 +242,7 @@ def test_a_standby_that_was_started_again_waits_for_what_it_may_have_promised() 
     desk = Desk()
     desk.asks("promote")
     desk.hears_hub(settled=0)
-    assert desk.promises()[0].stamp is None
+    assert desk.promises()[0].nonce is None
     desk.standby.hub_lost()
     for voter in VOTERS:
         desk.votes(voter)
@@ -242,14 +252,14 @@ def test_a_standby_that_was_started_again_waits_for_what_it_may_have_promised() 
 
 def test_a_planned_takeover_waits_for_the_copy(desk: Desk) -> None:
     assert desk.asks("promote").data == {"is_over": False}
-    desk.hears_hub(stamp=8)
-    assert desk.promises() == [Promise("sb", desk.life, 8, 5, "hold")]
-    desk.saved = 11
-    desk.hears_hub(stamp=9, settled=12)
+    desk.hears_hub(nonce=8)
+    assert desk.promises() == [Promise("sb", desk.life, 8, "hold")]
+    desk.standby.saved = 11
+    desk.hears_hub(nonce=9, settled=12)
     assert desk.promises()[0].wants == "hold"
-    desk.saved = 12
-    desk.hears_hub(stamp=10, settled=12)
-    assert desk.promises() == [Promise("sb", desk.life, None, 5, "charge")]
+    desk.standby.saved = 12
+    desk.hears_hub(nonce=10, settled=12)
+    assert desk.promises() == [Promise("sb", desk.life, None, "charge")]
     assert not desk.taken_over
     desk.hears_hub(is_over=True)
     assert desk.taken_over == [1]
@@ -266,7 +276,7 @@ def test_without_a_hub_it_says_what_is_missing(alone: Desk) -> None:
 
 
 def test_with_options_that_do_not_fit_it_never_takes_over(desk: Desk) -> None:
-    desk.misfit = "--num-fragments is 1."
+    desk.standby.misfit = "--num-fragments is 1."
     for force in (False, True):
         result = desk.asks("promote", force=force)
         assert not result.ok and "--num-fragments" in result.text
@@ -280,7 +290,7 @@ def test_with_options_that_do_not_fit_it_never_takes_over(desk: Desk) -> None:
         desk.votes(voter)
     desk.passes(0.1)
     assert not desk.taken_over
-    desk.misfit = None
+    desk.standby.misfit = None
     desk.passes(0.1)
     assert desk.taken_over == [1]
 

@@ -15,8 +15,8 @@ import torch
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.standby import core, daemon
 from diloco_broker.standby.daemon import StandbyBroker, differences
+from diloco_broker.standby.record import read_standby, write_standby
 from diloco_broker.storage.key_folder import KeyFolder
-from diloco_broker.storage.standby_file import read_standby, write_standby
 from diloco_protocol.clients import Operator
 from diloco_protocol.clients.keys import find_keys
 from diloco_protocol.errors import Unreachable, UsageError
@@ -89,11 +89,13 @@ def test_of_both_addresses_the_one_that_has_the_run_is_steered(tmp_path: Path) -
                 assert operator.ask("set", outer_lr=0.5).ok
                 assert operator.address == hub.address
                 assert not operator.ask("promote").ok
+        wait_for(lambda: standby.config.outer_lr == 0.5)
         with Operator(standby.address, timeout=30.0) as operator:
             assert operator.ask("promote", force=True).ok
         with Operator(both, timeout=30.0) as operator:
             wait_for(lambda: standby.is_hub)
-            assert operator.ask("set", outer_lr=0.6).ok
+            changed = operator.ask("set", outer_lr=0.6)
+            assert changed.data["changes"][0]["before"] == 0.5, "set at the hub before"
             assert operator.address == standby.address
             wait_for(lambda: is_replaced(hub))
             standby.stop()
@@ -171,7 +173,15 @@ def test_a_standby_needs_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"name": 5, "term": null}', '{"name": "a", "term": 0}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"name": 5, "term": null, "settings": {}}',
+        '{"name": "a", "term": 0, "settings": {}}',
+        '{"name": "a", "term": null, "settings": 5}',
+    ],
 )
 def test_what_a_standby_remembers_is_believed_or_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "standby.json").write_text(text)
@@ -189,11 +199,40 @@ def test_what_a_standby_remembers_comes_back(tmp_path: Path) -> None:
     assert read_standby(tmp_path) == record
 
 
+def test_settings_of_the_hub_outlive_the_process_of_its_standby(tmp_path: Path) -> None:
+    hub = Broker(config_of(tmp_path / "hub", standby=True))
+    standby = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
+    with hub, Operator(hub.address) as operator:
+        standby.start()
+        assert operator.ask("set", workers=3, outer_lr=0.5, max_rounds=100).ok
+        wait_for(lambda: standby.config.max_rounds == 100)
+        standby.stop()
+        again = StandbyBroker(config_of(tmp_path / "copy"), hub.address)
+        assert (again.config.workers, again.config.outer_lr) == (3, 0.5)
+        again.start()
+        assert operator.ask("set", max_rounds=0).ok
+        wait_for(lambda: again.config.max_rounds is None)
+        again.stop()
+
+
+def test_settings_that_do_not_go_with_the_options_of_a_standby_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = Broker(config_of(tmp_path / "hub", standby=True, workers=3, min_workers=2))
+    standby = StandbyBroker(config_of(tmp_path / "copy", mode="async"), hub.address)
+    with hub:
+        standby.start()
+        wait_for(lambda: "--min-workers" in caplog.text)
+        assert standby.config.min_workers == 1
+        standby.stop()
+
+
 def test_options_that_are_not_the_hubs_are_named(tmp_path: Path) -> None:
-    ours = config_of(tmp_path, workers=2)
-    hub = asdict(config_of(tmp_path / "other", workers=3, sync_every=7, keep=9, fresh=True))
-    texts = differences(hub, ours)
-    assert ["--workers 3" in texts[0], "--sync-every 7" in texts[1], len(texts)] == [True, True, 2]
+    ours = config_of(tmp_path)
+    theirs = {"wire_dtype": "int8", "stall_timeout": 7.0, "keep": 9, "fresh": True, "outer_lr": 0.5}
+    texts = differences(asdict(config_of(tmp_path / "other", **theirs)), ours)
+    assert ["--wire-dtype int8" in texts[0], "--stall-timeout 7" in texts[1]] == [True, True]
+    assert len(texts) == 2, "it follows what operators set, and has folders of its own"
     assert not differences(asdict(ours), ours)
 
 

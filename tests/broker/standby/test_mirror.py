@@ -19,8 +19,8 @@ from diloco_broker.storage.pieces import MOST_WAITING, PieceReader
 from diloco_protocol.clients import Operator
 from diloco_protocol.errors import UsageError
 from kit.checkpoints import a_checkpoint, assert_equal
-from kit.process_kit import PATIENCE_S, Processes, save_for_ever, wait_for
-from kit.sites import Sites, assert_same
+from kit.process_kit import Processes, save_for_ever, wait_for
+from kit.sites import Sites, assert_same, star
 
 pytest_plugins = ("kit.process_fixtures",)
 
@@ -40,9 +40,13 @@ def hub(tmp_path: Path) -> Iterator[Broker]:
         yield made
 
 
+def has_copied(mirror: Mirror, name: str) -> bool:
+    return mirror.newest is not None and mirror.newest.name == name
+
+
 def is_copied(mirror: Mirror, source: Path) -> Path:
     """Wait for the copy, and compare it byte by byte."""
-    assert mirror.wait_for(source.name, PATIENCE_S), mirror.problem
+    wait_for(lambda: has_copied(mirror, source.name))
     assert mirror.newest is not None
     names = sorted(path.name for path in source.iterdir())
     assert names == sorted(path.name for path in mirror.newest.iterdir())
@@ -112,21 +116,30 @@ def test_copy_that_is_there_already_is_compared_and_not_copied_again(
         assert mirror.bytes_copied > 0
 
 
-def test_broker_goes_on_from_the_copy_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reply", ["fp32", "int4z"])
+def test_broker_goes_on_from_the_copy_bit_for_bit(tmp_path: Path, reply: str) -> None:
+    """With momentum, and what replies have not sent of the parameters yet."""
     there = tmp_path / "standby"
+    of_the_run: dict[str, Any] = {
+        "reply_dtype": reply,
+        "outer_momentum": 0.9,
+        "deterministic": True,
+        "min_workers": 2,
+    }
+    expected = star(range(6), "a", "b", **of_the_run)
     with Sites() as sites:
-        hub = sites.hub(2, save_dir=str(tmp_path / "hub"))
+        hub = sites.hub(2, relays=False, save_dir=str(tmp_path / "hub"), **of_the_run)
         sites.workers(hub, "a", "b")
-        final = sites.rounds(range(3), "a", "b")
+        sites.rounds(range(3), "a", "b")
         with Mirror(hub.address, there) as mirror:
-            name = "checkpoint-0001-000000000003"
-            assert mirror.wait_for(name, PATIENCE_S), mirror.problem
+            wait_for(lambda: has_copied(mirror, "checkpoint-0001-000000000003"))
     with Sites() as sites:
-        second = sites.hub(2, save_dir=str(there), recover_wait=0.0)
+        second = sites.hub(
+            2, has_model=False, relays=False, save_dir=str(there), recover_wait=0.0, **of_the_run
+        )
         assert second.resumes
-        (client,) = sites.workers(second, "c")
-        assert client.pull().version.counter == 3
-        assert_same(final, client.pull().tensors)
+        sites.workers(second, "a", "b")
+        assert_same(expected, sites.rounds(range(3, 6), "a", "b"))
 
 
 def test_copies_are_sound_while_the_hub_writes_and_removes(

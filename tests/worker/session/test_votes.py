@@ -12,17 +12,17 @@ L = 3.0
 
 
 def asked(votes: Votes, what: str, now: float) -> list[int]:
-    """The stamps that are returned when somebody asks."""
-    sent = list(votes.asked(Notice(what, stamp=5, seconds=L), b"s", now))
+    """The nonces that are returned when somebody asks."""
+    sent = list(votes.asked(Notice(what, nonce=5, seconds=L), b"s", now))
     found = []
     for effect in sent:
         assert isinstance(effect, Send) and isinstance(effect.message, Vote)
         assert effect.message.voter == 99
-        found.append(effect.message.stamp)
+        found.append(effect.message.nonce)
     return found
 
 
-def test_a_vote_returns_the_stamp_at_once() -> None:
+def test_a_vote_returns_the_nonce_at_once() -> None:
     assert asked(Votes(99), "lease", 10.0) == [5]
     assert asked(Votes(99), "standby", 10.0) == [5]
 
@@ -46,7 +46,7 @@ def test_who_has_voted_for_a_standby_votes_for_no_hub_until_its_word_is_over() -
 
 def test_the_longest_word_counts() -> None:
     votes = Votes(99)
-    list(votes.asked(Notice("lease", stamp=5, seconds=100.0), b"s", 0.0))
+    list(votes.asked(Notice("lease", nonce=5, seconds=100.0), b"s", 0.0))
     assert asked(votes, "lease", 1.0)
     assert not asked(votes, "standby", 99.0)
 
@@ -55,7 +55,7 @@ def test_a_session_votes_under_the_number_that_it_joined_with() -> None:
     worker = desk().connects()
     (join,) = worker.sent(Join)
     worker.is_welcomed()
-    worker.hears(Notice("lease", stamp=5, seconds=L))
+    worker.hears(Notice("lease", nonce=5, seconds=L))
     assert worker.sent(Vote) == [Vote(b"\1" * 16, join.voter or 0, 5)]
 
 
@@ -73,7 +73,7 @@ def test_who_has_been_at_a_later_hub_does_not_go_back_to_an_earlier_one() -> Non
 
 def test_nonsense_gets_no_vote() -> None:
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        assert not list(Votes(99).asked(Notice("lease", stamp=5, seconds=seconds), b"s", 0.0))
+        assert not list(Votes(99).asked(Notice("lease", nonce=5, seconds=seconds), b"s", 0.0))
 
 
 def test_who_knows_a_standby_notices_a_silent_hub_within_two_leases() -> None:

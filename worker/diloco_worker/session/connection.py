@@ -381,7 +381,7 @@ class Votes:
     """For whom a worker votes, where a hub has a standby; `voter` is the number of this life.
 
     A hub may release versions while a majority of its workers, or its standby, vouch for it; the standby
-    takes over with a majority as well. Each asks with a stamp, and a worker answers by returning it. A
+    takes over with a majority as well. Each asks with a nonce, and a worker answers by returning it. A
     vote for one is the word that the other gets none for so long: this keeps it.
 
     A voter is one life of a process. Another life has another number, since it knows of no such words.
@@ -399,11 +399,11 @@ class Votes:
 
     def asked(self, notice: messages.Notice, token: bytes, now: float) -> Iterator[effects.Effect]:
         """A hub or a standby asks for a vote."""
-        if notice.stamp is None or not 0 < notice.seconds < math.inf:
+        if notice.nonce is None or not 0 < notice.seconds < math.inf:
             return
         if self._for not in ("", notice.what) and now < self._until:
             return
         if self._for != notice.what:
             self._for, self._until = notice.what, now
         self._until = max(self._until, now + SAFETY * notice.seconds)
-        yield effects.Send(messages.Vote(token, self.voter, notice.stamp))
+        yield effects.Send(messages.Vote(token, self.voter, notice.nonce))

@@ -271,7 +271,7 @@ class Session:
                     yield from self._disconnected(text or "The broker asks to join again.", now)
             case messages.Notice(what=what) if self._is_relay and what in FOR_THOSE_BEHIND:
                 yield effects.Told(message)
-            case messages.Notice(stamp=int()):
+            case messages.Notice(nonce=int()):
                 yield from self.votes.asked(message, self.connection.token or b"", now)
             case messages.Notice():
                 yield from self._noticed(message, now)

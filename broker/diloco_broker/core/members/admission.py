@@ -12,8 +12,8 @@ from diloco_broker.core.operations import ending, orders
 from diloco_broker.core.rounds import sequence
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.core.sites import listing
-from diloco_broker.core.standby import fence
 from diloco_broker.core.state import Departure, RunState
+from diloco_broker.standby import fence
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments import FragmentPlan
@@ -127,7 +127,7 @@ def _welcome(
         ipc=around.own_address,
         bound=around.bound if around.own_address is not None else None,
         term=state.term,
-        lease=None if state.standby is None else state.standby.lease.seconds,
+        lease=None if state.standby is None else state.standby.seconds,
     )
 
 

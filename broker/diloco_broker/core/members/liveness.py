@@ -8,9 +8,9 @@ from diloco_broker.core.members.members import Member
 from diloco_broker.core.operations import orders
 from diloco_broker.core.rounds import sequence
 from diloco_broker.core.sites import listing
-from diloco_broker.core.standby import fence
 from diloco_broker.core.state import RunState
 from diloco_broker.core.versions import pulls
+from diloco_broker.standby import fence
 from diloco_protocol import messages
 
 # A worker that was silent for so long is sent a word, so that a broken connection shows itself.

@@ -34,9 +34,9 @@ from diloco_broker.core.operations import progress
 from diloco_broker.core.rounds import sequence
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.core.rounds.uploads import Upload, Window, first_window, upload_window
-from diloco_broker.core.standby import fence
 from diloco_broker.core.state import RunState
 from diloco_broker.core.versions import checkpoints
+from diloco_broker.standby import fence
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.dtypes import whole_dtype

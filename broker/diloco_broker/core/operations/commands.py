@@ -233,7 +233,7 @@ def _shutdown(state: RunState, request: Request) -> effects.Effects:
 
 def _promote(state: RunState, request: Request) -> effects.Effects:
     """To a hub: there is no standby any more, and it goes on without a lease."""
-    watch, force = state.standby, request.control.arguments.get("force", False)
+    lease, force = state.standby, request.control.arguments.get("force", False)
     if not isinstance(force, bool):
         yield request.no(f"force is {force!r:.40}; it must be true or false.")
     elif state.parent is not None:
@@ -241,19 +241,19 @@ def _promote(state: RunState, request: Request) -> effects.Effects:
             f"This is a relay, which has no standby and is none: ask the broker at "
             f"{state.parent.address}."
         )
-    elif watch is None:
+    elif lease is None:
         text = f"This broker has the run, with term {state.term}; it is no hub with a standby."
         yield request.yes(text, is_over=True)
-    elif watch.lease.superseded_by is not None:
+    elif lease.superseded_by is not None:
         yield request.no("This hub was replaced by its standby, which has the run now.")
-    elif watch.hears_standby and not force:
+    elif lease.hears_standby and not force:
         yield request.no(
-            f"The standby of this hub ({watch.lease.standby}) is there. To hand the run over to it, "
+            f"The standby of this hub ({lease.standby}) is there. To hand the run over to it, "
             "give its own address alone. If it is to go, stop it and ask again in "
-            f"{watch.lease.seconds:g} s; with --force this hub goes on alone at once."
+            f"{lease.seconds:g} s; with --force this hub goes on alone at once."
         )
     else:
-        watch.lease.goes_on_alone()
+        lease.goes_on_alone()
         text = "this hub goes on without a lease, until a standby comes"
         yield request.noted("promote", text)
         yield request.yes(

@@ -24,8 +24,8 @@ The lease itself runs on the clock of the machine.
 from __future__ import annotations
 
 from diloco_broker.core.events import Now
-from diloco_broker.core.standby import fence
 from diloco_broker.core.state import RunState
+from diloco_broker.standby import fence
 
 
 def is_held(state: RunState) -> bool:
@@ -41,7 +41,7 @@ def advance(state: RunState, now: Now) -> None:
     """
     elapsed, state.now = now.core - state.now, now.core
     if state.standby is not None:
-        state.standby.lease.now = now.machine
+        state.standby.now = now.machine
     elif state.paused_at is None:
         return  # nothing else holds a run
     if is_held(state):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.broker_config import SETTINGS
 from diloco_broker.core import effects
 from diloco_broker.core.operations import ending
 from diloco_broker.core.rounds.modes import mode_of
@@ -19,22 +20,6 @@ from diloco_broker.core.state import RunState
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Notice
 
-# Fields of BrokerConfig that may be changed, as people call them.
-SETTINGS = {
-    "outer_lr": "outer learning rate",
-    "outer_momentum": "outer momentum",
-    "outer_lr_schedule": "outer learning rate's schedule",
-    "outer_momentum_warmup": "outer momentum's warm-up",
-    "workers": "workers",
-    "min_workers": "min-workers",
-    "sync_every": "sync-every",
-    "quorum": "quorum",
-    "grace": "grace",
-    "save_every": "save-every",
-    "max_rounds": "max-rounds",
-    "token_budget": "token-budget",
-    "max_time": "max-time",
-}
 # What a relay decides for its site; the rest is the run's.
 OF_A_SITE = ("workers", "min_workers", "quorum", "grace")
 # What takes a setting back: the quorum is all workers again, the run has no such end.

@@ -16,8 +16,8 @@ from diloco_broker.core.rounds import norms
 from diloco_broker.core.rounds.decision import Reason
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.core.sites import listing
-from diloco_broker.core.standby import fence
 from diloco_broker.core.state import RunState
+from diloco_broker.standby import fence
 from diloco_protocol import feed
 from diloco_protocol.records import field_names, to_plain
 from diloco_protocol.version import as_hex
@@ -303,9 +303,9 @@ def _checkpoint(state: RunState, now: float) -> feed.Checkpoint | None:
 
 
 def _standby(state: RunState) -> feed.Standby | None:
-    if state.standby is None:
+    lease = state.standby
+    if lease is None:
         return None
-    lease = state.standby.lease
     heard = None if lease.life is None else _age(lease.heard_at, lease.now)
     return feed.Standby(
         holds_lease=lease.holds,

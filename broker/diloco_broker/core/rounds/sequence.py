@@ -16,10 +16,10 @@ from diloco_broker.core.operations import ending, progress, settings
 from diloco_broker.core.rounds import identical, norms
 from diloco_broker.core.rounds.modes import rules_of
 from diloco_broker.core.rounds.round import Phase, Update
-from diloco_broker.core.standby import fence
 from diloco_broker.core.state import RunState, UnreleasedVersion
 from diloco_broker.core.versions import checkpoints
 from diloco_broker.core.versions.record import FragmentRecord
+from diloco_broker.standby import fence
 from diloco_protocol.messages import Notice, Rejoin
 
 

@@ -47,7 +47,7 @@ def run_record(state: RunState, number: int) -> RunRecord:
         shards=tuple(state.shards.owners),
         data_sets=state.data.records(),
         term=state.term,
-        standby="" if state.standby is None else state.standby.lease.standby,
+        standby="" if state.standby is None else state.standby.standby,
         left=tuple(state.absences.left),
         missing=state.absences.missing,
     )
@@ -72,7 +72,7 @@ def resume(state: RunState, resumption: Resumption) -> None:
     state.parents = resumption.parents
     state.term = record.term
     if state.standby is not None:
-        state.standby.lease.standby = record.standby
+        state.standby.standby = record.standby
     state.resumed = resumption.title
 
 

@@ -1,1 +1,0 @@
-"""What a hub knows of its standby: see `lease`."""

@@ -127,6 +127,19 @@ def test_a_version_is_released_only_with_the_lease(hub: Hub) -> None:
     assert hub.stage.counted() == [Counter({("a", 7): 1})] * 3
 
 
+def test_workers_are_told_of_a_version_only_with_the_lease(hub: Hub) -> None:
+    """It may be the first that hears of it, and another broker may have the run by then."""
+    (a,) = joined(hub, a=1)
+    a.pushes(7)
+    assert hub.stage.version().counter == 1
+    hub.stage.passes(L + 0.1)
+    a.pulls()
+    assert a.got(Released).version.counter == 0
+    hub.promises()
+    hub.stage.passes(0.1)
+    assert a.got(Released).version.counter == 1
+
+
 @pytest.mark.parametrize("from_file", [False, True], ids=["worker", "file"])
 def test_a_run_begins_only_with_the_lease(from_file: bool) -> None:
     hub = Hub()

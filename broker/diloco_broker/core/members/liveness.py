@@ -126,6 +126,8 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
             member.liveness.probed_at = now
             yield member.tell(messages.Notice("alive"))
     yield from fence.tick(state)
+    if state.standby is not None and state.standby.holds:
+        yield from pulls.go_on(state)
     for member in fence.sends_away(state):
         text = "This broker has no lease, so another one may have the run; join again."
         yield member.tell(messages.Rejoin(state.epoch, text))

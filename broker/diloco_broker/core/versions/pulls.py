@@ -8,6 +8,7 @@ from diloco_broker.core import effects
 from diloco_broker.core.members.members import Binding, Member
 from diloco_broker.core.state import RunState
 from diloco_broker.core.versions.readers import MAX_OBSERVERS, Reader, lane_credit
+from diloco_broker.standby import fence
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
@@ -16,9 +17,13 @@ from diloco_protocol.errors import Code, ProtocolError
 def pull(state: RunState, member: Member, pull: messages.Pull) -> effects.Effects:
     """A worker asks for the newest version of a fragment, or for the next."""
     _check(state, pull)
-    if member.bulk is None or not _has_reader(state, member):
-        member.early_pulls[pull.fragment] = pull  # it overtook the credit that binds the connection
+    is_bound = member.bulk is not None and _has_reader(state, member)
+    if not is_bound or not fence.may_release(state):
+        # It overtook the credit that binds the connection. Or it would be the first that is told of a
+        # version, and another broker may have the run meanwhile, which does not know that one.
+        member.early_pulls[pull.fragment] = pull
     else:
+        assert member.bulk is not None
         reader = _reader_of(state, member, member.bulk)
         yield from _read(state, reader, _of_what_it_sent(state, member, pull))
 
@@ -58,9 +63,16 @@ def credit(
 
 
 def _read_early(state: RunState, member: Member, reader: Reader) -> effects.Effects:
-    while member.early_pulls:
+    while member.early_pulls and fence.may_release(state):
         pull = member.early_pulls.popitem()[1]
         yield from _read(state, reader, _of_what_it_sent(state, member, pull))
+
+
+def go_on(state: RunState) -> effects.Effects:
+    """A hub has its lease: pulls that came while it had none are answered."""
+    for member in state.members:
+        if member.early_pulls and member.bulk is not None and _has_reader(state, member):
+            yield from _read_early(state, member, _reader_of(state, member, member.bulk))
 
 
 def _has_reader(state: RunState, member: Member) -> bool:

@@ -13,11 +13,14 @@ import pytest
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.effects import ReadCheckpoint
+from diloco_broker.standby import mirror as mirrors
 from diloco_broker.standby.mirror import Mirror
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.pieces import MOST_WAITING, PieceReader
 from diloco_protocol.clients import Operator
+from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.errors import UsageError
+from diloco_protocol.messages import Error, Message
 from kit.checkpoints import a_checkpoint, assert_equal
 from kit.process_kit import Processes, save_for_ever, wait_for
 from kit.sites import Sites, assert_same, star
@@ -85,6 +88,28 @@ def test_file_that_did_not_change_is_linked_and_comes_once(hub: Broker, tmp_path
         assert mirror.bytes_copied - came == size
         name = "fragment-0.safetensors"
         assert (copy / name).stat().st_ino == (again / name).stat().st_ino
+
+
+def test_copy_that_lost_its_connection_goes_on_where_it_was(
+    hub: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = itertools.count()
+
+    class Breaks(Dealer):
+        """A connection that is lost once two pieces have come, after the list of files."""
+
+        def receive(self, until: float) -> tuple[Message, Any] | None:
+            found = super().receive(until)
+            if found is not None and next(answers) == 3:
+                return Error("unreachable", "The line was cut."), None
+            return found
+
+    monkeypatch.setattr(mirrors, "Dealer", Breaks)
+    (first,) = checkpoint.found(tmp_path / "hub")
+    with Mirror(hub.address, tmp_path / "standby") as mirror:
+        is_copied(mirror, first)
+        assert mirror.bytes_copied == sum(path.stat().st_size for path in first.iterdir())
+    assert next(answers) > 4
 
 
 def test_checkpoint_that_is_copied_slowly_is_kept_for_it(tmp_path: Path) -> None:

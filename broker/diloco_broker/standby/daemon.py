@@ -45,12 +45,10 @@ NOW = int(zmq.NOBLOCK)
 # Between two words to the hub that was replaced, which may be started again at any time.
 TELL_S = 1.0
 # Options that do not belong to the run: each broker has its own.
-OF_A_PLACE = frozenset(
-    {
-        "bind", "feed", "keys", "ipc", "insecure", "save_dir", "keep", "audit", "resume", "fresh",
-        "recover", "recover_wait", "tensor_threads", "max_workers", "max_parameters", "standby", "lease",
-    }
-)  # fmt: skip
+OF_A_PLACE = frozenset((
+    "bind", "feed", "keys", "ipc", "insecure", "save_dir", "keep", "audit", "tape", "resume", "fresh",
+    "recover", "recover_wait", "tensor_threads", "max_workers", "max_parameters", "standby", "lease",
+))  # fmt: skip
 
 
 def differences(hub: Mapping[str, Any], ours: BrokerConfig) -> list[str]:

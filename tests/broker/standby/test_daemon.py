@@ -229,7 +229,8 @@ def test_settings_that_do_not_go_with_the_options_of_a_standby_are_left_out(
 
 def test_options_that_are_not_the_hubs_are_named(tmp_path: Path) -> None:
     ours = config_of(tmp_path)
-    theirs = {"wire_dtype": "int8", "stall_timeout": 7.0, "keep": 9, "fresh": True, "outer_lr": 0.5}
+    of_the_run = {"wire_dtype": "int8", "stall_timeout": 7.0, "outer_lr": 0.5}
+    theirs = of_the_run | {"keep": 9, "fresh": True, "tape": "tape"}
     texts = differences(asdict(config_of(tmp_path / "other", **theirs)), ours)
     assert ["--wire-dtype int8" in texts[0], "--stall-timeout 7" in texts[1]] == [True, True]
     assert len(texts) == 2, "it follows what operators set, and has folders of its own"

@@ -48,15 +48,16 @@ def unpack(
         ProtocolError: wrong number or sizes of frames, a header that is no message, or a chunk
             without a buffer. The sentence is fit to be sent back.
     """
-    if not frames or len(frames) > MAX_FRAMES:
+    count = len(frames)
+    if not 0 < count <= MAX_FRAMES:
         raise _misfit(
-            f"A message has a header and at most one buffer, this one has {len(frames)} frames."
+            f"A message has a header and at most one buffer, this one has {count} frames."
         )
     header = memoryview(frames[0])
     if header.nbytes > longest_header:
         raise _misfit(f"The header has {header.nbytes} bytes, the limit is {longest_header}.")
     message = decode(header)
-    payload = memoryview(frames[1]) if len(frames) > 1 else None
+    payload = memoryview(frames[1]) if count > 1 else None
     if isinstance(message, Chunk):
         if payload is None or payload.nbytes == 0:
             raise _misfit(

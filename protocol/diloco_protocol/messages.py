@@ -546,15 +546,14 @@ KINDS = {record.kind: record for record in Message.__subclasses__()}
 
 def encode(message: Message) -> bytes:
     """The header frame of a message."""
-    data = message.data if isinstance(message, Result) else None
-    if isinstance(message, Result) and isinstance(data, Packed):
+    if isinstance(message, Result) and isinstance(message.data, Packed):
         plain = {
             "v": PROTOCOL_VERSION,
             "kind": message.kind,
             **plain_fields(replace(message, data={})),
         }
         del plain["data"]
-        return pack_with(plain, {"data": data.packed})
+        return pack_with(plain, {"data": message.data.packed})
     plain = {"v": PROTOCOL_VERSION, "kind": message.kind, **plain_fields(message)}
     return bytes(msgpack.packb(plain))
 

@@ -162,8 +162,10 @@ def _record_reader(record: type[Any], *, lenient: bool) -> Reader:
     required = [each.name for each in _sent(record) if _is_required(each)]
 
     def read(value: Any, where: str) -> Any:
+        if type(value) is not dict:
+            _expect(value, dict, where)
         found = {}
-        for name, plain in _expect(value, dict, where).items():
+        for name, plain in value.items():
             if name not in readers or (lenient and plain is None):
                 continue
             exact, read_field, fit = readers[name]

@@ -48,7 +48,7 @@ def replay(
                 typer.echo(f"{now - began:10.3f} s  {said}")
             if step.difference is not None:
                 typer.echo(
-                    f"Event {events}, {_what(step)}, {now - began:.3f} s after the beginning, in round "
+                    f"Event {events}, {step.about}, {now - began:.3f} s after the beginning, in round "
                     f"{step.about.number}: {step.difference}.",
                     err=True,
                 )
@@ -60,14 +60,6 @@ def replay(
         typer.echo(f"{plural(events, 'event')} of {seconds}, {rounds}: every effect was the same.")
 
 
-def _what(step: Step) -> str:
-    about = step.about
-    named = zip(("fragment", "chunk", "push"), about[-3:], strict=True)
-    said = [f"{name} {value}" for name, value in named if value is not None]
-    of = f" of {about.worker_id}" if about.worker_id else ""
-    return ", ".join([f"{about.kind.__name__}{of}", *said])
-
-
 def _of_worker(step: Step, worker_id: str, state: RunState) -> str:
     """Describe an event that concerns this worker; empty for any other."""
     member = state.members.named(worker_id)
@@ -77,5 +69,5 @@ def _of_worker(step: Step, worker_id: str, state: RunState) -> str:
     if step.about.worker_id != worker_id and not told and not logged:
         return ""
     kinds = [type(each.message).__name__ for each in told]
-    said = [_what(step), *([f"told {', '.join(kinds)}"] if kinds else []), *logged]
+    said = [str(step.about), *([f"told {', '.join(kinds)}"] if kinds else []), *logged]
     return f"round {step.about.number}: {'; '.join(said)}"

@@ -87,6 +87,8 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.SaveFailed: checkpoints.save_failed,
     events.Stop: ending.stop,
 }
+# What comes on connections for chunks, be they the first one or others.
+ON_BULK = frozenset({messages.Chunk, messages.Credit, messages.Lane})
 # Of what anybody may send, and of what only those may who have joined.
 OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
     messages.Join: descriptions.join,
@@ -173,7 +175,7 @@ class Core:
         state = self.state
         asked_for: list[effects.Effect] = []
         try:
-            if isinstance(event, events.Received):
+            if type(event) is events.Received:
                 asked_for += self._message(event)
             else:
                 asked_for += RULES[type(event)](state, event)
@@ -201,7 +203,7 @@ class Core:
             if isinstance(message, messages.Control):
                 message = permissions.signed(peer, message)
             return OF_ANYBODY[kind](state, route, message)
-        on_bulk = isinstance(message, messages.Chunk | messages.Credit | messages.Lane)
+        on_bulk = kind in ON_BULK
         if not on_bulk and kind not in OF_MEMBERS:
             text = f"A {message.kind} message goes from the broker to others."
             raise ProtocolError(Code.NOT_ALLOWED, text)
@@ -210,7 +212,8 @@ class Core:
             return pulls.observe(state, route, message)
         member = state.members.with_session(session or b"")
         is_here = member is not None and (on_bulk or member.control == route)
-        if member is None or not is_here or not permissions.is_own(peer, member):
+        is_own = peer is None or (member is not None and permissions.is_own(peer, member))
+        if member is None or not is_here or not is_own:
             text = "This session is not known on this connection; join again."
             return iter([effects.Send(route, messages.Rejoin(state.epoch, text))])
         is_lane = member.processes > 1 and route != member.control

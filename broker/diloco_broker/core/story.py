@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from diloco_broker.core import events
 from diloco_broker.core.rounds.round import InvariantBroken
@@ -47,7 +48,8 @@ FREQUENT = {
 }
 
 
-class Entry(NamedTuple):
+@dataclass(slots=True)
+class Entry:
     """An event, as far as it has these. A session is never kept: anybody may send megabytes as one."""
 
     at: float = 0.0
@@ -57,6 +59,12 @@ class Entry(NamedTuple):
     fragment: int | None = None
     chunk: int | None = None
     push: int | None = None
+
+    def __str__(self) -> str:
+        named = {"fragment": self.fragment, "chunk": self.chunk, "push": self.push}
+        said = [f"{name} {value}" for name, value in named.items() if value is not None]
+        of = f" of {self.worker_id}" if self.worker_id else ""
+        return ", ".join([f"{self.kind.__name__}{of}", *said])
 
 
 def entry_of(event: events.Event, state: RunState, at: float) -> Entry:
@@ -129,8 +137,4 @@ class Story:
 
 
 def _sentence(entry: Entry, state: RunState) -> str:
-    named = zip(("fragment", "chunk", "push"), entry[-3:], strict=True)
-    said = [f"{name} {value}" for name, value in named if value is not None]
-    of = f" of {entry.worker_id}" if entry.worker_id else ""
-    when = f"{state.now - entry.at:.3f} s ago, round {entry.number}"
-    return ", ".join([f"{when}: {entry.kind.__name__}{of}", *said])
+    return f"{state.now - entry.at:.3f} s ago, round {entry.number}: {entry}"

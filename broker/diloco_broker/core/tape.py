@@ -366,9 +366,9 @@ def written(said: Any, now: Now, gists: Any, codec: Codec) -> tuple[Any, ...]:
     """Convert the result of `noted` to the plain values of an entry."""
     marks = None if gists is None else list(map(_mark, gists))
     if isinstance(said, list):
-        return (), *now, said, marks
+        return (), now.core, now.machine, said, marks
     plain = codec.freeze(said)
-    return codec.new_shapes(), *now, plain, marks
+    return codec.new_shapes(), now.core, now.machine, plain, marks
 
 
 @dataclass(frozen=True)

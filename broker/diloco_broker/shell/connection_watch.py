@@ -199,6 +199,7 @@ class ConnectionWatch:
 
     Attributes:
         next_look: when `look` wants to be called again.
+        by_route: connections by what the ROUTER calls them; see `name`.
         turns: messages received, and `EVERYBODY` more whenever there was none left.
     """
 
@@ -217,7 +218,7 @@ class ConnectionWatch:
         self._by_number: dict[int, Connection] = {}
         # Those of `_by_number` who had not joined at the last look.
         self._strangers: dict[int, Connection] = {}
-        self._by_route: dict[bytes, Connection] = {}
+        self.by_route: dict[bytes, Connection] = {}
         # Routes of connections that have ended, and whether we have ended them: what of theirs still
         # waits is of nobody else. Nothing does once there was nothing left to receive.
         self._gone: dict[bytes, bool] = {}
@@ -247,7 +248,7 @@ class ConnectionWatch:
         if self._strangers.pop(number, None) is not None:
             self._poll(number, 0)
         if connection.route is not None:
-            self._by_route.pop(connection.route, None)
+            self.by_route.pop(connection.route, None)
             if connection.route.startswith(DRAWN):
                 self._gone[connection.route] = connection.is_ended
                 if len(self._gone) > GONE_REMEMBERED:
@@ -257,9 +258,6 @@ class ConnectionWatch:
         """There is nothing left to receive."""
         self.turns += EVERYBODY
         self._gone.clear()
-
-    def of(self, route: bytes) -> Connection | None:
-        return self._by_route.get(route)
 
     def sent_chunk(self, connection: Connection, size: int, piece: Piece) -> None:
         """A chunk was handed to ZeroMQ, with its header so many bytes."""
@@ -276,9 +274,9 @@ class ConnectionWatch:
         if route in self._gone:
             return Connection(None, route, peer, is_ended=self._gone[route])
         connection = self._by_number.get(number)
-        former = self._by_route.get(route)
+        former = self.by_route.get(route)
         if former is not None and former is not connection:  # its name was wrong
-            del self._by_route[route]
+            del self.by_route[route]
             former.route = None
             former.begin_again()
         if connection is None:  # it has ended already
@@ -292,10 +290,10 @@ class ConnectionWatch:
         if connection.route is not None:
             if connection.is_surely_named or not is_sure:
                 return Connection(None, route, peer)
-            self._by_route.pop(connection.route, None)
+            self.by_route.pop(connection.route, None)
             connection.begin_again()
         connection.route, connection.peer, connection.is_surely_named = route, peer, is_sure
-        self._by_route[route] = connection
+        self.by_route[route] = connection
         return connection
 
     def end(self, route: bytes) -> None:
@@ -303,7 +301,7 @@ class ConnectionWatch:
 
         Otherwise what came late of a noisy one would end another, and the request on it would be lost.
         """
-        connection = self._by_route.get(route)
+        connection = self.by_route.get(route)
         if connection is not None:
             connection.is_to_end = True
             if connection.is_surely_named:

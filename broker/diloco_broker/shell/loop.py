@@ -384,7 +384,7 @@ class Loop:
             return
         try:
             message, payload = unpack(incoming.frames, self._longest_header(incoming))
-            if not isinstance(message, Heartbeat):
+            if type(message) is not Heartbeat:
                 self._busy_at = self._received_at
             if isinstance(message, Control):
                 self._look_at_outer()

@@ -196,7 +196,7 @@ class Sockets:
             last = self._router.recv(NOW, copy=False)
             frames.append(last)
         route = first.bytes
-        connection = self._watch.of(route)
+        connection = self._watch.by_route.get(route)
         if connection is None or not connection.is_surely_named:
             connection = self._named(route, last)
         self._surplus_of = connection if last.more else None
@@ -242,7 +242,7 @@ class Sockets:
             return False
         except zmq.ZMQError:
             return False
-        connection = self._watch.of(route)
+        connection = self._watch.by_route.get(route)
         if connection is not None:
             size = on_the_wire(frames, encrypted=self._doorkeeper is not None)
             if chunk is not None:

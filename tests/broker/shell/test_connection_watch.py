@@ -61,7 +61,7 @@ class Watching:
         self.watch.opened(7, self.wire)
 
     def named(self) -> Connection:
-        return self.watch.of(A) or self.watch.name(A, 7, None)
+        return self.watch.by_route.get(A) or self.watch.name(A, 7, None)
 
     def sends_chunk(self, size: int) -> None:
         self.watch.sent_chunk(self.named(), size, Piece(0, 0, 0))
@@ -357,7 +357,7 @@ def test_message_that_was_left_by_a_connection_that_is_gone_belongs_to_no_other(
     on.named()
     assert on.watch.name(b"older", 7, None).transport is None  # the number is in use again
     on.watch.closed(7)
-    assert on.watch.of(A) is None
+    assert on.watch.by_route.get(A) is None
     late = on.watch.name(A, 7, None)
     late.see(on.now, EVERYBODY, 2)
     assert late.too_much(is_member=False, may_owe=0, now=on.now) is None
@@ -370,9 +370,9 @@ def test_name_given_by_what_came_late_of_another_is_corrected(on: Watching) -> N
     assert on.watch.name(A, 7, None).transport is None, "it may be this one that waited"
     on.watch.turns += EVERYBODY
     mine = on.watch.name(A, 7, None)
-    assert on.watch.of(A) is mine
+    assert on.watch.by_route.get(A) is mine
     assert mine.transport is on.wire
-    assert on.watch.of(b"gone") is None
+    assert on.watch.by_route.get(b"gone") is None
     assert on.watch.name(b"other", 7, None).transport is None, "now it is sure"
     on.wire.taken += STRANGERS_MAY_OWE + 1
     assert len(on.looks()) == 1
@@ -385,7 +385,7 @@ def test_end_that_was_meant_for_a_connection_that_is_gone_ends_no_other(on: Watc
     assert not on.wire.is_shut
     on.watch.turns += EVERYBODY
     mine = on.watch.name(A, 7, None)
-    assert on.watch.of(A) is mine
+    assert on.watch.by_route.get(A) is mine
     assert not on.wire.is_shut
     on.watch.end(b"gone")
     assert not on.wire.is_shut
@@ -421,7 +421,7 @@ def test_name_that_was_of_another_number_is_taken_back(on: Watching) -> None:
     on.watch.opened(8, other)
     on.watch.turns += EVERYBODY
     right = on.watch.name(b"b", 8, None)
-    assert on.watch.of(b"b") is right
+    assert on.watch.by_route.get(b"b") is right
     assert wrong.route is None
     on.watch.end(b"b")
     assert (other.is_shut, on.wire.is_shut) == (True, False)

@@ -50,9 +50,9 @@ def signed(peer: Peer | None, control: messages.Control) -> messages.Control:
     return replace(control, arguments={**control.arguments, "who": str(peer)})
 
 
-def is_own(peer: Peer | None, member: Member) -> bool:
+def is_own(peer: Peer, member: Member) -> bool:
     """Does this session belong to this key? Under another one it is worth no more than a made-up one."""
-    return peer is None or peer == Peer(Role.WORKER, member.worker_id)
+    return peer == Peer(Role.WORKER, member.worker_id)
 
 
 def _not_allowed(sentence: str) -> ProtocolError:

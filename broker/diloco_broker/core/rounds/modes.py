@@ -119,10 +119,11 @@ def mode_of(config: BrokerConfig) -> Mode:
 def close_if_due(state: RunState) -> Effects:
     """Close the open round if the decision says so; no other code closes one."""
     while True:
-        held, not_open, why = _held(state), _not_open(state), state.decision.why
-        if not_open is Reason.CLOSING and why is not None and why.reason is (held or not_open):
+        held, round_, why = _held(state), state.round, state.decision.why
+        is_closing = round_ is not None and round_.phase is Phase.CLOSING
+        if is_closing and why is not None and why.reason is (held or Reason.CLOSING):
             return  # as before this event: most events are those of chunks of a closing round
-        rules = rules_of(state)
+        rules, not_open = rules_of(state), _not_open(state)
         if held is None and not_open is None:
             yield from rules.look(state)
         found = _decision(state, held, not_open)

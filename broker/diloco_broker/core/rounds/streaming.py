@@ -61,14 +61,8 @@ class Contribution(PushInProgress):
         return (self.before | self.taken).is_full
 
     def work(self, index: int, payload: Any) -> Fold:
-        return Fold(
-            self.push.fragment,
-            index,
-            *self.key,
-            weight=self.weight,
-            wire_dtype=self.push.wire_dtype,
-            payload=payload,
-        )
+        push, dtype = self.push, self.push.wire_dtype
+        return Fold(push.fragment, index, *self.key, self.weight, dtype, payload)
 
     def owed(self) -> Iterable[int]:
         """Chunks that are to be folded yet."""

@@ -121,17 +121,19 @@ class VersionStore:
                     chunks = self[fragment].layout.chunks
                     yield from self._start(reader, fragment, Bitmap(chunks))
 
-    def chunk_ready(self, fragment: int, index: int, wire: Any) -> effects.Effects:
+    def chunk_ready(self, fragment: int, index: int, wire: Any) -> list[effects.Send]:
         in_progress = self.fragments[fragment].in_progress
         assert in_progress is not None and in_progress.wires[index] is None
         in_progress.wires[index] = wire
         in_progress.codes[index] = code_of(wire)
         in_progress.left -= 1
+        sends: list[effects.Send] = []
         for reader in self.readers.values():
             download = reader.downloads.get(fragment)
             if download is not None and download.version == in_progress.version:
                 download.is_ready(reader.lane_of(fragment, index), index)
-                yield from self.pump(reader)
+                sends += self.pump(reader)
+        return sends
 
     def release(self, fragment: int, record: FragmentRecord) -> effects.Effects:
         """The version being made is whole: it becomes the current one."""
@@ -172,13 +174,13 @@ class VersionStore:
 
     def add_credit(
         self, reader: Reader, chunks: int, now: float, lane: int = 0, lanes: int = 1
-    ) -> effects.Effects:
+    ) -> list[effects.Send]:
         """A reader can take more on one of its `lanes`."""
         most = lane_credit(lanes) if reader.joined else MAX_OBSERVER_CREDIT
         outlet = reader.lanes[lane]
         outlet.credit = min(outlet.credit + max(0, chunks), most)
         reader.heard_at = now
-        yield from self.pump(reader)
+        return self.pump(reader)
 
     def bind(
         self, reader: Reader, lane: int, route: effects.Route, shares: Sequence[Bitmap]
@@ -249,8 +251,9 @@ class VersionStore:
                     download.is_ready(reader.lane_of(fragment, index), index)
             yield from self.pump(reader)
 
-    def pump(self, reader: Reader) -> effects.Effects:
+    def pump(self, reader: Reader) -> list[effects.Send]:
         """Send what is ready while there is credit."""
+        sends: list[effects.Send] = []
         for fragment, download in list(reader.downloads.items()):
             versions = self.fragments[fragment]
             at = versions.at(download.version)
@@ -263,10 +266,11 @@ class VersionStore:
                     reply = versions.reply(at, index, download.held)
                     reader.account.bytes_down += reply.payload.nbytes
                     self.bytes_down += reply.payload.nbytes
-                    yield effects.Send(outlet.route, reply.message, reply.payload)
+                    sends.append(effects.Send(outlet.route, reply.message, reply.payload))
             if not download.left:
                 del reader.downloads[fragment]
                 self._sweep()
+        return sends
 
     def _start(self, reader: Reader, fragment: int, have: Bitmap) -> effects.Effects:
         versions = self[fragment]

@@ -143,7 +143,7 @@ class TensorExecutor:
             touched.add((fragment, index))
             pieces.append((adding_up, lambda _: ()))
         for _ in range(self._threads.at_a_time):
-            if not self._queue or (pieces and _must_wait(self._queue.peek(), touched)):
+            if pieces and (not self._queue or _must_wait(self._queue.peek(), touched)):
                 break
             work = self._queue.take()
             touched.add((work.fragment, work.index))

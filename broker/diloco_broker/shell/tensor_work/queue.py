@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Iterator
 
@@ -28,8 +27,7 @@ class WorkQueue:
         self._folds: dict[int, tuple[Fold, int]] = {}
         self._heap: list[tuple[int, int]] = []  # chunk, key in `_folds`; those taken may be in it
         self._others: deque[TensorWork] = deque()
-        self._keys = itertools.count()
-        self._taken = 0
+        self._added = self._taken = 0  # folds
 
     def __bool__(self) -> bool:
         return bool(self._steps or self._folds or self._others)
@@ -56,7 +54,7 @@ class WorkQueue:
             case Step():
                 self._steps.append(work)
             case Fold(index=index):
-                key = next(self._keys)
+                key = self._added = self._added + 1
                 self._folds[key] = work, self._taken
                 heapq.heappush(self._heap, (index, key))
             case _:

@@ -16,7 +16,7 @@ SWITCH = "DILOCO_KERNELS"
 
 @contextmanager
 def by_torch() -> Iterator[None]:
-    with patch.dict(os.environ, {SWITCH: "torch"}):
+    with patch.dict(os.environ, {SWITCH: "torch"}), _asked_anew():
         yield
 
 
@@ -24,9 +24,20 @@ def by_torch() -> Iterator[None]:
 def by_kernels() -> Iterator[kernels.Kernels]:
     with patch.dict(os.environ):
         os.environ.pop(SWITCH, None)
-        found = kernels.ready()
-        assert found is not None
-        yield found
+        with _asked_anew():
+            found = kernels.ready()
+            assert found is not None
+            yield found
+
+
+@contextmanager
+def _asked_anew() -> Iterator[None]:
+    """What `ready` said before does not hold in here, nor what it says in here afterwards."""
+    kernels.ready.cache_clear()
+    try:
+        yield
+    finally:
+        kernels.ready.cache_clear()
 
 
 needs_kernels = pytest.mark.skipif(

@@ -27,9 +27,11 @@ _spec.loader.exec_module(hatch_build)
 @pytest.fixture(autouse=True)
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(SWITCH, raising=False)
-    kernels.load.cache_clear()
+    for each in (kernels.ready, kernels.load):
+        each.cache_clear()
     yield
-    kernels.load.cache_clear()
+    for each in (kernels.ready, kernels.load):
+        each.cache_clear()
 
 
 @pytest.fixture
@@ -81,6 +83,7 @@ def test_library_of_other_sources_is_not_used(
 def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.ready() is not None
     monkeypatch.setenv(SWITCH, "torch")
+    kernels.ready.cache_clear()
     assert kernels.ready() is None
 
 

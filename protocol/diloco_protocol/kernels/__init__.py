@@ -243,6 +243,7 @@ class Kernels:
         return torch.equal(kept, after) and torch.equal(moved, wanted)
 
 
+@cache  # asked several times for each chunk
 def ready() -> Kernels | None:
     """Return the kernels; None where torch has to do their work."""
     return None if os.environ.get(SWITCH) == "torch" else load()

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +44,32 @@ class KernelsHook(BuildHookInterface[Any]):
 
 def compile_kernels(source: Path, library: Path) -> str | None:
     """Build the library, or remove an old one. Returns why there is none."""
-    fault = _compiled(source, library)
-    if fault:
-        library.unlink(missing_ok=True)
+    try:
+        fault = _compile(source, library)
+        if fault:
+            library.unlink(missing_ok=True)
+    except OSError as error:
+        fault = str(error)
     return fault
 
 
-def _compiled(source: Path, library: Path) -> str | None:
+def _compile(source: Path, library: Path) -> str | None:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     if sys.platform == "win32" or not compiler or shutil.which(compiler[0]) is None:
         return "there is no C compiler"
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     flags = shlex.split(f"{FLAGS} {X86_FLAGS if is_x86 else ''} {os.environ.get('CFLAGS', '')}")
-    # Renamed, since a running process may have the old one mapped.
-    made = library.with_suffix(f".{os.getpid()}")
     digest = hashlib.blake2b(source.read_bytes(), digest_size=8).hexdigest()
     flags.append(f'-DSOURCE_DIGEST="{digest}"')  # `kernels.load` compares it
-    done = subprocess.run(
-        [*compiler, *flags, str(source), "-o", str(made), "-lm"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        made.unlink(missing_ok=True)
-        return done.stderr.strip().partition("\n")[0] or f"{compiler[0]} failed"
-    made.replace(library)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".kernels-") as folder:
+        made = Path(folder, library.name)
+        done = subprocess.run(
+            [*compiler, *flags, str(source), "-o", str(made), "-lm"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return done.stderr.strip().partition("\n")[0] or f"{compiler[0]} failed"
+        made.replace(library)  # a running process may have the old one mapped
     return None

@@ -225,7 +225,7 @@ class _Thawer:
                     found[self.made(key)] = self.made(value)
             case ["o", _, shape, values]:
                 kind, names = self._shapes[shape]
-                found = self._made[number] = object.__new__(kind)
+                found = self._made[number] = kind.__new__(kind)
                 for name, value in zip(names, values, strict=True):
                     object.__setattr__(found, name, self.made(value))
             case _:

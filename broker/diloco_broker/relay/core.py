@@ -26,7 +26,6 @@ from diloco_broker.core.members.start import Start
 from diloco_broker.core.rounds.submissions import Submission
 from diloco_broker.core.sites.gate import Gate
 from diloco_broker.core.sites.told import PASSED_ON
-from diloco_broker.core.versions.record import Resumption
 from diloco_broker.relay.commands import (
     Abandon,
     Answer,
@@ -209,7 +208,10 @@ class Relay:
             case to_parent.Told(messages.Notice() as notice):
                 yield from self._hears_notice(notice)
             case to_parent.Deliver(released):
-                yield from self._settles(released)
+                assert self.session is not None and self.session.layout is not None
+                chunks = self.session.layout.all[released.fragment].chunks
+                yield Settle(released, self._unsettled.found(released, chunks))
+                yield from map(Forget, self._unsettled.missed(released))
                 yield from self._delivered(effect, wires, now)
             case to_parent.PushOver(push_id, code, text):
                 self._wanted = {f: each for f, each in self._wanted.items() if each != push_id}
@@ -352,13 +354,6 @@ class Relay:
         if fragment in self._over:
             yield from self._do_without(fragment)
 
-    def _settles(self, released: Released) -> Commands:
-        layout = self.session.layout if self.session is not None else None
-        assert layout is not None
-        size = next(part.chunks for part in layout.all if part.fragment == released.fragment)
-        yield Settle(released, self._unsettled.found(released, size))
-        yield from map(Forget, self._unsettled.missed(released))
-
     def _has_gone_back(self, versions: Sequence[VersionId | None]) -> bool:
         """Are these, by fragment, not newer than what the site has, but other ones?"""
         for theirs, ours in zip(versions, self.site.state.versions.trained, strict=False):
@@ -439,7 +434,7 @@ class Relay:
         except UsageError as error:
             yield End(_MISFIT.format(error))
             return
-        found = self._resumption(session.manifest, terms)
+        found = resumption(session.manifest, terms, self._versions, self.parent, self._first_round)
         for flight in self._flights.values():
             yield from self._abandon(flight)
         self.is_open = True
@@ -451,9 +446,6 @@ class Relay:
         text = f"The relay begins anew: {why}." if why else "The relay has the run's parameters."
         core = Core(config, self._draw, now, resumption=found, before=self.site)
         yield from self._lives_on_as(core, terms, text)
-
-    def _resumption(self, manifest: Manifest, terms: Terms) -> Resumption:
-        return resumption(manifest, terms, self._versions, self.parent, self._first_round)
 
     def _lives_on_as(self, core: Core, terms: Terms, text: str) -> Commands:
         """Another core takes the place of the site's; its workers come back to that."""

@@ -69,7 +69,7 @@ _SIGNATURES = {
     ),
     "shift": (None, [c_int, address, c_ssize_t, address, address, c_float, address, *_FOUND]),
     "nesterov": (c_uint32, [*_TERMS, address, address, c_float, c_float, c_bool, *_WIRE]),
-    "delayed": (c_uint32, [*_TERMS, address, address, address, *[c_float] * 4, *_WIRE]),
+    "delayed": (c_uint32, [*_TERMS, address, address, address, *[c_float] * 4, c_bool, *_WIRE]),
 }
 
 
@@ -207,14 +207,15 @@ class Kernels:
         theta: Tensor,
         state: tuple[Tensor | None, Tensor | None],
         *,
-        settings: tuple[float, int, float, float],
+        settings: tuple[float, int, float, float, bool],
         out: tuple[Tensor, Tensor, Tensor],
     ) -> bool:
         """A step of Delayed Nesterov: see `diloco_delayed`.
 
         Args:
             state: the buffer's sum and the momentum; None where there is none yet.
-            settings: mu, the buffer's size at a boundary (otherwise 0), the rates of g and m'.
+            settings: mu, the buffer's size at a boundary (otherwise 0), the rates of g and m', and
+                whether m' takes part.
             out: memory for the parameters, for m' at a boundary (otherwise the buffer's sum) and for
                 the parameters in wire form, as in `nesterov`.
 
@@ -256,7 +257,7 @@ def load() -> Kernels | None:
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     try:
         if not LIBRARY.exists():
-            raise OSError("the package was installed without a C compiler")
+            raise OSError("none were built when the package was installed; it takes a C compiler")
         if is_x86 and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
             raise OSError("this processor has no AVX2")
         library = ctypes.CDLL(str(LIBRARY))

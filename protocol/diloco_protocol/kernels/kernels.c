@@ -12,6 +12,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 /* The digest of this file, by which a library that was built from another one is found. */
 const char diloco_source[] = SOURCE_DIGEST;
@@ -20,9 +23,7 @@ enum { PIECE = 1024, BLOCK = 256, HALF = BLOCK / 2 };
 /* How a chunk lies in memory. INT8 and INT4: a bf16 scale for each block, then the codes. */
 enum form { FP32, BF16, FP16, INT8, INT4 };
 
-typedef float __attribute__((aligned(1), may_alias)) f32;
 typedef uint16_t __attribute__((aligned(1), may_alias)) u16;
-typedef _Float16 __attribute__((aligned(1), may_alias)) f16;
 
 /* One summand: a chunk and its weight. */
 struct term {
@@ -52,6 +53,24 @@ static inline uint32_t to_bf16(float value) {
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
+#ifdef __F16C__
+static inline float of_fp16(uint16_t bits) { return _cvtsh_ss(bits); }
+static inline uint16_t to_fp16(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+#else
+static inline float of_fp16(uint16_t bits) {
+    __fp16 value;
+    memcpy(&value, &bits, sizeof value);
+    return (float)value;
+}
+
+static inline uint16_t to_fp16(float value) {
+    __fp16 rounded = (__fp16)value;
+    uint16_t bits;
+    memcpy(&bits, &rounded, sizeof bits);
+    return bits;
+}
+#endif
+
 static inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
 /* Decode one block into BLOCK values. */
@@ -77,8 +96,8 @@ static inline void read(enum form form, const uint8_t *data, ptrdiff_t elements,
         const u16 *values = (const u16 *)data + at;
         for (ptrdiff_t j = 0; j < size; j++) out[j] = of_bits((uint32_t)values[j] << 16);
     } else if (form == FP16) {
-        const f16 *values = (const f16 *)data + at;
-        for (ptrdiff_t j = 0; j < size; j++) out[j] = (float)values[j];
+        const u16 *values = (const u16 *)data + at;
+        for (ptrdiff_t j = 0; j < size; j++) out[j] = of_fp16(values[j]);
     } else {
         ptrdiff_t blocks = (elements + BLOCK - 1) / BLOCK;
         for (ptrdiff_t j = 0; j < size; j += BLOCK)
@@ -279,7 +298,7 @@ static inline void store(const float *values, ptrdiff_t at, ptrdiff_t size, floa
     if (form == BF16)
         for (ptrdiff_t j = 0; j < size; j++) ((u16 *)wire)[at + j] = (uint16_t)to_bf16(values[j]);
     else if (form == FP16)
-        for (ptrdiff_t j = 0; j < size; j++) ((f16 *)wire)[at + j] = (f16)values[j];
+        for (ptrdiff_t j = 0; j < size; j++) ((u16 *)wire)[at + j] = to_fp16(values[j]);
 }
 
 /* One step of SGD with momentum (`outer.chunked.Nesterov`), where g is the terms' mean:
@@ -324,13 +343,14 @@ uint32_t diloco_nesterov(const struct term *terms, ptrdiff_t count, float diviso
  *     D' <- D + g;   at a boundary (`size_of_buffer` > 0): m' <- mu m + D' / size_of_buffer
  *     theta' <- (theta - g_rate g) - m_rate m'
  *
- * `kept` receives m' at a boundary, else D'. Without `momentum` m is 0; without a boundary m' is m.
+ * The last term is left out unless `has_m`. `kept` receives m' at a boundary, else D'. Without
+ * `momentum` m is 0; without a boundary m' is m.
  *
  * Returns the bits of the largest magnitude of theta', at least INFINITE where D' is not finite.
  */
 uint32_t diloco_delayed(const struct term *terms, ptrdiff_t count, float divisor, ptrdiff_t elements,
                         const float *theta, const float *delayed, const float *momentum, float mu,
-                        float size_of_buffer, float g_rate, float m_rate, float *moved,
+                        float size_of_buffer, float g_rate, float m_rate, bool has_m, float *moved,
                         float *kept, enum form form, void *wire) {
     float g[PIECE], m[PIECE];
     uint32_t above = 0;
@@ -350,7 +370,7 @@ uint32_t diloco_delayed(const struct term *terms, ptrdiff_t count, float divisor
         }
         memcpy(kept + at, m, 4 * (size_t)size);
         for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(g[j], -g_rate, theta[at + j]);
-        if (m_rate != 0) {
+        if (has_m) {
             if (size_of_buffer > 0)
                 for (ptrdiff_t j = 0; j < size; j++) g[j] = fmaf(m[j], -m_rate, g[j]);
             else if (momentum)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-
-import torch
 
 # More threads than this wait for memory more than they work.
 MOST_BY_DEFAULT = 4
@@ -25,6 +22,4 @@ def thread_pool(threads: int) -> ThreadPoolExecutor | None:
     """A pool of so many threads, or None where there are none."""
     if threads < 1:
         return None
-    # Threads of torch's own would wait for each other more than they would help.
-    one_core = partial(torch.set_num_threads, 1)
-    return ThreadPoolExecutor(threads, thread_name_prefix="diloco-tensors", initializer=one_core)
+    return ThreadPoolExecutor(threads, thread_name_prefix="diloco-tensors")

@@ -249,14 +249,15 @@ def test_outer_steps_are_the_same(
     theta=vectors(),
     gradients=st.lists(vectors(anything), min_size=1, max_size=4),
     c=st.sampled_from([0.0, 0.25, 0.5]),
-    mu=st.sampled_from([0.0, 0.9]),
+    rates=st.tuples(st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.9])),
     wire=st.sampled_from(list(PLAIN)),
 )
 def test_delayed_steps_are_the_same(
-    theta: Tensor, gradients: list[Tensor], c: float, mu: float, wire: str
+    theta: Tensor, gradients: list[Tensor], c: float, rates: tuple[float, float], wire: str
 ) -> None:
+    lr, mu = rates
     count = min(each.numel() for each in (theta, *gradients))
-    outer = DelayedNesterov(0.7, mu, 2, c)
+    outer = DelayedNesterov(lr, mu, 2, c)
     moved, state = theta[:count].clone(), dict[str, Tensor]()
     for turn, given_ in enumerate(gradients):
         g, dtype = given_[:count].clone(), PLAIN[wire]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -167,6 +168,24 @@ def test_chunks_that_threads_encode_ahead_have_the_same_bytes_and_leave_the_same
                 feedback.settle(object(), (delta, EVERY), {})
         made.append((sent, {index: each.tolist() for index, each in feedback.chunks.items()}))
     assert made[0] == made[1]
+
+
+def test_chunks_that_are_not_encoded_ahead_any_more_are_encoded_when_they_are_asked_for() -> None:
+    part = layout()
+    deltas = [
+        Feedback(part, room).joined(dyadic(part, torch.Generator().manual_seed(0), "int4"))
+        for _ in range(2)
+    ]
+    begun, go_on = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(begun.set)
+        pool.submit(go_on.wait)
+        begun.wait()
+        deltas[0].encode_ahead(pool)
+        deltas[0].encode_here()
+        sent = [[bytes(each.chunk(span.index)) for span in part.spans] for each in deltas]
+        go_on.set()
+    assert sent[0] == sent[1]
 
 
 def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:

@@ -57,6 +57,12 @@ class InFewBits(FlatState):
             if span.segment is Segment.PARAMETERS and span.index not in self.codes:
                 self._ahead[span.index] = threads.submit(self._encoded, span)
 
+    def encode_here(self) -> None:
+        """Encode no more ahead: the chunks that are not begun are encoded when they are asked for."""
+        for each in self._ahead.values():
+            each.cancel()
+        self._ahead.clear()
+
     def chunk(self, index: int) -> memoryview:
         """The bytes of one chunk."""
         if self.layout.spans[index].segment is not Segment.PARAMETERS:
@@ -64,7 +70,10 @@ class InFewBits(FlatState):
         code = self.codes.get(index)
         if code is None:
             ahead = self._ahead.pop(index, None)
-            code = self._encoded(self.layout.spans[index]) if ahead is None else ahead.result()
+            if ahead is None or ahead.cancelled():
+                code = self._encoded(self.layout.spans[index])
+            else:
+                code = ahead.result()
             self.codes[index] = code
         return code
 

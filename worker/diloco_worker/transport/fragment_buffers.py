@@ -21,6 +21,7 @@ from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, Segment
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.dtypes import in_few_bits, least_bytes, span_bytes, whole_dtype
 from diloco_protocol.messages import Chunk, Message
+from diloco_worker.model.feedback import InFewBits
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.session.connection import Owners
 
@@ -186,7 +187,9 @@ class FragmentBuffers:
         return self.outgoing[push_id].chunk(self._number(fragment, index))
 
     def drop(self, push_id: int) -> None:
-        self.outgoing.pop(push_id, None)
+        dropped = self.outgoing.pop(push_id, None)
+        if isinstance(dropped, InFewBits):
+            dropped.encode_here()
 
     def prepare(
         self, push_id: int, layout: FragmentLayout, version: VersionId | None = None

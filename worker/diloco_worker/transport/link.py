@@ -221,7 +221,7 @@ class Link(Inbox, BrokerConnection):
         if self._thread.is_alive():
             self._thread.join(patience)
         if self._encoders is not None:
-            self._encoders.shutdown(wait=False)
+            self._encoders.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():
             self._close_wake_ups()
         elif patience:
@@ -237,6 +237,9 @@ class Link(Inbox, BrokerConnection):
     def leave_to_the_parent(self) -> None:
         """In a forked child: this link has ended."""
         self._connections = None
+        for wire in self.buffers.outgoing.values():
+            if isinstance(wire, InFewBits):
+                wire.encode_here()  # the threads that encode ahead are not in a child
         self._close_wake_ups()
         self.condition = threading.Condition()  # the thread may have held the other one
         self.has_ended = True
@@ -258,8 +261,9 @@ class Link(Inbox, BrokerConnection):
         if former == push.push_id:
             return  # offered again by who was interrupted behind the first time
         self.buffers.outgoing[push.push_id] = wire
-        if self._encoders is not None and isinstance(wire, InFewBits):
-            wire.encode_ahead(self._encoders)
+        encoders = None if self._is_closing.is_set() else self._encoders
+        if encoders is not None and isinstance(wire, InFewBits):
+            wire.encode_ahead(encoders)
         self.executor.feed(events.Offer(push))
         self._offered[push.fragment] = push.push_id
         self.take_rejection(former or 0)  # nobody asks for it any more

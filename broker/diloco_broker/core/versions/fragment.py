@@ -12,8 +12,6 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Chunk, Push
 from diloco_protocol.version import Ledger, VersionId
 
-# What the readers of a version are sent: by the version that they hold and take deltas from, each chunk.
-Replies = dict[VersionId | None, dict[int, Reply]]
 # Old versions of a fragment that are kept until their readers are done.
 OLD_VERSIONS_KEPT = 2
 # Names of versions that are remembered, of each fragment: two numbers each.
@@ -22,13 +20,21 @@ TAGS_KEPT = 1024
 TAGS_SAVED = 128
 
 
+class Replies(dict[VersionId | None, dict[int, Reply]]):
+    """What the readers of a version are sent: by the version that they hold and take deltas from, each
+    chunk.
+
+    They can be made again, so a tape has none of them: of a class it has the attributes.
+    """
+
+
 @dataclass(frozen=True)
 class WholeVersion:
     """A version of which every chunk is there: `wires`, in wire form, and what is known of it."""
 
     record: FragmentRecord
     wires: tuple[Any, ...]
-    replies: Replies = field(default_factory=dict, compare=False)
+    replies: Replies = field(default_factory=Replies, compare=False)
 
     @property
     def version(self) -> VersionId:
@@ -44,7 +50,7 @@ class VersionInProgress:
     wires: list[Any]
     codes: list[Any]  # of the same chunks, where replies are in few bits
     left: int
-    replies: Replies = field(default_factory=dict)
+    replies: Replies = field(default_factory=Replies)
 
 
 @dataclass

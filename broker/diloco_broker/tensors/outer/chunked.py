@@ -224,11 +224,12 @@ class DelayedNesterov:
         momentum, is_boundary = state.get(MOMENTUM), (count + 1) % self.size == 0
         portion = 1 - self.c * self.size + self.c if is_boundary else self.c
         rates = self.lr / self.size, self.lr * portion * self.momentum
+        has_m = bool(portion * self.momentum)
         is_fine = fast.delayed(
             *gradient,
             theta,
             (state.get(DELAYED), momentum),
-            settings=(self.momentum, self.size if is_boundary else 0, *rates),
+            settings=(self.momentum, self.size if is_boundary else 0, *rates, has_m),
             out=(moved, kept, sent),
         )
         after = {MOMENTUM: kept} if is_boundary else {**state, DELAYED: kept}

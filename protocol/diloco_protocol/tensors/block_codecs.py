@@ -55,7 +55,7 @@ class Encoded:
 
 
 class _Between(threading.local):
-    """Memory for what is between values and bytes: each thread has its own, and uses it again.
+    """Memory for what is between values and bytes, and zstd's: each thread has its own, used again.
 
     Fresh memory of the size of a chunk costs the system a page for every 4 KiB, each time. Accelerators
     have an allocator that keeps memory.
@@ -63,6 +63,8 @@ class _Between(threading.local):
 
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}
+        self.compress = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress
+        self.decompress = zstandard.ZstdDecompressor().decompress
 
     def take(
         self, name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device
@@ -143,7 +145,7 @@ class BlockCodec:
             ends = -(-elements // BLOCK) * SCALE_BYTES
             # No `bytes`, which torch does not like to read.
             packed = bytearray(payload[:ends])
-            packed += zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(payload[ends:])
+            packed += _between.compress(payload[ends:])
             payload = memoryview(packed)
         source = Source.coded(self.form, data, elements)
         return Encoded(payload, elements, self._decode_unpacked, data, source)
@@ -163,8 +165,8 @@ class BlockCodec:
         try:
             # What the frame says of its size is asked first: it would be believed, and the memory taken.
             size = zstandard.frame_content_size(packed)
-            unpack = zstandard.ZstdDecompressor().decompress
-            codes = unpack(packed, allow_extra_data=False) if size == wanted else b""
+            is_fit = size == wanted
+            codes = _between.decompress(packed, allow_extra_data=False) if is_fit else b""
         except zstandard.ZstdError as error:
             raise ProtocolError(
                 Code.BAD_CHUNK, f"Its codes cannot be unpacked: {error}."

@@ -133,7 +133,7 @@ class Lives:
         away = set(self._checkpoint.record.workers if self._checkpoint else ()) - {
             m.worker_id for m in state.members
         }
-        waited = state.now - state.started_at >= config.recover_wait
+        waited = state.now >= state.started_at + config.recover_wait  # as the broker adds it up
         waits = bool(away) if self._checkpoint else len(state.members) < config.workers
         is_run = self._checkpoint is not None or version.counter > 0
         demand(waited or not (is_run and waits), "it did not wait for {}", sorted(away))

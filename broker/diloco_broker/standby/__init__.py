@@ -1,6 +1,6 @@
-"""A second broker for a run: it follows the hub, and can take its place.
+"""A second broker for a run, which follows the hub and can replace it.
 
-`lease` has what each of the two may do, and on whose word. `fence` is the hub's end of it, a part of its
-sealed core; `core` is the standby's end, which is pure as well. `mirror` copies checkpoints, `record` is
-what a standby remembers on its disk, `daemon` is its process.
+`lease` has the rules: who may release versions, and who has to agree. `fence` applies them at the hub
+and belongs to its sealed core; `core` applies them at the standby and is pure as well. `mirror` copies
+checkpoints, `record` is the file in which a standby remembers its state, `daemon` is the process.
 """

@@ -22,20 +22,20 @@ from diloco_protocol.errors import Code
 
 # Between two greetings while the hub is not heard.
 GREET_S = 0.5
-# The hub speaks three times in a lease; after so much of one without a word it is not heard.
+# In lease lengths: silence after which the hub counts as lost. It speaks three times in a lease.
 UNHEARD_AFTER = 0.7
-# How often those who are here are asked for their votes.
+# Seconds between two requests for the votes of the workers that are here.
 ASK_S = 0.2
-# A worker that has stayed for so many leases is sent to look whether it hears the hub.
+# In lease lengths: a worker that stayed for so long is sent to check whether it can reach the hub.
 STAYS_FOR = 4.0
-# Who has said nothing for so long is not here any more; a worker joins again every second.
+# Seconds of silence after which a worker is not here any more; it sends a join every second.
 GONE_AFTER_S = 5.0
 # After a takeover that could not be written down, until the next attempt.
 AGAIN_S = 1.0
 # How long the hub has, before a planned takeover, to finish its round and save. Then it is done without.
 SETTLES_WITHIN_S = 60.0
 MOST_HERE = 10_000
-_FORCED = "Somebody has said that the hub is gone."
+_FORCED = "An operator declared the hub gone."
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Standby:
     misfit: str | None = None
     term: int | None = None  # the hub's; None before it was heard
     is_over = False  # it has taken over
-    _wanted_at: float | None = None  # when somebody asked for a takeover
+    _wanted_at: float | None = None  # when an operator asked for a takeover
     _wants = ""
     _refused = ""  # what the hub said last
     _is_forced = False
@@ -140,7 +140,7 @@ class Standby:
         elif not self.hears(now):
             yield Say("The hub is heard again.")
         self.term, self._heard_at = lease.term, now
-        if lease.seconds != self.ballot.seconds:  # a vote is a word for as long as it was asked for
+        if lease.seconds != self.ballot.seconds:  # earlier votes were for another length
             self.ballot = Ballot(self.ballot.draw, lease.seconds, self.ballot.voters)
         if lease.voters:
             self.ballot.voters = frozenset(lease.voters)
@@ -174,10 +174,10 @@ class Standby:
         """Is the hub heard?"""
         return now - self._heard_at < UNHEARD_AFTER * self.ballot.seconds
 
-    # Those who come here.
+    # Workers and operators.
 
     def hears_guest(self, route: Route, message: messages.Message, now: float) -> Commands:
-        """Somebody who is not the hub has sent a message."""
+        """A connection that is not the hub's sent a message."""
         match message:
             case messages.Join():
                 yield from self._joins(route, now)
@@ -267,7 +267,7 @@ class Standby:
         return self.ballot.votes_since(now - self.ballot.seconds), len(self.ballot.voters)
 
     def _promote(self, force: object, now: float) -> tuple[bool, str]:
-        """Somebody wants this one to be the hub. Returns whether that may be, and the answer."""
+        """An operator asks for a takeover. Returns whether it is possible, and the answer."""
         if not isinstance(force, bool):
             return False, f"force is {force!r:.40}; it must be true or false."
         if self.misfit is not None:

@@ -1,8 +1,8 @@
-"""The fence of a hub with a standby: what it may do without a lease, and how it keeps one.
+"""The fence of a hub with a standby: what it may not do without a lease, and how it renews one.
 
-A part of the core. While the lease does not hold no version is released, no round closes, a run neither
-begins nor goes on nor ends, and its deadlines stand still (`operations.holding`). Without `--standby`
-there is no lease, and all of this is nothing.
+A part of the core. Without a lease no version is released, no round closes, the run neither begins nor
+resumes nor ends, and its deadlines are suspended (`operations.holding`). All of this applies only with
+`--standby`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from diloco_broker.standby.lease import Lease
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
-# A lease is renewed so many times in its length. Once the standby is silent, workers are asked twice as
-# often.
+# Renewals per lease length. While the standby is silent, workers are asked twice as often.
 TIMES = 3.0
 # The standby is silent after this part of the length.
 SILENT_AFTER = 0.5

@@ -19,7 +19,7 @@ def thread_count(asked: int | None) -> int:
 
 
 def thread_pool(threads: int) -> ThreadPoolExecutor | None:
-    """A pool of so many threads, or None where there are none."""
+    """A pool of this many threads; None for less than one."""
     if threads < 1:
         return None
     return ThreadPoolExecutor(threads, thread_name_prefix="diloco-tensors")

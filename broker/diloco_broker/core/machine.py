@@ -87,7 +87,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.SaveFailed: checkpoints.save_failed,
     events.Stop: ending.stop,
 }
-# What comes on connections for chunks, be they the first one or others.
+# Messages that may arrive on any of a worker's data connections.
 ON_BULK = frozenset({messages.Chunk, messages.Credit, messages.Lane})
 # Of what anybody may send, and of what only those may who have joined.
 OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {

@@ -69,7 +69,7 @@ class Ports(Protocol):
 
 
 class Acks:
-    """What is to be acknowledged: so many `chunks`.
+    """Acknowledgements that are not sent yet; `chunks` is how many chunks they are for.
 
     An `ack` must not be overtaken by what the core says after it to the same worker: a later `grant`
     gives credit anew. So these are sent before anything else is.

@@ -78,7 +78,7 @@ class HubLink(Dealer):
         zmq.CONNECT_TIMEOUT: 2000,
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_IDLE_S,
-        # What was said before a connection broke is worth nothing on the next.
+        # Messages queued before a connection broke are dropped, not sent on the next one.
         zmq.IMMEDIATE: 1,
     }
 
@@ -92,7 +92,7 @@ class HubLink(Dealer):
             self._socket.send_multipart(pack(message), NOW)
 
     def heard(self) -> Iterator[Message]:
-        """What has come."""
+        """The messages received since the last call."""
         for _ in range(BATCH):
             try:
                 frames = self._socket.recv_multipart(NOW, copy=False)

@@ -170,7 +170,10 @@ def test_chunks_that_threads_encode_ahead_have_the_same_bytes_and_leave_the_same
     assert made[0] == made[1]
 
 
-def test_chunks_that_are_not_encoded_ahead_any_more_are_encoded_when_they_are_asked_for() -> None:
+@pytest.mark.parametrize("how", ["push over", "forked", "closing"])
+def test_chunks_that_are_not_encoded_ahead_any_more_are_encoded_when_they_are_asked_for(
+    how: str,
+) -> None:
     part = layout()
     deltas = [
         Feedback(part, room).joined(dyadic(part, torch.Generator().manual_seed(0), "int4"))
@@ -182,7 +185,10 @@ def test_chunks_that_are_not_encoded_ahead_any_more_are_encoded_when_they_are_as
         pool.submit(go_on.wait)
         begun.wait()
         deltas[0].encode_ahead(pool)
-        deltas[0].encode_here()
+        if how == "closing":
+            pool.shutdown(wait=False, cancel_futures=True)
+        else:
+            deltas[0].encode_here(in_child=how == "forked")
         sent = [[bytes(each.chunk(span.index)) for span in part.spans] for each in deltas]
         go_on.set()
     assert sent[0] == sent[1]

@@ -14,7 +14,7 @@ accelerator the codes are made there as soon as the delta is frozen, and only th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, field
 
 import torch
@@ -57,11 +57,17 @@ class InFewBits(FlatState):
             if span.segment is Segment.PARAMETERS and span.index not in self.codes:
                 self._ahead[span.index] = threads.submit(self._encoded, span)
 
-    def encode_here(self) -> None:
-        """Encode no more ahead: the chunks that are not begun are encoded when they are asked for."""
-        for each in self._ahead.values():
-            each.cancel()
+    def encode_here(self, *, in_child: bool = False) -> None:
+        """Stop encoding ahead: `chunk` encodes what is missing.
+
+        In a forked child nothing is cancelled: the threads do not exist there, and the lock of a future
+        may have been held when the process forked.
+        """
+        ahead = list(self._ahead.values())
         self._ahead.clear()
+        if not in_child:
+            for each in ahead:
+                each.cancel()
 
     def chunk(self, index: int) -> memoryview:
         """The bytes of one chunk."""
@@ -70,10 +76,12 @@ class InFewBits(FlatState):
         code = self.codes.get(index)
         if code is None:
             ahead = self._ahead.pop(index, None)
-            if ahead is None or ahead.cancelled():
+            try:
+                code = None if ahead is None else ahead.result()
+            except CancelledError:  # the worker is closing
+                code = None
+            if code is None:
                 code = self._encoded(self.layout.spans[index])
-            else:
-                code = ahead.result()
             self.codes[index] = code
         return code
 

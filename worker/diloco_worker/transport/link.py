@@ -239,7 +239,7 @@ class Link(Inbox, BrokerConnection):
         self._connections = None
         for wire in self.buffers.outgoing.values():
             if isinstance(wire, InFewBits):
-                wire.encode_here()  # the threads that encode ahead are not in a child
+                wire.encode_here(in_child=True)
         self._close_wake_ups()
         self.condition = threading.Condition()  # the thread may have held the other one
         self.has_ended = True

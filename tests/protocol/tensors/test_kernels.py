@@ -278,6 +278,18 @@ def test_delayed_steps_are_the_same(
         moved, state = theirs[0], dict(theirs[1])
 
 
+def test_delayed_step_at_a_rate_of_0_has_the_same_zeros() -> None:
+    outer, theta, g = DelayedNesterov(0.0, 0.9, 2, 0.25), torch.tensor([-0.0]), torch.tensor([1.0])
+    state = {DELAYED: torch.tensor([-3.0])}  # so the momentum is negative
+    with by_kernels() as kernels:
+        terms = [(Source.of(g), 1.0)]
+        ours, _ = outer.step_by_kernel(
+            kernels, theta, (terms, 1.0), state, count=1, wire=torch.float32
+        )
+    theirs, _ = outer.step(theta, g.clone(), state, 1)
+    assert same(ours[0], theirs)
+
+
 def test_kernels_agree_with_torch_on_this_machine() -> None:
     with by_kernels() as kernels:
         assert isinstance(kernels, Kernels)

@@ -16,11 +16,9 @@ from kit.paths import MODULES, PACKAGES, ROOT
 CORES = (
     "diloco_broker.core",
     "diloco_worker.session",
-    "diloco_broker.relay.core",
     "diloco_broker.standby.core",
     "diloco_broker.standby.fence",
     "diloco_broker.standby.lease",
-    "diloco_broker.relay.report",
 )
 # Importing these loads none of the packages below, also not by way of the packages that they are in: the
 # contracts do not follow those.

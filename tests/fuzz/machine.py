@@ -53,7 +53,6 @@ MODES: list[dict[str, Any]] = [
     {"mode": "async", "max_staleness": 4, "staleness_weight": "poly"},
     {"mode": "async", "dylu": True, "grace": 1.0},
     {"mode": "async", "num_fragments": 2, "sync_every": 8, "outer": "fedbuff", "dn_buffer": 2},
-    {"relays": True},
 ]
 SAVING: list[dict[str, Any]] = [{}, {"save_dir": "run"}, {"save_dir": "run", "durable": True}]
 NAMES = ["a", "b", "c"]
@@ -88,12 +87,6 @@ class WatchedStage(Stage):
         self.words = Words()
         self.peers: dict[bytes, Peer] = {}
         self.last: Message | None = None  # what was received before
-
-    def worker(self, worker_id: str) -> Puppet:
-        made = super().worker(worker_id)
-        if self.config.relays and worker_id == NAMES[0]:
-            made = self.puppets[worker_id] = Relay(self, worker_id)
-        return made
 
     def happens(self, event: events.Event) -> None:
         if isinstance(event, events.Received):
@@ -150,17 +143,6 @@ class WatchedStage(Stage):
     @property
     def versions_are_whole(self) -> bool:
         return all(each.version is not None for each in self.state.versions.trained)
-
-
-class Relay(Puppet):
-    """Stands for the two workers of its site."""
-
-    def joins(self, **fields: Any) -> Puppet:
-        return super().joins(**{"workers": 2, **fields})
-
-    def begins(self, push_id: int, *, weight: float = 1.0, **fields: Any) -> None:
-        fields = {"contents": {"c": push_id}, "workers": 1, **fields}
-        super().begins(push_id, weight=weight, **fields)
 
 
 class Play:

@@ -16,7 +16,6 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.operations.status import EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.rounds.round import Barrier
-from diloco_broker.core.sites.gate import Gate
 from diloco_broker.core.versions.record import InitialModel, Resumption
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.served_time import ServedTime
@@ -90,7 +89,6 @@ class Stage:
     resumption: Resumption | None = None
     life: int = 1
     moved_aside: frozenset[str] = frozenset()
-    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         self.now = 1000.0
@@ -102,7 +100,6 @@ class Stage:
             self.initial,
             self.resumption,
             moved_aside=self.moved_aside,
-            gate=self.gate,
         )
         self.inbox: dict[bytes, list[Message]] = {}
         self.received: dict[bytes, list[tuple[Chunk, Any]]] = {}

@@ -3,30 +3,41 @@
     Takeover(seed=7).run()
 
 The cores of the hub and of the standby are the real ones, and so are the workers' sessions. Each version
-is looked at, as in `simulation.tree`: is every push in it once, and whole, and named in its ledger?
+is looked at: is every push in it once, and whole, and named in its ledger?
 Besides, no hub releases a version once another has taken over, and when it is calm everybody gets on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.versions.record import Resumption
 from diloco_broker.standby import core as standby
 from diloco_protocol import messages
 from diloco_protocol.messages import Message
-from simulation.network import Connection
-from simulation.sites import TICK_S, Host, Hub
+from kit.core_harness import a_config, a_manifest, layered
+from simulation.hosts import CHUNKS, TICK_S, Host, Hub, Pace
+from simulation.network import Connection, Weather, World
 from simulation.tensors import demand
 from simulation.trainers import Trainer
-from simulation.tree import Faults, Tree
 
 LEASE_S = 3.0
 SERVERS = ("hub", "standby")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often each comes, in an hour: kills of workers and of brokers, broken connections, cuts."""
+
+    workers: float = 30.0
+    connections: float = 40.0
+    cuts: float = 120.0
+    brokers: float = 60.0
 
 
 class Roamer(Trainer):
@@ -35,13 +46,12 @@ class Roamer(Trainer):
     places = 2
 
     def __init__(self, run: Takeover, worker_id: str, process: int) -> None:
-        super().__init__(run, worker_id, process)
-        self._run, self.place = run, 0
-        self._server = self._where
+        super().__init__(run, worker_id, process, self._where)
+        self.place = 0
 
     def _where(self) -> str:
         name = SERVERS[self.place]
-        return "nowhere" if self._run.is_cut(self.worker_id, name) else name
+        return "nowhere" if self.run.is_cut(self.worker_id, name) else name
 
     def connect(self, place: int = 0) -> None:
         self.place = place
@@ -57,7 +67,7 @@ class Watched(Hub):
         has_standby = name == "hub"
         config = replace(run.config, standby=has_standby)
         super().__init__(run, disk, name, config, term)
-        self._run, self.is_stopped, self._mail = run, False, list[Any]()
+        self.is_stopped, self._mail = False, list[Any]()
         self._newest = self._versions()
 
     def _versions(self) -> list[object]:
@@ -68,11 +78,11 @@ class Watched(Hub):
         newest = self._versions()
         if newest != self._newest:
             self._newest = newest
-            self._run.released(self)
+            self.run.released(self)
 
     def dies(self) -> None:
         super().dies()
-        self._run.link.breaks(self)
+        self.run.link.breaks(self)
 
     def _tick(self) -> None:
         if self.is_stopped and self.is_alive:
@@ -144,12 +154,11 @@ class Follower(Host):
 
     def __init__(self, run: Takeover) -> None:
         super().__init__(run, "standby")
-        self._run, self.taken_over = run, 0
         draw = partial(run.world.dice.getrandbits, 63)
         self.core: Any = standby.Standby("sb", "hub", draw, self.world.now)
 
     def _tick(self) -> None:
-        if self.is_alive and self._run.taken_over is None:
+        if self.is_alive and self.run.taken_over is None:
             self.do(self.core.tick(self.world.now))
             self.world.after(TICK_S, self._tick)
 
@@ -157,38 +166,60 @@ class Follower(Host):
         self.do(self.core.hears_guest(received.route, received.message, self.world.now))
 
     def hears_hub(self, message: Message) -> None:
-        if self.is_alive and self._run.taken_over is None:
+        if self.is_alive and self.run.taken_over is None:
             self.do(self.core.hears_hub(message, self.world.now))
 
     def do(self, commands: standby.Commands) -> None:
         for command in commands:
             match command:
                 case standby.ToHub(message):
-                    self._run.link.send(message)
+                    self.run.link.send(message)
                 case standby.Answer(route, message):
                     self.send(effects.Send(route, message))
                 case standby.TakeOver(term, why):
                     self.world.tell("standby", f"takes over: {why}")
-                    self._run.takes_over(term)
+                    self.run.takes_over(term)
                 case standby.Say(text):
                     self.world.tell("standby", text)
 
 
-class Takeover(Tree):
-    """See the head of this module. `faults.hubs` are kills of either, `faults.moves` cuts."""
+class Takeover:
+    """See the head of this module."""
 
     def __init__(self, seed: int, faults: Faults | None = None, **of_the_run: Any) -> None:
-        faults = faults or Faults(30.0, 0.0, 40.0, 120.0, 60.0)
-        super().__init__(seed, faults, standby=True, lease=LEASE_S, **of_the_run)
-        self.config = replace(self.config, workers=3)
-        self.relays.clear()
-        names = [f"w{number}" for number in range(self.world.dice.choice((3, 4, 5)))]
-        self.server_of = dict.fromkeys(names, "hub")
+        self.seed, self.faults, self.has_model = seed, faults or Faults(), True
+        self.world = World(seed)
+        self.weather, self.pace = Weather(stall=0.002), Pace()
+        pieces = of_the_run.get("num_fragments", 1)
+        self.manifest = a_manifest(CHUNKS) if pieces == 1 else layered(pieces, CHUNKS)
+        self.config: BrokerConfig = a_config(
+            3,
+            save_dir="run",
+            disconnect_grace=1.0,
+            heartbeat_timeout=60.0,
+            recover_wait=5.0,
+            deterministic=of_the_run.get("mode") != "async",  # so that pushes count whole
+            stall_timeout=0.0,
+            standby=True,
+            lease=LEASE_S,
+            **of_the_run,
+        )
+        self.hosts: dict[str, Host] = {}
+        self._names = [f"w{number}" for number in range(self.world.dice.choice((3, 4, 5)))]
+        self.workers: dict[str, Roamer] = {}
+        self.refused: list[tuple[str, str]] = []
+        self.versions = 0
         self.taken_over: int | None = None  # the term
         self.releases: list[tuple[str, float]] = []
         self.link = Link(self)
+        self._disk: dict[str, Resumption] = {}
         self._disk_there: dict[str, Resumption] = {}  # of the standby
         self._cut: set[frozenset[str]] = set()
+        self._numbers = iter(range(1 << 30))
+        self._is_calm = False
+
+    def route(self) -> bytes:
+        return b"route-%d" % next(self._numbers)
 
     @property
     def follower(self) -> Any:
@@ -222,7 +253,7 @@ class Takeover(Tree):
         try:
             for name in SERVERS:
                 self._begins_at(name)
-            for worker_id in self.server_of:
+            for worker_id in self._names:
                 self._process(worker_id)
             self._copies()
             self._plan()
@@ -238,6 +269,13 @@ class Takeover(Tree):
             story = self.world.story(lines=120)
             raise AssertionError(f"seed {self.seed}\n{story}\n{error}") from error
         return self
+
+    def _waiting(self, before: dict[str, int]) -> list[str]:
+        return [
+            name
+            for name, each in self.workers.items()
+            if each.is_gone or each.counted < before[name] + 2
+        ]
 
     def _process(self, worker_id: str) -> None:
         former = self.workers.get(worker_id)
@@ -270,7 +308,36 @@ class Takeover(Tree):
 
     # What breaks.
 
-    def _move(self) -> None:
+    def _plan(self) -> None:
+        for action, an_hour in (
+            (self._kill_worker, self.faults.workers),
+            (self._break, self.faults.connections),
+            (self._cut_off, self.faults.cuts),
+            (self._kill_broker, self.faults.brokers),
+        ):
+            if an_hour:
+                self._again(action, an_hour)
+
+    def _again(self, action: Callable[[], None], an_hour: float) -> None:
+        def happens() -> None:
+            if not self._is_calm:
+                action()
+                self._again(action, an_hour)
+
+        self.world.after(self.world.dice.expovariate(an_hour / 3600.0), happens)
+
+    def _kill_worker(self) -> None:
+        worker_id = self.world.dice.choice(list(self.workers))
+        if not self.workers[worker_id].is_gone:
+            self.workers[worker_id].dies()
+        self.world.after(
+            self.world.dice.uniform(0.0, self.pace.back), lambda: self._process(worker_id)
+        )
+
+    def _break(self) -> None:
+        self.world.dice.choice(list(self.workers.values())).breaks()
+
+    def _cut_off(self) -> None:
         """Some are cut off from others, or all is whole again."""
         dice, names = self.world.dice, [*SERVERS, *self.workers]
         whole = {frozenset((a, b)) for a in names for b in SERVERS if a != b}
@@ -287,11 +354,10 @@ class Takeover(Tree):
         if self.is_cut(*SERVERS):
             self.link.breaks()
         for worker in self.workers.values():
-            assert isinstance(worker, Roamer)
             if self.is_cut(worker.worker_id, SERVERS[worker.place]):
                 worker.breaks()
 
-    def _kill_hub(self) -> None:
+    def _kill_broker(self) -> None:
         """Either is killed, or the hub's process stopped."""
         name = self.world.dice.choice(SERVERS)
         host = self.hosts[name]
@@ -305,6 +371,3 @@ class Takeover(Tree):
             self.link.breaks()
         away = self.world.dice.choice((0.5, 5.0, 40.0)) * self.world.dice.random()
         self.world.after(away, lambda: self._begins_at(name))
-
-    def _callers(self) -> Iterator[Any]:
-        yield from self.workers.values()

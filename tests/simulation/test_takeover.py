@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from diloco_broker.standby import fence
-from simulation.takeover import Takeover
-from simulation.tree import Faults
+from simulation.takeover import Faults, Takeover
 
 # Nothing happens by itself.
-QUIET = Faults(0.0, 0.0, 0.0, 0.0, 0.0)
+QUIET = Faults(0.0, 0.0, 0.0, 0.0)
 MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async"},
     "fragments": {"num_fragments": 2, "sync_every": 10},

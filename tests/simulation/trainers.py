@@ -1,7 +1,8 @@
-"""A worker in a simulated tree of brokers: real session and schedule, training that takes time."""
+"""A simulated worker: real session and schedule, training that takes time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,11 @@ from diloco_worker.session import effects as asked
 from diloco_worker.session import events as said
 from diloco_worker.session.session import Session
 from diloco_worker.sync.schedule import RoundSchedule, TurnState
-from simulation.sites import CHUNKS, Caller, Up
+from simulation.hosts import CHUNKS, Caller, Up
 from simulation.tensors import demand
 
 if TYPE_CHECKING:
-    from simulation.tree import Tree
+    from simulation.takeover import Takeover
 
 STEPS = 10  # to each push; a part of a second each
 
@@ -31,34 +32,34 @@ class Trainer(Caller):
 
     places = 1  # addresses that it knows
 
-    def __init__(self, tree: Tree, worker_id: str, process: int) -> None:
-        super().__init__(tree, f"{worker_id}/{process}", lambda: tree.server_of[worker_id])
+    def __init__(
+        self, run: Takeover, worker_id: str, process: int, server: Callable[[], str]
+    ) -> None:
+        super().__init__(run, f"{worker_id}/{process}", server)
         self.worker_id, self.step = worker_id, 0
         self.counted = 0
-        config = tree.config
+        config = run.config
         self._schedule = RoundSchedule(
             STEPS, config.num_fragments, common=not config.is_async, step=0, cycle_start=0
         )
         self._flights: dict[int, Push] = {}
         self._versions: dict[int, VersionId] = {}
-        self._trains_on = config.num_fragments > 1 and tree.world.dice.random() < 0.5
+        self._trains_on = config.num_fragments > 1 and run.world.dice.random() < 0.5
         self._is_training = False
         self._waits_for: int | None = None  # a fragment in flight
-        self._pace = tree.world.dice.choice(tree.pace.slow)
+        self._pace = run.world.dice.choice(run.pace.slow)
 
     def begins(self) -> None:
         self.world.tell(self.caller, "begins")
         draw = partial(self.world.dice.getrandbits, 64)
-        self.speak(
-            Session(Join(self.worker_id, self.tree.manifest), draw, self.tree.pace.heartbeat)
-        )
+        self.speak(Session(Join(self.worker_id, self.run.manifest), draw, self.run.pace.heartbeat))
         self.tell(said.Start(self.places))
         self._tick()
 
     def _tick(self) -> None:
         if not self.is_gone:
             self.tell(said.Tick())
-            self.world.after(self.tree.pace.look, self._tick)
+            self.world.after(self.run.pace.look, self._tick)
 
     def dies(self) -> None:
         self.world.tell(self.caller, "is killed")
@@ -91,7 +92,7 @@ class Trainer(Caller):
                 self._has(effect, values)
             case asked.PushOver(push_id, str() as code, text):
                 self.world.tell(self.caller, f"{push_id:#x} is over: {code}: {text}")
-                self.tree.refused.append((self.worker_id, code))
+                self.run.refused.append((self.worker_id, code))
                 fragment = next(f for f, each in self._flights.items() if each.push_id == push_id)
                 del self._flights[fragment]
                 schedule.dropped(fragment, too_late=code == "late")
@@ -113,7 +114,6 @@ class Trainer(Caller):
         is_in = all(key in each.contents for each in values)
         demand(is_in, "{} is said to be in {}", key, released.version)
         self.world.tell(self.caller, f"{effect.counted:#x} is in {released.version} of {fragment}")
-        self.tree.told.add(key)
         self.counted += 1
         if self._flights.pop(fragment, None) is not None:
             self._schedule.merged(fragment)
@@ -160,7 +160,7 @@ class Trainer(Caller):
 
         pieces = self._schedule.num_fragments
         self.world.after(
-            self._pace * self.world.dice.uniform(*self.tree.pace.cycle) / pieces, is_done
+            self._pace * self.world.dice.uniform(*self.run.pace.cycle) / pieces, is_done
         )
 
     def _push(self, fragment: int) -> None:

@@ -26,7 +26,6 @@ COMMANDS: dict[tuple[str, ...], str] = {
     **{("broker", name, *MORE.get(name, ())): "--address" for name in STEERING},
     ("broker", "export"): "--address",
     ("broker", "plan"): "--address",
-    ("broker", "relay", "--check"): "--parent",
     ("broker", "standby", "--check"): "--of",
     ("worker", "doctor"): "--address",
     ("doctor",): "--address",
@@ -36,7 +35,6 @@ COMMANDS: dict[tuple[str, ...], str] = {
 }
 NEED_ONE = (
     ("broker", "plan"),
-    ("broker", "relay", "--check"),
     ("broker", "standby", "--check"),
     ("worker", "run", "--", "true"),
 )

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from diloco_broker import Broker
 from diloco_broker.cli.app import app
 from diloco_broker.cli.status_text import as_text
-from diloco_broker.core.sites.listing import listed
 from diloco_protocol.feed import parse_snapshot
-from diloco_protocol.messages import Heartbeat, Leave, decode, encode
+from diloco_protocol.messages import Leave
 from diloco_protocol.monitor.verdict import Verdict, verdict_on
 from kit.core_harness import Puppet, Stage, a_round, a_run, a_stage
 from kit.exporter_scrapes import exported
@@ -117,19 +116,6 @@ def test_deaths_on_record_are_bounded_in_number_and_time() -> None:
     a.beats(3)
     stage.passes(1.0)
     assert stage.shown()["dead"] == []
-
-
-def test_hub_shows_who_died_behind_a_relay_and_is_degraded() -> None:
-    site, (_, b) = a_run("a", "b")
-    b.dies()
-    hub = a_stage(workers=2, relays=True)
-    relay = hub.worker("north").joins(workers=1)
-    beat = Heartbeat(relay.token(), 1, workers=1, behind=listed(site.state))
-    relay.sends(decode(encode(beat)))
-    reasons = verdict(hub).reasons
-    assert any("b is dead" in reason for reason in reasons)
-    assert hub.shown()["counts"]["due"] == 2
-    assert "not listed" not in as_text(hub.shown())
 
 
 # Who comes back, and whose place another worker takes.

@@ -30,8 +30,7 @@ def every_run_replays(
     folder, numbers, make = tmp_path_factory.mktemp("tapes"), count(), Loop.__init__
 
     def with_tape(loop: Loop, config: BrokerConfig, *arguments: Any, **others: Any) -> None:
-        if type(loop) is Loop:  # a relay has none
-            config = replace(config, tape=str(folder / f"tape-{next(numbers)}"))
+        config = replace(config, tape=str(folder / f"tape-{next(numbers)}"))
         make(loop, config, *arguments, **others)
 
     monkeypatch.setattr(Loop, "__init__", with_tape)

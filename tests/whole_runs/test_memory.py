@@ -85,21 +85,6 @@ def test_memory_is_flat_over_500_rounds(processes: Processes, name: str) -> None
     assert_flat(processes.result("worker"))
 
 
-@needs_proc
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("wire", ["bf16", "int4z"])
-def test_memory_of_a_relay_is_flat_over_500_rounds(processes: Processes, wire: str) -> None:
-    """Means, residuals, and versions that come whole or as differences."""
-    reply = ("--reply-dtype", "int4z") if wire == "int4z" else ()
-    _, hub = processes.serve("--relays", "--sync-every", "1", "--no-save", *reply)
-    anywhere = ("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*")
-    words = ("relay", "--parent", hub, "--parent-wire-dtype", wire, *anywhere)
-    relay = processes.run("-m", "diloco_broker", *words)
-    assert train(processes, relay.address(), relay, ROUNDS, SMALL).ends(240) == 0
-    assert_flat(processes.result("worker"))
-
-
 # 4,000,000 parameters: 8 MB a delta in bf16, 16 MB a version in fp32.
 WIDE, WIDE_ROUNDS = 1000, 5
 MIB = 1024

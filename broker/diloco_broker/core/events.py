@@ -12,7 +12,7 @@ from typing import Any
 from diloco_broker.core import effects
 from diloco_broker.core.effects import Route
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.messages import Message, Notice, Push, Released
+from diloco_protocol.messages import Message
 from diloco_protocol.roles import Peer
 
 # How long a closing round may take to be finished once the broker is to stop.
@@ -132,84 +132,6 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class SentUp:
-    """At a relay: what the closing update has averaged is on its way to the parent, as this push."""
-
-    push: Push
-
-
-@dataclass(frozen=True)
-class RoundNamed:
-    """At a relay: the parent says in which of its rounds a push of the site is."""
-
-    fragment: int
-    push_id: int
-    number: int
-
-
-@dataclass(frozen=True)
-class ExpectedFrom:
-    """At a relay that has come back to its parent: the first round that is expected of the site."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Passed:
-    """At a relay: a version of the parent's has come. `push_id` is what the site has in flight and that
-    it contains, if it does.
-
-    `wires` are its chunks as they came, which go to the workers as they are.
-    """
-
-    released: Released
-    wires: tuple[Any, ...]
-    push_id: int | None = None
-
-
-@dataclass(frozen=True)
-class Parent:
-    """At a relay: how it stands with its parent. Times are the core's clock."""
-
-    address: str
-    name: str  # of the relay there
-    lost_at: float | None = None  # since when it is not there; None while it is
-    # When the site's push began its way up, None while there is none.
-    offered_at: float | None = None
-
-
-@dataclass(frozen=True)
-class ModelRefused:
-    """At a relay without parameters: its parent does not take the model that was brought, and why."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class TurnedDown:
-    """At a relay: the parent does not take a push of the site; `code` and `text` say why."""
-
-    fragment: int
-    push_id: int
-    code: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Paced:
-    """At a relay: the parent asks for so many steps of the site's fastest (Dynamic Local Updates)."""
-
-    sync_every: int
-
-
-@dataclass(frozen=True)
-class Told:
-    """At a relay: its parent has told something that the workers here are to hear."""
-
-    notice: Notice
-
-
-@dataclass(frozen=True)
 class InitialStored:
     """A `StoreInitial` was carried out. `wire` is the chunk as it is sent to workers."""
 
@@ -277,15 +199,6 @@ Event = (
     | WorkDone
     | WorkRefused
     | Stepped
-    | SentUp
-    | RoundNamed
-    | ExpectedFrom
-    | Passed
-    | Told
-    | Parent
-    | ModelRefused
-    | TurnedDown
-    | Paced
     | InitialStored
     | InitialRefused
     | Saved

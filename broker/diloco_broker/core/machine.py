@@ -36,8 +36,6 @@ from diloco_broker.core.operations import (
 from diloco_broker.core.rounds import pushes, sequence
 from diloco_broker.core.rounds.modes import close_if_due, decision, name_of
 from diloco_broker.core.rounds.round import InvariantBroken, Phase
-from diloco_broker.core.sites import flights, passing, told
-from diloco_broker.core.sites.gate import Gate
 from diloco_broker.core.state import RunState
 from diloco_broker.core.story import Story
 from diloco_broker.core.versions import checkpoints, pulls
@@ -72,15 +70,6 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.WorkDone: pushes.done,
     events.WorkRefused: pushes.refused,
     events.Stepped: sequence.stepped,
-    events.SentUp: flights.sent,
-    events.RoundNamed: flights.round_named,
-    events.ExpectedFrom: flights.expected_from,
-    events.Passed: passing.passed,
-    events.Told: told.told,
-    events.Parent: told.parent,
-    events.ModelRefused: told.model_refused,
-    events.TurnedDown: flights.turned_down,
-    events.Paced: flights.paced,
     events.InitialStored: seeding.stored,
     events.InitialRefused: seeding.refused,
     events.Saved: sequence.saved,
@@ -119,8 +108,6 @@ class Core:
         resumption: what a checkpoint has, if the broker goes on from one; comes before `initial`.
         term: how often the run's hub was replaced, where the checkpoint does not know it yet.
         moved_aside: names of the runs that this one replaces; their workers are refused.
-        gate: at a relay without parameters: who is let in.
-        before: at a relay, whose place it takes: orders, and that the run is over, hold on.
     """
 
     def __init__(
@@ -133,8 +120,6 @@ class Core:
         *,
         term: int = 0,
         moved_aside: frozenset[str] = frozenset(),
-        gate: Gate | None = None,
-        before: Core | None = None,
     ) -> None:
         model = RunModel(initial, moved_aside=moved_aside)
         mode = name_of(config)
@@ -143,9 +128,6 @@ class Core:
         self._story = Story()
         if config.standby:
             state.standby = Lease(Ballot(draw, config.lease))
-        state.gate = gate
-        if before is not None:
-            state.orders, state.ending = before.state.orders, before.state.ending
         if resumption is not None:
             checkpoints.resume(state, resumption)
         state.term = max(state.term, term)
@@ -255,17 +237,11 @@ class Core:
                     "a round waits for a worker that is not in the run", worker_id
                 )
         in_progress = state.versions[state.round.fragment].in_progress
-        is_made_here = state.round.phase is Phase.CLOSING and not state.is_site
-        assert (in_progress is not None) == is_made_here
+        assert (in_progress is not None) == (state.round.phase is Phase.CLOSING)
         assert state.unreleased is None or (
             state.unreleased.ended is state.round and in_progress is not None
         )
         counters = [s.version.counter for s in state.versions.trained if s.version]
-        if state.is_site:
-            for fragment, flight in state.flights.items():
-                assert flight.push.fragment == fragment
-                assert all(each.is_up for each in flight.update.chosen)
-        else:
-            assert state.round.number == sum(counters), "round number and versions disagree"
+        assert state.round.number == sum(counters), "round number and versions disagree"
         for reader in state.versions.readers.values():
             assert not reader.joined or any(m.bulk == reader.route for m in state.members)

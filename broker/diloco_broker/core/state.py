@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
 from diloco_broker.core.data.data_sets import DataSets
-from diloco_broker.core.events import Parent, Surroundings
+from diloco_broker.core.events import Surroundings
 from diloco_broker.core.members.absences import Absences
 from diloco_broker.core.members.members import Member, Membership
 from diloco_broker.core.members.run_model import RunModel
@@ -17,8 +17,7 @@ from diloco_broker.core.members.shards import Shards
 from diloco_broker.core.members.start import Recovery, Seeding, Start
 from diloco_broker.core.rounds.decision import Decision, Reason, Why
 from diloco_broker.core.rounds.round import Barrier, Phase, Update
-from diloco_broker.core.rounds.submissions import StagedUpdate, Submissions
-from diloco_broker.core.sites.gate import Gate
+from diloco_broker.core.rounds.submissions import Submissions
 from diloco_broker.core.versions.record import FragmentRecord
 from diloco_broker.core.versions.store import VersionStore
 from diloco_broker.standby.lease import Lease
@@ -26,7 +25,7 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.description import DescriptionInProgress
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.fragments import OWN
-from diloco_protocol.messages import MOST_BEHIND, Join, Notice, Push, Released, Reply, RunConfig
+from diloco_protocol.messages import Join, Notice, Push, RunConfig
 from diloco_protocol.version import VersionId
 
 # Names of workers that have answered; more are not noted, so that those who come and go cost nothing.
@@ -43,10 +42,7 @@ PROBES_A_SECOND = 64.0
 
 @dataclass
 class Order:
-    """`save_all` or `stop_all`. Workers that come while it is pending get it, too.
-
-    A relay has answered once all that are behind it have; what they did stands under their own names.
-    """
+    """`save_all` or `stop_all`. Workers that come while it is pending get it, too."""
 
     number: int
     text: str  # what the workers are told
@@ -55,40 +51,18 @@ class Order:
     waiting: set[str] = field(default_factory=set)
     saved: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
-    # By relay in `waiting`, those behind it that have not answered, where it has told of them.
-    behind: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def is_pending(self) -> bool:
         """Does it concern workers that come now?"""
         return bool(self.waiting) and not self.is_given_up
 
-    @property
-    def unanswered(self) -> list[str]:
-        """Who has not answered, those behind relays by their own names."""
-        here = self.waiting - self.behind.keys()
-        return sorted(
-            here.union(*(self.behind[name] for name in self.waiting & self.behind.keys()))
-        )
-
     def settle(self, worker_id: str, *, is_gone: bool) -> None:
         """A worker has done it, or is gone."""
         self.waiting.discard(worker_id)
-        self.behind.pop(worker_id, None)
         answered = self.left if is_gone else self.saved
         if len(answered) < MOST_NAMES:
             answered.add(worker_id)
-
-    def tells(self, relay: str, reply: Reply) -> None:
-        """How those behind a relay stand with it. Once all have answered, the relay has."""
-        for found, names in ((self.saved, reply.saved), (self.left, reply.left)):
-            found.update(names[: max(0, min(MOST_BEHIND, MOST_NAMES - len(found)))])
-        self.left -= self.saved | set(reply.waiting)
-        if reply.waiting:
-            self.behind[relay] = reply.waiting[:MOST_BEHIND]
-        else:
-            self.behind.pop(relay, None)
-            self.waiting.discard(relay)
 
 
 @dataclass
@@ -108,15 +82,6 @@ class ProbeAllowance:
             return False
         self.left, self.seen_at = left - 1, now
         return True
-
-
-@dataclass(eq=False)
-class Flight:
-    """At a relay: a push that has gone up, until the parent has it in a version or refuses it."""
-
-    update: StagedUpdate
-    push: Push
-    number: int  # the parent's round that it is in, as far as is known; nothing without rounds
 
 
 @dataclass
@@ -208,15 +173,6 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class SiteAway:
-    """A relay that was given up, with workers behind it, at this time of the core's clock."""
-
-    at: float
-    workers: int
-    names: frozenset[str] = frozenset()  # its workers, as far as it told, that are nowhere else
-
-
-@dataclass(frozen=True)
 class UnreleasedVersion:
     """A version of which every chunk is there, and what it contains; not released yet."""
 
@@ -282,15 +238,6 @@ class RunState:
     absences: Absences = field(default_factory=Absences)
     shards: Shards = field(default_factory=Shards)  # who samples which part of the data
     data: DataSets = field(default_factory=DataSets)  # of which units are handed out
-    # At a relay: what the parent said of its last version. None: this broker makes versions of its own.
-    parents: Released | None = None
-    sites_away: dict[str, SiteAway] = field(default_factory=dict)  # by relay, for people
-    parent: Parent | None = None  # at a relay, how it stands with its parent
-    # By fragment, what has gone up and is in no version that has come down.
-    flights: dict[int, Flight] = field(default_factory=dict)
-    first_open: int = 0  # the first of the parent's rounds that is not known to be over
-    # H that the parent asks of the site's fastest worker; None where it is the run's.
-    asked_steps: int | None = None
     # By connection, those who are about to join and have to describe their models.
     descriptions: dict[effects.Route, Described] = field(default_factory=dict)
     probes: ProbeAllowance = field(default_factory=ProbeAllowance)
@@ -344,7 +291,6 @@ class RunState:
     wanted_outer: dict[str, float] = field(default_factory=dict)
     # Versions of asynchronous mode that the log has no line of yet.
     untold: UntoldVersions = field(default_factory=UntoldVersions)
-    gate: Gate | None = None  # at a relay without parameters: who is let in before they are there
 
     @property
     def run_time(self) -> float:
@@ -367,8 +313,7 @@ class RunState:
     @property
     def fragment_pattern(self) -> str:
         """How the model is split, for people: the pattern, or "own"."""
-        is_own = self.surroundings.has_own_split or (self.gate is not None and self.gate.plan)
-        return OWN if is_own else self.config.fragment_pattern
+        return OWN if self.surroundings.has_own_split else self.config.fragment_pattern
 
     def reject(self, worker_id: str, code: str, text: str) -> None:
         self.totals.rejected += 1
@@ -382,11 +327,6 @@ class RunState:
             yield effects.warning(said, is_listed=is_listed)
 
     @property
-    def is_site(self) -> bool:
-        """Whether what is averaged here goes up, and versions come from a parent."""
-        return self.parents is not None
-
-    @property
     def closing(self) -> Update | None:
         """The round that is being finished; None while one is open, or there is none."""
         return self.round if self.round and self.round.phase is Phase.CLOSING else None
@@ -398,7 +338,7 @@ class RunState:
         if not self.first_round_pending:
             return config.min_workers
         needed = config.workers
-        may_refuse = config.max_delta_norm is not None or config.relays
+        may_refuse = config.max_delta_norm is not None
         if may_refuse and round_ is not None and round_.barrier is not None:
             # They are here, though their work is refused.
             needed -= sum(name in self.members for name in round_.barrier.skipped)

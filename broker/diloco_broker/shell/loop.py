@@ -33,9 +33,8 @@ from diloco_broker.shell.process_memory import give_back_freed_memory, memory_by
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
 from diloco_broker.shell.strangers import Strangers
-from diloco_broker.shell.tensor_work import TensorExecutor, Tensors
+from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.storage import checkpoint, model_file, own_plan, resume, writer
-from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.storage.pieces import PieceReader
@@ -122,7 +121,7 @@ class Loop:
             has_own = factory is not None
             found = resume.newest_checkpoint(config, has_own_optimizer=has_own, split=split)
             self._life = resume.next_life(config)
-            self.tensors = self._make_tensors(config, factory, initial, found)
+            self.tensors = TensorExecutor(config, make_outer(config, factory), initial, found)
             opened.callback(self.tensors.close)
             clock = machine_clock()
             self.now = ServedTime(clock)
@@ -153,7 +152,7 @@ class Loop:
                     lock, config.keep, self.sockets.wake, self._pieces.spared
                 )
                 opened.callback(self._writer.close)
-            self._surroundings = events.Surroundings(
+            surroundings = events.Surroundings(
                 feed_address=self.sockets.feed_address,
                 own_address=self.sockets.own_address,
                 bound=self.sockets.address,
@@ -170,7 +169,7 @@ class Loop:
                 opened.callback(tape.close)
             self._opened = opened.pop_all()
         self._strangers = Strangers()
-        self._executor = self._executor_of(self.core, split, tape)
+        self._executor = self._make_executor(surroundings, split, tape)
         self._is_finished = False  # the core has nothing left to do
         self._next_tick = self._next_feed = 0.0
         self._rests = False
@@ -195,22 +194,15 @@ class Loop:
             text = "--fresh: the run that was in %s is now in %s; a new run begins."
             logger.warning(text, lock.folder, former)
 
-    def _make_tensors(
+    def _make_executor(
         self,
-        config: BrokerConfig,
-        factory: OuterOptimizerFactory | None,
-        initial: Mapping[str, Tensor] | None,
-        found: Checkpoint | None,
-    ) -> Tensors:
-        return TensorExecutor(config, make_outer(config, factory), initial, found)
-
-    def _executor_of(
-        self, core: Core, split: own_plan.Split | None = None, tape: TapeWriter | None = None
+        surroundings: events.Surroundings,
+        split: own_plan.Split | None,
+        tape: TapeWriter | None,
     ) -> Executor:
-        """What carries out the effects of this core, which knows then where it is."""
         split_of = None if split is None else lambda manifest: split(manifest).numbers(manifest)
-        executor = Executor(core, self.now.both, self, split_of, tape)
-        executor.feed(self._surroundings)
+        executor = Executor(self.core, self.now.both, self, split_of, tape)
+        executor.feed(surroundings)
         return executor
 
     # Life.
@@ -223,7 +215,7 @@ class Loop:
         try:
             while not self._is_finished:
                 if self.stop_reason and self.core.state.stopping is None:
-                    self._executor.feed(self._stop(self.stop_reason))
+                    self._executor.feed(events.Stop(self.stop_reason, self.is_restarting))
                 self._turn()
             self._await_the_last_save()
             if self.is_complete:
@@ -234,9 +226,6 @@ class Loop:
             if self._writer is not None:  # checkpoints never change, so what broke is not in them
                 self._writer.finish(SAVE_WITHIN_S)
             raise
-
-    def _stop(self, reason: str) -> events.Stop:
-        return events.Stop(reason, self.is_restarting)
 
     def request_stop(self, reason: str, *, restarting: bool) -> None:
         """Let `run` end; from any thread or a signal handler. The first call counts."""
@@ -391,16 +380,13 @@ class Loop:
                 if message.action == "status":
                     self._answer_status(route, message)
                     return
-            self._hear(events.Received(route, message, payload, peer))
+            self._executor.feed(events.Received(route, message, payload, peer))
         except ProtocolError as error:
             self._executor.feed(events.Malformed(route, error.code, str(error)))
         except Exception:
             logger.exception("A message could not be handled; its sender is told, the run goes on.")
             text = "The broker could not handle this message; its log has more."
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
-
-    def _hear(self, received: events.Received) -> None:
-        self._executor.feed(received)
 
     def _longest_header(self, incoming: Incoming) -> int:
         header = memoryview(incoming.frames[0] if incoming.frames else b"")

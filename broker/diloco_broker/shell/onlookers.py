@@ -66,12 +66,6 @@ class Onlookers:
         self._history_error: str | None = None
         self._start_line: dict[str, Any] | None = None
 
-    def follow(self, state: RunState) -> None:
-        """Show another core from now on, which took the place of the one before."""
-        self._state = state
-        if self._audit is not None:
-            self._audit.begin(state.epoch)
-
     def write(self, record: Record) -> None:
         """Write down what the core says."""
         match record:

@@ -11,20 +11,10 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from diloco_broker.core.effects import RecordVersion
 from diloco_protocol.errors import UsageError
-from diloco_protocol.messages import Push
 from diloco_protocol.version import as_hex
-
-
-def _behind(push: Push) -> dict[str, Any]:
-    """What is in the push of a relay, by worker, and of how many workers; nothing for another's."""
-    if push.contents is None:
-        return {}
-    contents = {name: as_hex(push_id) for name, push_id in push.contents.items()}
-    return {"contents": contents, "workers": push.workers}
 
 
 class AuditLog:
@@ -41,10 +31,6 @@ class AuditLog:
         self._file.seek(max(size - 1, 0))
         self._is_cut = self._file.read(1) not in (b"", b"\n")
 
-    def begin(self, epoch: str) -> None:
-        """Another life: of a relay, whose process goes on."""
-        self._epoch = epoch
-
     def add(self, audit: RecordVersion) -> None:
         """One version. Raises OSError when the disk is full."""
         line = {
@@ -60,7 +46,6 @@ class AuditLog:
                     "steps": each.push.steps,
                     "chunks": "all" if each.added.is_full else each.added.to_bytes().hex(),
                     "weight": each.weight,
-                    **_behind(each.push),
                 }
                 for each in audit.pushes
             ],

@@ -21,7 +21,6 @@ HELD = (
     Reason.TAKEOVER,
     Reason.PARAMETERS,
     Reason.CLOSING,
-    Reason.PARENT,
 )
 NAMES = ("a", "b", "c")
 

@@ -65,7 +65,6 @@ MODES: dict[str, dict[str, Any]] = {
     "quorum": {"quorum": 1, "grace": 1.0},
     "dropped": {"quorum": 1, "grace": 0.0, "late": "drop"},
     "fragments": {"num_fragments": 2, "sync_every": 8, "fragment_sync_delay": 1},
-    "relays": {"relays": True},
     "async": {"mode": "async", "max_staleness": 4, "staleness_weight": "poly"},
     "dylu": {"mode": "async", "dylu": True, "grace": 1.0},
     "async-fragments": {"mode": "async", "num_fragments": 2, "sync_every": 8},
@@ -166,7 +165,6 @@ REFUSING_MODES: dict[str, dict[str, Any]] = {
     "streaming": {},
     "late is dropped": {"quorum": 1, "late": "drop"},
     "fragments": {"num_fragments": 2, "sync_every": 8},
-    "relays": {"relays": True},
     "async": {"mode": "async", "max_staleness": 1, "staging_slots": 1},
 }
 # What a worker might do, mostly right: a push has the newest base unless `age` says how much older, and
@@ -181,7 +179,6 @@ PUSHES = st.fixed_dictionaries(
         "units": st.sampled_from(
             [None, None, ("text", 0, 2), ("text", 5, 7), ("text", 2, 1), ("other", 0, 2)]
         ),
-        "contents": st.sampled_from([None, None, None, {"c": 1}]),
     }
 )
 OTHERS = ["delivers", "spoils", "commits", "pulls", "describes", "joins", "others push"]

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.sites.listing import listed
 from diloco_protocol.feed import parse_snapshot
-from diloco_protocol.messages import Heartbeat
 from diloco_protocol.monitor.verdict import verdict_on
-from kit.core_harness import Puppet, Stage, a_run, a_stage
+from kit.core_harness import Puppet, Stage, a_run
 from kit.feed_snapshots import frame
 
 SAME, OTHER, THIRD = 0xAAAA, 0xBBBB, 0xCCCC
@@ -87,13 +85,3 @@ def test_worker_that_is_gone_is_not_named() -> None:
     push((a, SAME), (b, SAME), (c, OTHER))
     b.leaves()
     assert alike(stage) == {}
-
-
-def test_hub_shows_workers_of_a_site_that_send_the_same() -> None:
-    site, (a, b) = fresh("a", "b")
-    push((a, SAME), (b, SAME))
-    hub = a_stage(workers=2, relays=True)
-    relay = hub.worker("north").joins(workers=2)
-    relay.sends(Heartbeat(relay.token(), 1, workers=2, behind=listed(site.state)))
-    reasons = verdict_on(parse_snapshot(frame(hub.shown()))).reasons
-    assert any("a and b sent identical updates" in reason for reason in reasons)

@@ -153,15 +153,13 @@ def test_broker_goes_on_from_the_copy_bit_for_bit(tmp_path: Path, reply: str) ->
     }
     expected = star(range(6), "a", "b", **of_the_run)
     with Sites() as sites:
-        hub = sites.hub(2, relays=False, save_dir=str(tmp_path / "hub"), **of_the_run)
+        hub = sites.hub(2, save_dir=str(tmp_path / "hub"), **of_the_run)
         sites.workers(hub, "a", "b")
         sites.rounds(range(3), "a", "b")
         with Mirror(hub.address, there) as mirror:
             wait_for(lambda: has_copied(mirror, "checkpoint-0001-000000000003"))
     with Sites() as sites:
-        second = sites.hub(
-            2, has_model=False, relays=False, save_dir=str(there), recover_wait=0.0, **of_the_run
-        )
+        second = sites.hub(2, has_model=False, save_dir=str(there), recover_wait=0.0, **of_the_run)
         assert second.resumes
         sites.workers(second, "a", "b")
         assert_same(expected, sites.rounds(range(3, 6), "a", "b"))

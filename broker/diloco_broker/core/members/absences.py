@@ -9,7 +9,7 @@ the records and the living together never outnumber `--max-workers`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +45,7 @@ class Absences:
     returning: dict[str, None] = field(default_factory=dict)
 
     def died(self, member: Member, why: str, now: float) -> None:
-        """Record that a worker is gone and should be here; relays are kept in `sites_away`."""
-        if member.is_relay:
-            return
+        """Record that a worker is gone and should be here."""
         member.forget_work()
         self.dead.pop(member.worker_id, None)
         self.dead[member.worker_id] = Death(member, now, why)
@@ -56,18 +54,14 @@ class Absences:
 
     def left_properly(self, member: Member) -> None:
         """Record that a worker is gone and need not come back."""
-        if not member.is_relay:
-            self.left[member.worker_id] = None
+        self.left[member.worker_id] = None
 
     def will_return(self, member: Member) -> None:
         """Record that a worker is gone and will rejoin."""
-        if not member.is_relay:
-            self.returning[member.worker_id] = None
+        self.returning[member.worker_id] = None
 
     def joined(self, member: Member) -> None:
         """Record that a worker joined: in its own place, or else in that of the longest dead or gone."""
-        if member.is_relay:
-            return
         records: tuple[dict[str, Any], ...] = (self.dead, self.left, self.returning)
         for record in records:
             if member.worker_id in record:
@@ -77,11 +71,6 @@ class Absences:
             if record:
                 del record[next(iter(record))]
                 return
-
-    def are_alive(self, worker_ids: Collection[str]) -> None:
-        """Record that these workers are alive, downstream of a relay."""
-        for worker_id in self.dead.keys() & set(worker_ids):
-            del self.dead[worker_id]
 
     def kicked(self, worker_id: str) -> bool:
         """An operator no longer counts on a dead worker. False if it is not one of the dead."""
@@ -105,14 +94,9 @@ class Absences:
         self.left = dict.fromkeys(left)
         self.returning = {worker_id: None for worker_id in due if worker_id not in self.left}
 
-    def due(self, wanted: int, alive: int, dead_behind: int) -> int:
-        """How many workers should be alive, of `wanted` (`--workers`).
-
-        Args:
-            alive: how many are, those behind relays included.
-            dead_behind: how many relays report as dead.
-        """
-        return max(wanted - len(self.left), alive + dead_behind + len(self.dead))
+    def due(self, wanted: int, alive: int) -> int:
+        """How many workers should be alive, of `wanted` (`--workers`), where `alive` are."""
+        return max(wanted - len(self.left), alive + len(self.dead))
 
     def tick(self, now: float) -> None:
         """Time has passed: remove old deaths."""

@@ -11,7 +11,6 @@ from diloco_broker.core.members.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.operations import ending, orders
 from diloco_broker.core.rounds import sequence
 from diloco_broker.core.rounds.modes import mode_of
-from diloco_broker.core.sites import listing
 from diloco_broker.core.state import Departure, RunState
 from diloco_broker.standby import fence
 from diloco_protocol import messages
@@ -39,18 +38,8 @@ def join(
     """
     manifest = state.model.as_known(manifest)
     _check_sound(state, join, manifest)
-    gate = state.gate
-    if gate is not None:
-        gate.check(manifest)
-        if not gate.is_open:
-            gate.brings(manifest)
-            error = messages.Error(Code.NO_MODEL, gate.wait, retry=True, about=join.kind)
-            yield effects.Send(route, error)
-            return
     _check_fit(state, join, manifest)
     plan = _plan(state, manifest) if plan is None else plan
-    if gate is not None:
-        gate.brings(manifest)
     member = state.members.named(join.worker_id)
     if plan is None:
         yield effects.SplitModel(route, join, manifest)
@@ -91,9 +80,7 @@ def _let_in(
 
 def _is_new(state: RunState, member: Member, join: messages.Join) -> effects.Effects:
     config = state.config
-    state.sites_away.pop(join.worker_id, None)
     state.absences.joined(member)
-    listing.are_here(state, [join.worker_id])
     if join.worker_id in state.model.known:
         member.goes_on_from(state.model.known[join.worker_id])
     yield effects.info(f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
@@ -139,9 +126,7 @@ def _first_round(state: RunState, member: Member) -> int:
         return state.model.resumed_number or 0
     if round_.barrier is None:
         return round_.number  # it says only which fragment to begin with
-    # At a site a round opens before the version of the last one is here: it is as good as a closing one.
-    is_new = bool(state.flights) and not state.closing and not round_.begun
-    if state.below_floor or is_new:
+    if state.below_floor:
         round_.barrier.expect(member.worker_id)
     return round_.number + (member.worker_id not in round_.barrier.expected)
 
@@ -185,7 +170,6 @@ def _check_sound(state: RunState, join: messages.Join, manifest: Manifest) -> No
 def _check_fit(state: RunState, join: messages.Join, manifest: Manifest) -> None:
     """Raise ProtocolError for a worker that does not fit the run."""
     compatibility.check_wants(state.config, join)
-    compatibility.check_relay(state.config, join)
     if join.run in state.model.moved_aside:
         raise ProtocolError(
             Code.RUN_DIFFERS,
@@ -213,11 +197,7 @@ def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...] | None:
         return None
     config, pieces = state.config, state.config.num_fragments
     try:
-        if state.gate is not None and state.gate.plan:
-            plan = FragmentPlan.from_numbers(manifest, state.gate.plan, pieces)
-        else:
-            plan = FragmentPlan.of(manifest, pieces, config.fragment_pattern)
-        return plan.numbers(manifest)
+        return FragmentPlan.of(manifest, pieces, config.fragment_pattern).numbers(manifest)
     except UsageError as error:
         raise ProtocolError(Code.MODEL_DIFFERS, str(error)) from None
 
@@ -253,7 +233,7 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
         life.contest(None)
         text = (
             f"A worker named {member.worker_id!r} is alive on {figures.host or 'some host'} "
-            f"(pid {figures.pid}); give this one another worker_id (a relay: --name)."
+            f"(pid {figures.pid}); give this one another worker_id."
         )
         yield effects.warning(f"Refused a second worker named {member.worker_id!r}.")
     else:

@@ -38,16 +38,6 @@ def check_wants(config: BrokerConfig, join: Join) -> None:
         )
 
 
-def check_relay(config: BrokerConfig, join: Join) -> None:
-    """Raise ProtocolError for a relay where its push could count in part."""
-    if join.workers is not None and not config.relays:
-        raise ProtocolError(
-            Code.NOT_ALLOWED,
-            f"{join.worker_id} is a relay, and this broker takes none: what it sends for its site would "
-            "count in part. Start the broker with --relays.",
-        )
-
-
 def _as_run(config: BrokerConfig, name: str) -> object:
     """A field of the run's configuration, in the words of the options."""
     if name == "fragment_sync_delay":
@@ -94,5 +84,4 @@ def sync_every_of(state: RunState, member: Member) -> int:
     if not config.dylu:
         return config.sync_every
     speeds = {m.worker_id: m.figures.speed for m in state.members if m.figures.speed is not None}
-    fastest = state.asked_steps or config.sync_every
-    return dylu.sync_every(speeds, member.worker_id, fastest, min(fastest, config.least_steps))
+    return dylu.sync_every(speeds, member.worker_id, config.sync_every, config.least_steps)

@@ -7,7 +7,6 @@ from diloco_broker.core.members import admission, compatibility, descriptions, s
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.operations import orders
 from diloco_broker.core.rounds import sequence
-from diloco_broker.core.sites import listing
 from diloco_broker.core.state import RunState
 from diloco_broker.core.versions import pulls
 from diloco_broker.standby import fence
@@ -28,10 +27,6 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     """A sign of life, with the step count: a training loop that hangs shows in it."""
     figures, life = member.figures, member.liveness
     has_moved = figures.take(beat, state.now)
-    is_empty = member.is_relay and beat.workers == 0
-    if member.is_relay and beat.workers is not None:
-        member.workers = min(beat.workers, state.config.max_workers)
-    listing.heard(state, member, beat)
     life.beat(state.now, has_moved=has_moved)
     if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
         figures.has_warned = True
@@ -39,17 +34,11 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     if beat.saved:
         yield from orders.answered(state, member, beat.saved)
     limit = state.config.stall_timeout
-    if is_empty:
-        if not life.is_stalled:
-            yield from _stall(
-                state, member, f"Relay {member.worker_id} has no workers", "one is there"
-            )
-    elif has_moved:
+    if has_moved:
         yield from mark_active(state, member)
     elif limit and not life.is_stalled and life.stood_still() > limit:
         stood = f"has stood at step {figures.step} for {life.stood_still():.0f} s"
-        text = f"{member.worker_id} {stood} though it sends heartbeats"
-        yield from _stall(state, member, text, "it goes on")
+        yield from _stall(state, member, f"{member.worker_id} {stood} though it sends heartbeats")
     number = state.round.number if state.round else 0
     steps = compatibility.sync_every_of(state, member) if state.config.dylu else None
     if (state.alive.round, state.alive.sync_every) != (number, steps):
@@ -57,12 +46,12 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     yield member.tell(state.alive)
 
 
-def _stall(state: RunState, member: Member, what: str, until: str) -> effects.Effects:
+def _stall(state: RunState, member: Member, what: str) -> effects.Effects:
     """A worker does not train: others go on without it, unless their round needs more workers."""
     member.liveness.stall()
     follows = tuple(sequence.stall(state, member.worker_id))
     goes_on = state.round is not None and not state.below_floor
-    waits = f"; the others do not wait for it until {until}" if goes_on else ""
+    waits = "; the others do not wait for it until it goes on" if goes_on else ""
     yield effects.warning(f"{what}{waits}.")
     yield from follows
 
@@ -158,10 +147,7 @@ def _may_be_on_its_way(state: RunState) -> bool:
 
 def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     state.totals.deaths += 1
-    site = f"; workers behind this relay: {member.workers}" if member.is_relay else ""
-    yield effects.warning(f"{member.worker_id} counts as dead: {why}{site}.")
-    if member.workers:
-        listing.is_away(state, member)
+    yield effects.warning(f"{member.worker_id} counts as dead: {why}.")
     seeding.lost(state, member)
     yield from admission.remove(state, member, why)
     state.absences.died(member, why, state.now)

@@ -168,12 +168,6 @@ class Member:
     joined_at: float  # run time
     liveness: Liveness
     bulk: effects.Route | None = None  # None until a credit has come on it
-    # Of a relay: how many workers are behind it, and whose pushes were in its last.
-    workers: int | None = None
-    behind: frozenset[str] = frozenset()
-    # Who they are and how they do, as its last heartbeat told, and when that was.
-    listed: tuple[messages.Behind, ...] = ()
-    listed_at: float = 0.0
     processes: int = 1
     voter: int | None = None  # of this life of the worker
     # Of several processes: the other connections for chunks that are bound, by index from 1 on.
@@ -191,10 +185,6 @@ class Member:
     account: Account = field(default_factory=Account)
 
     @property
-    def is_relay(self) -> bool:
-        return self.workers is not None
-
-    @property
     def has_trained(self) -> bool:
         """Has it taken part, be it with one step?"""
         return self.figures.step > 0 or self.figures.pushes > 0
@@ -206,15 +196,6 @@ class Member:
         """
         is_same_process = join.voter is not None and join.voter == self.voter
         return join.session == self.session or is_same_process
-
-    def is_before(self, worker_id: str) -> bool:
-        """Is that worker, or relay, behind this relay, as far as is known?"""
-        return worker_id in self.behind or any(e.worker_id == worker_id for e in self.listed)
-
-    @property
-    def stands_for(self) -> int:
-        """How many workers it is, for displays: one, or those behind a relay."""
-        return 1 if self.workers is None else self.workers
 
     def tell(self, message: messages.Message) -> effects.Send:
         return effects.Send(self.control, message)
@@ -270,8 +251,6 @@ class Member:
     def begins(self, push: messages.Push, number: int | None) -> None:
         self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
         self.figures.push_begins(push, number)
-        if push.contents is not None:
-            self.behind = frozenset(push.contents)
 
     def counts(self, push: messages.Push, staleness: int, now: float) -> None:
         """A push is in a version that is being released."""
@@ -318,20 +297,6 @@ class Membership:
     def with_session(self, session: bytes) -> Member | None:
         return self._by_session.get(session)
 
-    @property
-    def known(self) -> set[str]:
-        """Ids of those that are here, and of those behind relays as their last pushes named them."""
-        return {name for m in self._by_id.values() for name in (m.worker_id, *m.behind)}
-
-    def relay_of(self, worker_id: str) -> Member | None:
-        """The relay here that a worker, or a relay, is behind, as far as is known."""
-        return next((m for m in self if m.is_relay and m.is_before(worker_id)), None)
-
-    @property
-    def workers(self) -> int:
-        """How many are here; of a relay, those behind it."""
-        return sum(member.stands_for for member in self._by_id.values())
-
     def routes(self) -> set[effects.Route]:
         """The connections of all members."""
         return {route for m in self._by_id.values() for route in m.routes}
@@ -356,7 +321,6 @@ class Membership:
             sync_every=own_sync_every(join.wants),
             versions=join.versions,
             processes=join.processes,
-            workers=join.workers,
             voter=join.voter,
             figures=Figures(join.host[:MAX_HOST_LENGTH], join.pid, join.extra),
         )
@@ -373,7 +337,7 @@ class Membership:
         member.session = session
         member.control = route
         member.bulk = None
-        member.processes, member.workers = join.processes, join.workers
+        member.processes = join.processes
         member.voter = join.voter
         member.lanes.clear()
         member.liveness.hear(now)

@@ -126,7 +126,7 @@ def _run_exists(state: RunState) -> bool:
 def _continue_transfer(state: RunState) -> effects.Effects:
     seeding = state.seeding
     worker = state.members.named(seeding.worker_id)
-    if seeding.is_complete and state.gate is None:  # a relay's parent begins the run
+    if seeding.is_complete:
         yield from _begin_run(state)
     elif worker is not None and state.run_time - seeding.progress_at > seeding.patience_s:
         yield from _replace(state, worker)
@@ -491,8 +491,6 @@ def _continue_run(state: RunState) -> effects.Effects:
     for member in state.members:
         yield from state.versions.warn_of_branches(member.worker_id, member.versions)
     number = sum(s.version.counter for s in state.versions.trained if s.version)
-    if state.is_site:  # its versions may be of different moments; rounds are the parent's
-        number = model.resumed_number or 0
     is_newer = number != model.resumed_number
     source = f"from {model.checkpoint}" if model.checkpoint else "with what its workers hold"
     yield effects.info(f"Run {model.run} goes on with round {number}, {source}.")

@@ -10,7 +10,6 @@ from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.members import admission
-from diloco_broker.core.members.members import Member
 from diloco_broker.core.operations import orders, settings
 from diloco_broker.core.rounds import sequence
 from diloco_broker.core.state import RunState
@@ -22,7 +21,6 @@ from diloco_protocol.packed import Packed, pack_with
 from diloco_protocol.records import to_plain
 
 LONGEST_FILE = 1 << 62  # bytes; systems know no longer ones
-PARENT = b""  # the route of what a relay does as its parent says
 WHO = "who"  # the argument in which operators name themselves
 
 
@@ -80,9 +78,7 @@ def _manifest(state: RunState, request: Request) -> effects.Effects:
 
 
 def _save(state: RunState, request: Request) -> effects.Effects:
-    if state.parent is not None:
-        yield request.no(f"A relay saves nothing: ask the broker at {state.parent.address}.")
-    elif state.config.save_dir is None:
+    if state.config.save_dir is None:
         yield request.no(_SAVES_NOTHING)
     elif state.round is None:
         yield request.no("There is nothing to save yet: the run has no parameters.")
@@ -125,43 +121,26 @@ def _piece(state: RunState, request: Request) -> effects.Effects:
 def _kick(state: RunState, request: Request) -> effects.Effects:
     name = request.control.arguments.get("worker")
     member = state.members.named(name) if isinstance(name, str) else None
-    if member is None and isinstance(name, str) and (relay := state.members.relay_of(name)):
-        yield from _kick_behind(state, request, relay, name)
-        return
     if isinstance(name, str) and member is None and state.absences.kicked(name):
         yield request.noted("kick", f"{name}, which is dead, is no longer missed", name)
         yield request.yes(f"{name} is dead; the run no longer counts on it.")
         return
     if member is None:
-        names = [n for m in state.members for n in (m.worker_id, *(e.worker_id for e in m.listed))]
-        here = ", ".join(names)[:300] or "nobody"
+        here = ", ".join(each.worker_id for each in state.members)[:300] or "nobody"
         yield request.no(f"No worker named {name!r:.80} is here; here: {here}.")
         return
     yield request.noted("kick", f"{member.worker_id} removed from the run", member.worker_id)
     yield from admission.kick(state, member)
-    left = state.members.workers
-    then = "It trains on alone, or stops, and may join again when it is started again."
-    if member.is_relay:
-        then = f"The relay ends; workers behind it, {member.workers} now, wait for another."
+    left = len(state.members)
     yield request.yes(
         f"{member.worker_id} was removed; {left} {'worker is' if left == 1 else 'workers are'} left. "
-        f"{then}"
+        "It trains on alone, or stops, and may join again when it is started again."
     )
-
-
-def _kick_behind(state: RunState, request: Request, relay: Member, name: str) -> effects.Effects:
-    """The relay does it, or the relay behind it that knows the worker."""
-    text = f"Relay {relay.worker_id} is asked to remove {name}"
-    yield request.noted("kick", text, name)
-    yield relay.tell(messages.Notice("kick", f"{text}.", worker_id=name))
-    yield request.yes(f"{text}; it is gone when it no longer stands below {relay.worker_id}.")
 
 
 def _set(state: RunState, request: Request) -> effects.Effects:
     arguments = {name: value for name, value in request.control.arguments.items() if name != WHO}
     try:
-        if request.route != PARENT:
-            settings.check_site(state, arguments)
         changes = settings.changes(state, arguments)
     except UsageError as error:
         yield request.no(str(error))
@@ -225,8 +204,6 @@ def _shutdown(state: RunState, request: Request) -> effects.Effects:
     then = "The run is over: the workers' scripts are told to end."
     if restarting:
         then = "Workers train on and come back to the broker that is started next."
-    if state.parent is not None and not restarting:
-        then = "They are told to end; the run goes on without this site."
     yield request.yes(f"The broker {finish}{saves}tells its workers and stops. {then}")
     yield effects.End(f"{noted.by} asked for it", restarting)
 
@@ -236,11 +213,6 @@ def _promote(state: RunState, request: Request) -> effects.Effects:
     lease, force = state.standby, request.control.arguments.get("force", False)
     if not isinstance(force, bool):
         yield request.no(f"force is {force!r:.40}; it must be true or false.")
-    elif state.parent is not None:
-        yield request.no(
-            f"This is a relay, which has no standby and is none: ask the broker at "
-            f"{state.parent.address}."
-        )
     elif lease is None:
         text = f"This broker has the run, with term {state.term}; it is no hub with a standby."
         yield request.yes(text, is_over=True)

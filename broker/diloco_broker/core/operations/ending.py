@@ -175,19 +175,6 @@ def tell_all(state: RunState) -> effects.Effects:
         yield from tell(state, member)
 
 
-def told(state: RunState, text: str) -> effects.Effects:
-    """At a relay: its parent says that the run is over. What is on its way up is waited for."""
-    ending = state.ending
-    if ending.is_over:
-        return
-    yield effects.info(text)
-    ending.why = text.removeprefix(OVER).rstrip(".") or "the parent says so"
-    ending.is_over, ending.until = True, state.run_time + LEAVE_WITHIN_S
-    yield from tell_all(state)
-    if state.closing is None and not state.flights:
-        yield from refuse_the_rest(state)
-
-
 def refuse_the_rest(state: RunState) -> effects.Effects:
     """If the run has just become over, nothing more is taken in."""
     if not state.ending.is_over:
@@ -229,7 +216,7 @@ def _count_time(state: RunState) -> None:
 
 def stop(state: RunState, event: events.Stop) -> effects.Effects:
     """From now on no round closes any more; one that is closing has until the deadline."""
-    reason = event.reason.rstrip(".")  # it may be a sentence of the parent's
+    reason = event.reason.rstrip(".")  # it may be a sentence
     state.stopping = Stopping(reason, event.restarting, state.now + event.within_s)
     is_over = "The run is over, and workers are told so."
     then = "Workers train on until a broker is back." if event.restarting else is_over

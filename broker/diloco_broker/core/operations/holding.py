@@ -7,7 +7,6 @@ still while the run is held, whatever holds it:
 
 - the time of the last round, the time to leave after it, and `--max-time`;
 - `--grace`, after a quorum or the first asynchronous push, and `--staging-deadline`;
-- how long a round of a site waits for workers whose last push is for a later round;
 - `--recover-wait`, and the patience with a worker that uploads its parameters.
 
 Other deadlines run on `RunState.now`, since what they are about goes on:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.state import Order, RunState
-from diloco_protocol.messages import MOST_BEHIND, Notice, Reply
+from diloco_protocol.messages import Notice
 
 SAVE, STOP = "save_all", "stop_all"
 WHAT = {SAVE: "save", STOP: "stop"}
@@ -18,13 +17,9 @@ SAVE_WITHIN_S = 600.0
 STOP_WITHIN_S = 60.0
 
 
-def give(state: RunState, action: str, number: int | None = None) -> effects.Effects:
-    """Tell everybody who is here; an order of the same kind that is pending is replaced.
-
-    `number`: at a relay, that of its parent's order.
-    """
-    if number is None:
-        number = state.draw() % (1 << 31) + 1  # not that of another life of the broker
+def give(state: RunState, action: str) -> effects.Effects:
+    """Tell everybody who is here; an order of the same kind that is pending is replaced."""
+    number = state.draw() % (1 << 31) + 1  # not that of another life of the broker
     within_s = SAVE_WITHIN_S
     if action == STOP:
         within_s = max(STOP_WITHIN_S, 2 * state.last_report.seconds if state.last_report else 0.0)
@@ -53,11 +48,10 @@ def tick(state: RunState) -> effects.Effects:
         if not order.is_pending or state.now < order.until:
             continue
         order.is_given_up = True
-        names = ", ".join(order.unanswered)[:300]
+        names = ", ".join(sorted(order.waiting))[:300]
         yield effects.warning(f"No answer to {action.replace('_', '-')} from {names}.")
         for member in state.members:
-            # A relay does so to its own.
-            if action == STOP and member.worker_id in order.waiting and not member.is_relay:
+            if action == STOP and member.worker_id in order.waiting:
                 yield member.tell(Notice("shutdown", order.text))
 
 
@@ -67,28 +61,6 @@ def answered(state: RunState, member: Member, number: int) -> effects.Effects:
     if order is not None and order.number == number and member.worker_id in order.waiting:
         order.settle(member.worker_id, is_gone=False)
         yield effects.info(f"{member.worker_id} has saved, as an operator asked.")
-
-
-def replied(state: RunState, member: Member, replies: Sequence[Reply]) -> None:
-    """A relay tells how those behind it stand with what was asked."""
-    for reply in replies[: len(WHAT)]:
-        order = state.orders.get(reply.action)
-        if order is not None and order.number == reply.order and member.worker_id in order.waiting:
-            order.tells(member.worker_id, reply)
-
-
-def replies(state: RunState) -> tuple[Reply, ...]:
-    """At a relay: how those behind it stand with what its parent has asked."""
-    return tuple(
-        Reply(
-            action,
-            order.number,
-            tuple(order.unanswered[:MOST_BEHIND]),
-            tuple(sorted(order.saved)[:MOST_BEHIND]),
-            tuple(sorted(order.left)[:MOST_BEHIND]),
-        )
-        for action, order in state.orders.items()
-    )
 
 
 def gone(state: RunState, worker_id: str) -> None:
@@ -105,7 +77,7 @@ def standing(state: RunState, action: str) -> dict[str, Any]:
         return {}
     return {
         "order": order.number,
-        "waiting": order.unanswered,
+        "waiting": sorted(order.waiting),
         "saved": sorted(order.saved),
         "left": sorted(order.left),
     }

@@ -32,21 +32,14 @@ def with_version(state: RunState, made: UnreleasedVersion) -> Totals:
     return replace(
         before,
         rounds=before.rounds + 1,
-        contributions=before.contributions + sum(push.workers for push in pushes),
+        contributions=before.contributions + len(pushes),
         steps=min(before.steps + steps, MOST),
         tokens=min(before.tokens + tokens, MOST),
     )
 
 
 def show(state: RunState, number: int) -> None:
-    """So far is the run before this round; readers are told so from now on.
-
-    A relay knows its own site only, and tells what its parent says.
-    """
-    if state.parents is not None:
-        state.versions.progress = state.parents.progress or Progress()
-        state.versions.loss = state.parents.loss
-        return
+    """So far is the run before this round; readers are told so from now on."""
     totals, report, versions = state.totals, state.last_report, state.versions
     steps, loss = totals.steps, None if report is None else report.loss
     if state.config.is_async:

@@ -20,8 +20,6 @@ from diloco_broker.core.state import RunState
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Notice
 
-# What a relay decides for its site; the rest is the run's.
-OF_A_SITE = ("workers", "min_workers", "quorum", "grace")
 # What takes a setting back: the quorum is all workers again, the run has no such end.
 _TAKEN_BACK = {"quorum": 0, "max_rounds": 0, "token_budget": 0, "max_time": "0"}
 # What a torch optimizer has in its groups, by the name of the setting.
@@ -44,17 +42,6 @@ class Change:
 
 def _shown(value: Any, none: str) -> str:
     return none if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def check_site(state: RunState, arguments: Mapping[str, Any]) -> None:
-    """Raises UsageError for what is not a relay's to set."""
-    others = [SETTINGS[name] for name in SETTINGS if name in arguments and name not in OF_A_SITE]
-    if state.parent is not None and others:
-        own = ", ".join(SETTINGS[name] for name in OF_A_SITE)
-        raise UsageError(
-            f"A relay sets {own} of its site; {', '.join(others)} is the run's: set it at the broker "
-            f"whose run this is, through {state.parent.address}."
-        )
 
 
 def changes(state: RunState, arguments: Mapping[str, Any]) -> list[Change]:
@@ -123,8 +110,8 @@ def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     if mode_of(after) is not mode_of(config):
         raise UsageError(
             "Whether rounds have a quorum decides how contributions are kept, so it is settled at the "
-            "start: a broker that was started with --quorum, --deterministic, --relays, "
-            "--max-delta-norm, or an --aggregate other than the mean can change it."
+            "start: a broker that was started with --quorum, --deterministic, --max-delta-norm, or an "
+            "--aggregate other than the mean can change it."
         )
     return after
 

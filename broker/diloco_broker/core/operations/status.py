@@ -12,10 +12,10 @@ from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.members.start import Start
+from diloco_broker.core.operations import worker_status
 from diloco_broker.core.rounds import norms
 from diloco_broker.core.rounds.decision import Reason
 from diloco_broker.core.rounds.modes import mode_of
-from diloco_broker.core.sites import listing
 from diloco_broker.core.state import RunState
 from diloco_broker.standby import fence
 from diloco_protocol import feed
@@ -24,11 +24,6 @@ from diloco_protocol.version import as_hex
 
 EVENTS_KEPT = 20
 LONGEST_EVENT = 500  # characters: peers may provoke long sentences
-# Entries for those behind relays in one snapshot; of each relay there are `MOST_BEHIND` at most.
-MOST_LISTED = 2000
-# A relay that has just lost the way to its parent connects again before anybody need know.
-PARENT_MISSED_S = 3.0
-OF_THE_PARENT = "the parent's"  # outer optimizer, at a relay
 
 R = TypeVar("R")
 
@@ -117,15 +112,15 @@ def _snapshot(
         paused_for_s=_age_if(state.paused_at, now),
         end=_end(state),
         orders=tuple(
-            feed.Order(action, tuple(each.unanswered), len(each.saved), len(each.left))
+            feed.Order(action, tuple(sorted(each.waiting)), len(each.saved), len(each.left))
             for action, each in state.orders.items()
             if each.is_pending
         ),
         round=_round(state, now),
         counts=feed.Counts(
-            alive=state.members.workers,
+            alive=len(state.members),
             due=_due(state),
-            participating=state.round.participants if state.round else 0,
+            participating=len(state.round.participating) if state.round else 0,
             averaged=report.averaged if report else 0,
         ),
         model=_model(state),
@@ -171,11 +166,8 @@ def _snapshot(
         ),
         workers=_workers(state, usual, now),
         dead=_dead(state, usual, now),
-        sites_away=tuple(
-            feed.SiteAway(name, each.workers, _age(each.at, now))
-            for name, each in state.sites_away.items()
-        ),
-        parent=_parent(state, now),
+        sites_away=(),
+        parent=None,
         totals=_totals(state),
         rejections=tuple(
             feed.Rejection(_age(each.at, now), each.worker_id, each.code, each.text[:LONGEST_EVENT])
@@ -255,8 +247,6 @@ def _model(state: RunState) -> feed.Model | None:
 def _outer(state: RunState) -> feed.Outer:
     """What steps the parameters; a torch optimizer's settings are its own."""
     config, name, has_momentum = state.config, state.config.outer_name, False
-    if state.parent is not None:
-        return feed.Outer(optimizer=OF_THE_PARENT)
     if state.has_own_optimizer:
         lr, momentum = _common(state, "lr"), _common(state, "momentum")
     else:
@@ -323,18 +313,6 @@ def _totals(state: RunState) -> feed.Totals:
     return feed.Totals(**counted, refused=dict(state.refused), bytes_down=state.versions.bytes_down)
 
 
-def _parent(state: RunState, now: float) -> feed.Parent | None:
-    parent = state.parent
-    if parent is None:
-        return None
-    return feed.Parent(
-        parent.address,
-        parent.name,
-        lost_s=_age_if(parent.lost_at, now),
-        offered_s=_age_if(parent.offered_at, now),
-    )
-
-
 def _condition(state: RunState, waiting_for: str | None) -> str:
     if state.stopping is not None:
         return "stopping"
@@ -381,12 +359,10 @@ def _has_buffer(state: RunState) -> bool:
 def _workers(
     state: RunState, usual: Mapping[int, float | None], now: float
 ) -> tuple[feed.Worker, ...]:
-    room, found = MOST_LISTED, []
-    for member in state.members:
-        health = listing.health_of(member, now)
-        found.append(_worker(state, member, usual, now, health=health, room=room))
-        room -= len(found[-1].behind)
-    return tuple(found)
+    return tuple(
+        _worker(state, each, usual, now, health=worker_status.health_of(each, now))
+        for each in state.members
+    )
 
 
 def _dead(
@@ -400,8 +376,7 @@ def _dead(
 
 
 def _due(state: RunState) -> int:
-    behind = sum(each.health == feed.DEAD for m in state.members for each in m.listed)
-    return state.absences.due(state.config.workers, state.members.workers, behind)
+    return state.absences.due(state.config.workers, len(state.members))
 
 
 def _worker(
@@ -411,14 +386,13 @@ def _worker(
     now: float,
     *,
     health: str,
-    room: int = 0,
 ) -> feed.Worker:
     figures = member.figures
     fragment, norm = next(reversed(figures.norms.items()), (0, None))
     middle = usual.get(fragment)
     return feed.Worker(
         id=member.worker_id,
-        **listing.status_of(state, member, health, now),
+        **worker_status.status_of(state, member, health, now),
         pid=figures.pid,
         tokens=figures.tokens,
         merge_delay=figures.merge_delay,
@@ -430,7 +404,6 @@ def _worker(
         times_usual=None if norm is None or middle is None else norm / middle,
         processes=member.processes,
         connections=len(member.lanes) + (member.bulk is not None) if member.processes > 1 else 1,
-        behind=tuple(listing.behind(state, member, room)),
         extra=dict(figures.extra),
     )
 
@@ -446,11 +419,7 @@ def _why(state: RunState) -> feed.Wait | None:
 
 def _waiting_for(state: RunState) -> str | None:
     """What has to happen before training goes on, in a sentence; None when nothing has."""
-    round_, parent, why = state.round, state.parent, state.decision.why
-    if parent is not None and parent.lost_at is not None:
-        for_s = state.now - parent.lost_at
-        if round_ is None or for_s >= PARENT_MISSED_S:
-            return f"for its parent at {parent.address}, since {for_s:.0f} s"
+    round_, why = state.round, state.decision.why
     if why is not None and why.reason is Reason.LEASE:
         assert state.standby is not None
         return f"for its lease: this hub {fence.why_not(state.standby)}"
@@ -504,7 +473,7 @@ def round_line(
     return {
         "kind": "round",
         **told,
-        "alive": state.members.workers,
+        "alive": len(state.members),
         "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
         "bytes_down": state.versions.bytes_down,
         "cpu_s": figures.use.cpu_s,
@@ -521,7 +490,6 @@ def round_line(
                 "staleness": member.figures.staleness,
                 "bytes_up": member.account.bytes_up,
                 "bytes_down": member.account.bytes_down,
-                **({"workers": member.workers} if member.is_relay else {}),
             }
             for name in report.workers
             if (member := state.members.named(name)) is not None

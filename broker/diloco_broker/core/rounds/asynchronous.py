@@ -21,7 +21,6 @@ from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.rounds.round import Phase
 from diloco_broker.core.rounds.submissions import StagedUpdate, Submission, Submissions
 from diloco_broker.core.rounds.uploads import Upload, Window
-from diloco_broker.core.sites import contents
 from diloco_broker.core.state import RunState
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code
@@ -45,7 +44,7 @@ class AsyncUpdate(StagedUpdate):
         return {s.worker_id for s in self.submissions}
 
     def has_all_of(self, worker_id: str) -> bool:
-        return any(s.is_whole for s in self.submissions if s.worker_id == worker_id and not s.is_up)
+        return any(s.is_whole for s in self.submissions if s.worker_id == worker_id)
 
     def apply(self, chosen: tuple[Submission, ...], size: int) -> None:
         self.phase = Phase.CLOSING
@@ -135,7 +134,7 @@ def _may_send(state: RunState, member: Member, push: Push) -> bool:
     """Is there a slot, and nothing whole of this worker and fragment waiting to be applied?"""
     # With a grace period whole submissions wait for each other, so they must not fill the slots.
     has_grace = state.config.grace > 0
-    taken = sum(not (s.is_up or (has_grace and s.is_whole)) for s in state.submissions)
+    taken = sum(not (has_grace and s.is_whole) for s in state.submissions)
     free = taken < state.config.staging_slots
     return free and not collect.has_whole(state, member, push)
 
@@ -185,7 +184,7 @@ def look(state: RunState) -> Effects:
     """Refuse what has grown too old: while it was on its way others were applied."""
     if _update(state).phase is Phase.CLOSING:
         return
-    for each in _whole(state):
+    for each in state.submissions.whole():
         text = _too_old(state, each.worker_id, each.push)
         if text is not None:
             state.submissions.drop(each)
@@ -193,15 +192,8 @@ def look(state: RunState) -> Effects:
             yield from _hand_out_slots(state)
 
 
-def _whole(state: RunState) -> list[Submission]:
-    """Those that may be applied, the one that has been whole longest first."""
-    whole = state.submissions.whole()
-    # At a site others wait until the one that has gone up is in a version.
-    return [each for each in whole if each.push.fragment not in state.flights]
-
-
 def tally(state: RunState) -> Tally:
-    whole = _whole(state)
+    whole = state.submissions.whole()
     here = {each.worker_id for each in whole}
     enough_at = whole[0].whole_at if whole else None
     return Tally(here, frozenset(), False, len(state.members), enough_at)
@@ -209,23 +201,17 @@ def tally(state: RunState) -> Tally:
 
 def close(state: RunState) -> Effects:
     """Apply what has been whole longest; if it is too large it is refused instead."""
-    update, whole = _update(state), _whole(state)
+    update, whole = _update(state), state.submissions.whole()
     fragment = whole[0].push.fragment
-    together = contents.together(state, [s for s in whole if s.push.fragment == fragment])
+    together = [s for s in whole if s.push.fragment == fragment]
     chosen = tuple(together if state.config.grace > 0 else together[:1])
     kept = yield from norms.refuse_too_large(state, chosen)
     if len(kept) < len(chosen):
         yield from _hand_out_slots(state)
         return
     update.apply(chosen, state.versions[fragment].layout.chunks)
-    if state.is_site:
-        for each in chosen:  # the mean of so many gradients, whatever else is said of them
-            each.weight = float(each.push.workers)
-        yield from collect.merge(state, fragment, [chosen])
-        return
     power = -0.5 if state.config.staleness_weight == "poly" else 0.0
-    # That of a relay is the mean of those of so many workers, and counts as all of theirs.
-    groups = [[each] for each in chosen for _ in range(each.push.workers)]
+    groups = [[each] for each in chosen]
     yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** power)
 
 

@@ -126,19 +126,18 @@ def merge(
     factor: Callable[[int], float] = lambda _: 1.0,
 ) -> Effects:
     """Make a version of the fragment; each group makes one gradient. `factor` is that of a submission's
-    values, by its staleness. At a relay their mean goes up instead: no version is begun."""
+    values, by its staleness."""
     versions = state.versions[fragment]
     for submission in (each for group in groups for each in group):
         submission.is_chosen = True
         submission.staleness = versions.staleness(submission.push)
-    count = 0 if state.is_site else state.begin_version(fragment, len(groups))
+    count = state.begin_version(fragment, len(groups))
     wholes = tuple(tuple(s.merged(factor(s.staleness)) for s in group) for group in groups)
     for index in range(versions.layout.chunks):
         yield AggregateAndStep(fragment, index, wholes, count)
 
 
 def forget(state: RunState, merged: Sequence[Submission]) -> None:
-    """These are in a version that is out: they need no room any more. What has gone up waits for one."""
+    """These are in a version that is out: they need no room any more."""
     for submission in merged:
-        if not submission.is_up:
-            state.submissions.drop(submission)
+        state.submissions.drop(submission)

@@ -22,7 +22,6 @@ class Reason(str, Enum):
     TAKEOVER = "takeover"  # the standby is about to take over
     PARAMETERS = "parameters"  # there are none yet
     CLOSING = "closing"  # the round is closing: its outer step is being taken
-    PARENT = "parent"  # the site's last mean of the fragment is not in a version of the parent's
     WORKERS = "workers"  # even the pushes of all workers would be too few
     PUSHES = "pushes"  # pushes are missing
     GRACE = "grace"  # enough pushes are here, and others have some time left

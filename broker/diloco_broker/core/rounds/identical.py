@@ -2,8 +2,7 @@
 
 Nothing else shows it: losses fall, and the mean of equal updates has a healthy norm. Only updates made
 from the same version are compared: with different data they differ, and with the same data they are
-equal, unless the devices compute differently. A push of zeros says nothing about data. A relay's push
-is the mean of its site: two relays are named where their sites' means are equal.
+equal, unless the devices compute differently. A push of zeros says nothing about data.
 """
 
 from __future__ import annotations

@@ -27,18 +27,8 @@ def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Eff
     which = f" (fragment {ended.fragment})" if state.config.num_fragments > 1 else ""
     yield info(
         f"Round {ended.number}{which} closed in {state.run_time - ended.opened_at:.1f} s: "
-        f"{_averaged(state, ended, expected)}{names}."
+        f"{ended.averaged} of {len(expected)} expected workers averaged{names}."
     )
-
-
-def _averaged(state: RunState, ended: Update, expected: set[str]) -> str:
-    relays = sum(member.is_relay for member in state.members if member.worker_id in expected)
-    if not relays:
-        return f"{ended.averaged} of {len(expected)} expected workers averaged"
-    direct = len(expected) - relays
-    of = f"{relays} relay{'s' if relays > 1 else ''}"
-    beside = f" and {direct} other{'s' if direct > 1 else ''}" if direct else ""
-    return f"{ended.averaged} workers averaged, of {of}{beside} expected"
 
 
 def applied(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:

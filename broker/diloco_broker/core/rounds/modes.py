@@ -100,7 +100,7 @@ MODES: dict[str, Mode] = {
         asked_for_by=lambda config: "--mode async" if config.is_async else "",
         room_needed=asynchronous.room_needed,
         has_rounds=False,
-        takes_any_number=lambda config: config.grace > 0 or config.relays,
+        takes_any_number=lambda config: config.grace > 0,
     ),
     "staged": Mode(staged, asked_for_by=staged.asked_for_by, room_needed=staged.room_needed),
     "streaming": Mode(streaming),
@@ -167,11 +167,7 @@ def _not_open(state: RunState) -> Reason | None:
     round_ = state.round
     if round_ is None:
         return Reason.PARAMETERS
-    if round_.phase is Phase.CLOSING:
-        return Reason.CLOSING
-    # At a site one push of each fragment is on its way at a time, as with any worker.
-    is_away = round_.barrier is not None and round_.fragment in state.flights
-    return Reason.PARENT if is_away else None
+    return Reason.CLOSING if round_.phase is Phase.CLOSING else None
 
 
 def rules_of(state: RunState) -> Rules:

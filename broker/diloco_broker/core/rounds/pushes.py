@@ -15,7 +15,6 @@ from diloco_broker.core.members import liveness, seeding
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.rounds import grants
 from diloco_broker.core.rounds.modes import rules_of
-from diloco_broker.core.sites import contents
 from diloco_broker.core.state import RunState
 from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, Segment
@@ -31,12 +30,11 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
     _check_push(state, push)
     if push.purpose is messages.Purpose.DONATION:
-        yield from seeding.offered(state, member, replace(push, contents=None, workers=1))
+        yield from seeding.offered(state, member, push)
         return
     if state.ending.is_over:
         raise ProtocolError(Code.LATE, f"The run is over: {state.ending.why}.")
     _check_base(state, push)
-    contents.check(state, member, push)
     has_units = units.check(state, member, push)
     rules_of(state).check(state, member, push)
     if push.ledger is not None:  # of a seed worker only; it would be kept with the push

@@ -160,15 +160,8 @@ class Update(ABC):
 
     @property
     def averaged(self) -> int:
-        """Workers of whom a whole push is in it; of a relay, those behind it."""
-        return sum(
-            {each.worker_id: each.push.workers for each in self.pushes if each.is_whole}.values()
-        )
-
-    @property
-    def participants(self) -> int:
-        """How many `participating` are; of a relay, the workers in its push."""
-        return len(self.participating)
+        """Workers of whom a whole push is in it."""
+        return len({each.worker_id for each in self.pushes if each.is_whole})
 
     def counted(self) -> tuple[CountedPush, ...]:
         return tuple(

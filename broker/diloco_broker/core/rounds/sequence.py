@@ -137,10 +137,8 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
     assert in_progress is not None
     counted, ledger = ended.counted(), versions.ledger
     for each in counted:
-        if each.chunks.is_full and each.push.contents is not None:
-            ledger = ledger.with_contents(each.push.contents)
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks, each.added)
-    ledger = ledger.without_the_long_gone(state.members.known)
+    ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
     record = FragmentRecord(
         in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
     )

@@ -1,7 +1,7 @@
 """Staged rounds: submissions are kept until whole, and merged together, a round at a time.
 
-Used with a quorum, in deterministic order, with relays, with a bound on how long a push may be, or
-where an aggregate needs whole submissions. A worker may send before its round is open; what is not whole
+Used with a quorum, in deterministic order, with a bound on how long a push may be, or where an
+aggregate needs whole submissions. A worker may send before its round is open; what is not whole
 when a round closes is carried into the next round of the fragment, or dropped, as the run has it
 (`--late`), and its worker is told either way. The rules of a round:
 
@@ -26,7 +26,6 @@ from diloco_broker.core.rounds import collect, grants, lines, norms
 from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.rounds.round import Barrier, Phase
 from diloco_broker.core.rounds.submissions import Pool, StagedUpdate, Submission
-from diloco_broker.core.sites import blocked, contents
 from diloco_broker.core.state import RunState
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Notice, Push
@@ -47,33 +46,20 @@ class StagedRound(StagedUpdate):
 
     @property
     def participating(self) -> set[str]:
-        return set(self._workers_of)
-
-    @property
-    def participants(self) -> int:
-        return sum(self._workers_of.values())
-
-    @property
-    def _workers_of(self) -> dict[str, int]:
-        members = self.chosen if self.phase is Phase.CLOSING else self._here
-        return {s.worker_id: s.push.workers for s in members}
-
-    @property
-    def _here(self) -> list[Submission]:
-        """Those that are still to be merged: what has gone up is in an earlier round."""
-        return [s for s in self.pool.values() if not s.is_up]
+        members = self.chosen if self.phase is Phase.CLOSING else self.pool.values()
+        return {s.worker_id for s in members}
 
     def has_all_of(self, worker_id: str) -> bool:
-        return any(s.is_whole for s in self._here if s.worker_id == worker_id)
+        return any(s.is_whole for s in self.pool.values() if s.worker_id == worker_id)
 
     @property
     def has_work_to_look_at(self) -> bool:
-        return any(s.is_sent and not s.is_whole for s in self._here)
+        return any(s.is_sent and not s.is_whole for s in self.pool.values())
 
     def whole(self) -> list[Submission]:
         """The first whole submission of each worker, in the order of worker ids."""
         first: dict[str, Submission] = {}
-        for submission in self._here:
+        for submission in self.pool.values():
             other = first.get(submission.worker_id)
             if submission.whole_at is not None and (
                 other is None or submission.whole_at < (other.whole_at or 0.0)
@@ -97,7 +83,7 @@ class StagedRound(StagedUpdate):
 
     @property
     def _whole_of(self) -> set[str]:
-        return {s.worker_id for s in self._here if s.is_whole}
+        return {s.worker_id for s in self.pool.values() if s.is_whole}
 
     def _has_quorum(self, floor: int) -> bool:
         here = self._whole_of
@@ -131,8 +117,6 @@ def asked_for_by(config: BrokerConfig) -> str:
         return "--quorum"
     if config.deterministic:
         return "--deterministic"
-    if config.relays:
-        return "--relays"
     if config.max_delta_norm is not None:
         return "--max-delta-norm"
     return f"--aggregate {config.aggregate}" if config.aggregate != "mean" else ""
@@ -214,12 +198,8 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
 
 
 def look(state: RunState) -> Effects:
-    """At a site, leave out rounds that nothing comes for; note when a quorum is reached."""
-    for _ in range(state.config.num_fragments):
-        if not blocked.let_go(state):
-            break
-        _round(state).barrier.end()
-        yield from open_round(state, _round(state).number + 1)
+    """Note when a quorum is reached."""
+    yield from ()
     _round(state).look(state.run_time, floor=state.floor, quorum=state.config.quorum)
 
 
@@ -234,7 +214,7 @@ def close(state: RunState) -> Effects:
     whole = round_.whole()
     kept = yield from norms.refuse_too_large(state, whole)
     if len(kept) == len(whole):
-        round_.close(contents.together(state, kept))
+        round_.close(kept)
         yield from collect.merge(state, round_.fragment, [round_.chosen])
         yield from _tell_the_late(state, round_)
 

@@ -25,10 +25,7 @@ class Submission(PushInProgress):
     payloads: list[Any] = field(init=False)  # the chunks taken, None where one is missing
     committed: bool = False
     whole_at: float | None = None  # when it became whole (run time); None before
-    is_chosen: bool = (
-        False  # it is part of the update that is being made, or has gone up with others
-    )
-    is_up: bool = False  # at a relay: it has gone up
+    is_chosen: bool = False  # it is part of the update that is being made
     number: int | None = None  # of the round that it is in, once it is chosen and there are rounds
 
     def __post_init__(self) -> None:

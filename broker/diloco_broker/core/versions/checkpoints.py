@@ -69,7 +69,6 @@ def resume(state: RunState, resumption: Resumption) -> None:
     state.shards.restore(record.shards)
     state.data.restore(record.data_sets)
     state.absences.restore(record.left, (*record.workers, *record.missing))
-    state.parents = resumption.parents
     state.term = record.term
     if state.standby is not None:
         state.standby.standby = record.standby

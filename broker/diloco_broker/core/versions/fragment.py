@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_broker.core.versions.forgotten import Forgotten
 from diloco_broker.core.versions.record import FragmentRecord
 from diloco_broker.core.versions.reply import Chain, Reply
 from diloco_protocol.chunks import FragmentLayout
@@ -64,7 +63,6 @@ class FragmentVersions:
     contributions: int = 0  # whole ones in its versions since the broker started
     tags: dict[int, int] = field(default_factory=dict)  # of its last versions, by counter
     chain: Chain = field(default_factory=Chain)  # of the last versions
-    forgotten: Forgotten = field(default_factory=Forgotten)  # by its ledgers so far
 
     @property
     def record(self) -> FragmentRecord:
@@ -113,7 +111,6 @@ class FragmentVersions:
 
     def set_current(self, whole: WholeVersion) -> None:
         self.current = whole
-        self.forgotten.see(whole.version.counter, whole.record.ledger)
         self.tags.update(whole.record.tags)
         self.tags[whole.version.counter] = whole.version.tag
         while len(self.tags) > TAGS_KEPT:

@@ -12,7 +12,6 @@ from typing import Any
 
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.manifest import Kind, Manifest
-from diloco_protocol.messages import Released
 from diloco_protocol.version import Ledger, VersionId
 
 
@@ -99,5 +98,4 @@ class Resumption:
     record: RunRecord
     layout: ModelLayout  # what follows from the record's manifest and plan
     wires: Mapping[int, tuple[Any, ...]]  # of each fragment, its chunks in wire form
-    parents: Released | None = None  # at a relay: what its parent said of the version
-    title: str = ""  # the run, for people: when it was saved and how far it was; empty at a relay
+    title: str  # the run, for people: when it was saved and how far it was

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from diloco_broker.shell.tensor_work.executor import TensorExecutor
-from diloco_broker.shell.tensor_work.port import Tensors
 
-__all__ = ["TensorExecutor", "Tensors"]
+__all__ = ["TensorExecutor"]

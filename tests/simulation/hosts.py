@@ -1,13 +1,11 @@
-"""Who takes part in a simulated tree of brokers (`simulation.tree`): its hub, relays and workers.
+"""Simulated brokers whose disk outlives them, and callers with the real session of a worker.
 
-The hub and each site have the real core of a broker, each relay the real join of the two cores, each
-worker the real session. Instead of numbers a chunk holds the pushes of workers that are in it.
+Brokers have the real core. Instead of numbers a chunk holds the pushes of workers that are in it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,12 +15,10 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.versions.fragment import WholeVersion
 from diloco_broker.core.versions.record import InitialModel, Resumption
-from diloco_broker.relay import commands as told
-from diloco_broker.relay import core as relay
 from diloco_broker.shell.effects import Executor
-from diloco_protocol.chunks import FragmentLayout, ModelLayout
+from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
-from diloco_protocol.messages import Heartbeat, Join, Message
+from diloco_protocol.messages import Heartbeat, Message
 from diloco_protocol.version import VersionId
 from diloco_worker.session import effects as asked
 from diloco_worker.session import events as said
@@ -31,11 +27,10 @@ from diloco_worker.session.session import Session
 from diloco_worker.transport.executor import Executor as WorkerExecutor
 from simulation.contents import Contents, Key
 from simulation.network import Connection
-from simulation.site_residuals import SiteResiduals
 from simulation.tensors import demand
 
 if TYPE_CHECKING:
-    from simulation.tree import Tree
+    from simulation.takeover import Takeover
 
 CHUNKS = 3
 TICK_S = 0.25
@@ -54,16 +49,14 @@ class Pace:
     cycle: tuple[float, float] = (0.5, 3.0)  # of training
     slow: tuple[float, ...] = (0.3, 1.0, 2.0)  # times that, one of these for each process
     back: float = 20.0  # most until a worker that was killed is started again
-    away: tuple[float, ...] = (0.2, 2.0, 30.0)  # one of these at most, until a relay is
-    cut: tuple[float, float] = (60.0, 300.0)  # that the line of a site is down
     thoroughness: int = 1  # events from one look at the invariants to the next
 
 
 @dataclass(frozen=True)
 class Up:
-    """A chunk on its way up: the pushes of workers that it is the mean of."""
+    """A chunk on its way up: the push that it is of."""
 
-    contents: Any  # `Key`s; where a version is given to a parent that has lost it, its `Contents`
+    contents: Any  # `Key`s; where a version is given to a broker that has lost it, its `Contents`
     nbytes: int
 
 
@@ -76,10 +69,10 @@ class Down:
 
 
 class Host:
-    """One life of a broker of the tree: what the loop is in a real one."""
+    """One life of a broker: what the loop is in a real one."""
 
-    def __init__(self, tree: Tree, name: str) -> None:
-        self.tree, self.world, self.name = tree, tree.world, name
+    def __init__(self, run: Takeover, name: str) -> None:
+        self.run, self.world, self.name = run, run.world, name
         self.is_alive = True
         self.queue: list[effects.TensorWork] = []
         self.routes: dict[bytes, Connection] = {}
@@ -94,7 +87,7 @@ class Host:
 
     def begins(self) -> None:
         self.world.tell(self.name, "begins")
-        self.tree.hosts[self.name] = self
+        self.run.hosts[self.name] = self
         self._tick()
 
     def dies(self) -> None:
@@ -108,19 +101,19 @@ class Host:
         if self.is_alive:
             lost, self._has_lost = self._has_lost, False
             self.feed(events.Tick(lost))
-            self.world.after(self.tree.pace.tick, self._tick)
+            self.world.after(self.run.pace.tick, self._tick)
 
     def feed(self, event: events.Event) -> None:
         self._executor.feed(event)
         self._executor.acknowledge()
-        if self.world.events % self.tree.pace.thoroughness == 0:
+        if self.world.events % self.run.pace.thoroughness == 0:
             self.core.check_invariants()
         self._work_on()
 
     def _work_on(self) -> None:
         if self.queue and not self._is_working:
             self._is_working = True
-            self.world.after(self.world.dice.uniform(0, self.tree.pace.work), self._work)
+            self.world.after(self.world.dice.uniform(0, self.run.pace.work), self._work)
 
     def _work(self) -> None:
         self._is_working = False
@@ -187,27 +180,27 @@ class Host:
 
 
 class Hub(Host):
-    """The broker at the top, with the parameters; `disk` outlives it."""
+    """A broker with the parameters; `disk` outlives it."""
 
     def __init__(
         self,
-        tree: Tree,
+        run: Takeover,
         disk: dict[str, Resumption],
         name: str = "hub",
         config: BrokerConfig | None = None,
         term: int = 0,
     ) -> None:
-        super().__init__(tree, name)
+        super().__init__(run, name)
         self._disk = disk
         self.chunks: dict[tuple[int, int], Down] = {}
         found = disk.get("newest")
         for fragment, wires in found.wires.items() if found is not None else ():
             self.chunks |= {(fragment, index): wire for index, wire in enumerate(wires)}
-        shapes = {each.name: each.shape for each in tree.manifest.entries}
-        initial = InitialModel(shapes) if tree.has_model else None
-        draw = partial(tree.world.dice.getrandbits, 64)
-        options = config or tree.config
-        self.follow(Core(options, draw, tree.world.now, initial, resumption=found, term=term))
+        shapes = {each.name: each.shape for each in run.manifest.entries}
+        initial = InitialModel(shapes) if run.has_model else None
+        draw = partial(run.world.dice.getrandbits, 64)
+        options = config or run.config
+        self.follow(Core(options, draw, run.world.now, initial, resumption=found, term=term))
         self._seen: dict[int, VersionId] = {}
         self._added: dict[tuple[int, int], list[Key]] = {}  # to each chunk, by its last version
 
@@ -220,7 +213,12 @@ class Hub(Host):
                 self.feed(events.InitialStored(work, made))
             case effects.AggregateAndStep(fragment, index, groups):
                 before = self.chunks[fragment, index].contents
-                added = list(self._counted(groups, index))
+                added = [
+                    key
+                    for group in groups
+                    for part in group
+                    for key in part.payloads[index].contents
+                ]
                 demand(len(added) == len(set(added)), "twice in one round: {}", sorted(added))
                 again = [key for key in added if key in before]
                 demand(not again, "counted again: {}", again)
@@ -228,33 +226,20 @@ class Hub(Host):
                 self._added[fragment, index] = added
                 self.feed(events.Stepped(fragment, index, made))
             case _:
-                raise AssertionError(f"a hub of relays keeps whole pushes: {work}")
-
-    def _counted(self, groups: Sequence[Sequence[effects.WholePush]], index: int) -> Iterator[Key]:
-        """What the gradients of an update are made of. Without rounds each push is as many of them as
-        workers are in it."""
-        if not self.tree.config.is_async:
-            (groups,) = [[[part] for part in groups[0]]]
-        times = Counter((part.worker_id, part.push_id) for (part,) in groups)
-        for part in {(part.worker_id, part.push_id): part for (part,) in groups}.values():
-            contents = part.payloads[index].contents
-            wanted = len(contents) if self.tree.config.is_async else 1
-            made = times[part.worker_id, part.push_id]
-            demand(made == wanted, "{} gradients of {} pushes: {}", made, wanted, contents)
-            yield from contents
+                raise AssertionError(f"pushes are kept whole here: {work}")
 
     def save(self, save: effects.Save) -> None:
         wires = {f: tuple(self.core.state.versions[f].wires) for f in save.record.fragments}
         layout = self.core.state.model.layout
         assert layout is not None
-        kept = Resumption(f"checkpoint {save.number}", save.record, layout, wires)
+        kept = Resumption(f"checkpoint {save.number}", save.record, layout, wires, "")
 
         def written() -> None:
             if self.is_alive:
                 self._disk["newest"] = kept
                 self.feed(events.Saved(save.number, f"checkpoint {save.number}"))
 
-        self.world.after(self.world.dice.uniform(0, self.tree.pace.save), written)
+        self.world.after(self.world.dice.uniform(0, self.run.pace.save), written)
 
     def handled(self, event: events.Event) -> None:
         for each in self.core.state.versions.trained:
@@ -270,14 +255,11 @@ class Hub(Host):
         same = all(each == added[0] for each in added)
         demand(same, "version {} has a push in part", current.version)
         if added[0]:
-            self.tree.versions += 1
-            self.tree.longest = max(self.tree.longest, self.world.now - self.tree.made_at)
-            self.tree.made_at = self.world.now
+            self.run.versions += 1
         for worker_id, pushes in current.record.ledger.pushes.items():
             for each in pushes:
                 key = (worker_id, each.push_id)
-                is_in = worker_id in self.tree.relays or key in wires[0].contents
-                demand(is_in, "the ledger names {}, which is not in", key)
+                demand(key in wires[0].contents, "the ledger names {}, which is not in", key)
         named = current.record.ledger
         for worker_id, push_id in added[0]:
             demand(named.names_whole(worker_id, push_id), "{} is not in the ledger", worker_id)
@@ -290,18 +272,17 @@ def _placed(given: Up | None) -> Contents:
 
 
 class Caller:
-    """Who has a session: its connections to a server of the tree, and its ends of the session's ports.
+    """Who has a session: its connections to a server of the run, and its ends of the session's ports.
 
     `server` names the host that it turns to; it may be another one each time.
     """
 
     shortcut = ""
 
-    def __init__(self, tree: Tree, name: str, server: Callable[[], str]) -> None:
-        self.tree, self.world, self.caller = tree, tree.world, name
+    def __init__(self, run: Takeover, name: str, server: Callable[[], str]) -> None:
+        self.run, self.world, self.caller = run, run.world, name
         self.address, self._server = name, server
         self.is_gone = False
-        self.cut_until = 0.0  # until then no connection comes up
         self.outgoing: dict[int, tuple[Up, ...]] = {}
         self.session: Session | None = None
         self._link: WorkerExecutor | None = None
@@ -342,8 +323,8 @@ class Caller:
             pair.append(
                 Connection(
                     self.world,
-                    self.tree.weather,
-                    self.tree.route(),
+                    self.run.weather,
+                    self.run.route(),
                     self.caller,
                     to_broker=lambda *_: None,  # there is nobody yet
                     to_worker=self._hears,
@@ -354,9 +335,9 @@ class Caller:
         def comes_up() -> None:
             if self._connections is None or self._connections[0] is not control:
                 return
-            host = self.tree.hosts.get(server)
-            if host is None or not host.is_alive or self.world.now < self.cut_until:
-                self.world.after(0.3 * self.tree.pace.watch[1], comes_up)
+            host = self.run.hosts.get(server)
+            if host is None or not host.is_alive:
+                self.world.after(0.3 * self.run.pace.watch[1], comes_up)
                 return
             for each in (control, bulk):
                 host.connects(each)
@@ -377,7 +358,7 @@ class Caller:
             self.tell(said.Disconnected("The connection broke."))
             return
         self.world.after(
-            self.world.dice.uniform(*self.tree.pace.watch), lambda: self._watch(host, control)
+            self.world.dice.uniform(*self.run.pace.watch), lambda: self._watch(host, control)
         )
 
     def _hears(self, connection: Connection, message: Message, payload: Any) -> None:
@@ -451,134 +432,3 @@ class Caller:
 
     def drop(self, push_id: int) -> None:
         self.outgoing.pop(push_id, None)
-
-
-class RelayHost(Host):
-    """One life of a relay; it remembers nothing of those before."""
-
-    def __init__(self, tree: Tree, name: str) -> None:
-        super().__init__(tree, name)
-        options = tree.relays[name]
-        draw = partial(tree.world.dice.getrandbits, 64)
-        self.relay = relay.Relay(
-            Join(name), options, draw, tree.world.now, parent=name, wire_dtype="fp32"
-        )
-        self.uplink = Uplink(tree, self)
-        self._means: dict[int, Up] = {}
-        self._layout: ModelLayout | None = None
-        self.lives = 0  # of the site
-        self.residuals = SiteResiduals(name, f"{tree.seed} {name} {tree.world.now}")
-        # What a worker gives for a parent that has no parameters, by fragment and chunk.
-        self.gifts: dict[tuple[int, int], Up] = {}
-        self.follow(self.relay.site)
-
-    def dies(self) -> None:
-        super().dies()
-        self.uplink.breaks()
-        self.uplink.is_gone = True
-
-    def feed(self, event: events.Event) -> None:
-        super().feed(event)
-        if isinstance(event, events.Tick):
-            self.uplink.tell(said.Tick())
-            self.do(self.relay.tick(self.world.now))
-
-    def takes(self, received: events.Received) -> None:
-        self.do(self.relay.hears(received))
-
-    def does(self, work: effects.TensorWork) -> None:
-        match work:
-            case effects.Inspect(payload=Up()):
-                self.feed(events.WorkDone(work, 1.0))
-            case effects.AggregateAndStep(index=index, groups=groups):
-                parts = [part.payloads[index] for part in groups[0]]
-                contents = tuple(key for part in parts for key in part.contents)
-                demand(len(contents) == len(set(contents)), "twice at a site: {}", contents)
-                self._means[index] = Up(contents, parts[0].nbytes)
-                if len(self._means) == CHUNKS:
-                    self.do(self.relay.averaged())
-            case effects.StoreInitial(fragment, index, payload):
-                self.gifts[fragment, index] = payload
-                self.feed(events.InitialStored(work, Down(_placed(payload), 16)))
-            case _:
-                raise AssertionError(f"a relay keeps whole pushes: {work}")
-
-    def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
-        super().add(work)
-        if isinstance(work, effects.DropInitial):
-            self.gifts = {
-                at: each for at, each in self.gifts.items() if at[0] not in work.fragments
-            }
-
-    def gift(self, fragment: int) -> tuple[Up, ...] | None:
-        """What a worker has given of a fragment, if all of it is there."""
-        found = [self.gifts[fragment, at] for at in range(CHUNKS) if (fragment, at) in self.gifts]
-        return tuple(found) if len(found) == CHUNKS else None
-
-    def do(self, commands: told.Commands) -> None:  # noqa: C901, PLR0912  a case for each command
-        for command in commands:
-            match command:
-                case told.Connect(session):
-                    self.uplink.speak(session)
-                case told.Tell(event):
-                    self.uplink.tell(event)
-                case told.Offer(push):
-                    means, self._means = self._means, {}
-                    self.uplink.outgoing[push.push_id] = tuple(means[i] for i in sorted(means))
-                    self.residuals.sends(push)
-                    self.uplink.tell(said.Offer(push))
-                case told.Feed(event):
-                    self.feed(event)
-                case told.Begin(site, layout, _):
-                    self._layout = layout
-                    self._means.clear()
-                    self.queue.clear()
-                    self.lives += 1
-                    self.follow(site)
-                case told.Answer(route, message):
-                    self.send(effects.Send(route, message))
-                case told.Disconnect(route):
-                    self.disconnect(route)
-                case told.Say(text):
-                    self.world.tell(self.name, text)
-                case told.End(reason):
-                    raise AssertionError(f"{self.name} ends: {reason}")
-                case told.Settle(released, counted):
-                    self.residuals.settles(released, counted)
-                case told.Forget(push_id):
-                    self.residuals.forgets(push_id)
-                case told.Abandon():
-                    pass  # until a version has it, or it is forgotten
-                case told.HandUp(pushes, held):
-                    self.uplink.hands_up(pushes, held)
-
-
-class Uplink(Caller):
-    """A relay's way to its parent."""
-
-    def __init__(self, tree: Tree, host: RelayHost) -> None:
-        super().__init__(tree, f"{host.name}'s uplink", lambda: tree.parents[host.name])
-        self._host = host
-
-    @property
-    def progress(self) -> Heartbeat:
-        return self._host.relay.progress
-
-    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
-        gift = self._host.gift(layout.fragment)
-        if self._held.get(layout.fragment) is None and gift is not None:
-            self.outgoing[push_id] = gift
-            return True
-        return super().prepare(push_id, layout)
-
-    def hands_up(self, pushes: Mapping[int, int], held: Sequence[int]) -> None:
-        for fragment in (*pushes, *held):
-            gift = self._host.gift(fragment)
-            assert gift is not None, "what was not given goes up"
-            if fragment in pushes:
-                self.outgoing[pushes[fragment]] = gift
-            else:
-                self._held[fragment] = tuple(Down(_placed(up), 16) for up in gift)
-
-    def learns(self, effect: asked.Effect, values: Any) -> None:
-        self._host.do(self._host.relay.told(effect, values, self.world.now))

@@ -1,1 +1,0 @@
-"""What is asked of relays, which take part for the workers of a site."""

@@ -126,7 +126,7 @@ test-integrations: $(LIBRARIES)
 
 test-torch: $(STAMP)
 	@DILOCO_KERNELS=torch $(BIN)/python -m pytest $(SPREAD) -m "$(QUICK)" \
-	  tests/protocol/tensors tests/broker/tensors tests/broker/relay tests/worker/model
+	  tests/protocol/tensors tests/broker/tensors tests/worker/model
 
 # Ray pins much of what it needs, so it has an environment of its own, over the packages of the other.
 $(ENGINES): $(STAMP)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_protocol.errors import ProtocolError
-from diloco_protocol.messages import Behind, WorkerStatus
 from diloco_protocol.printable import printable_all
 from diloco_protocol.records import NOT_SENT, from_plain
 
@@ -66,7 +65,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Counts:
-    """Workers alive, participating in this round, averaged in the last; of a relay, those behind it.
+    """Workers alive, participating in this round, averaged in the last.
 
     `due` are those that should be alive: the `workers_wanted` less those that left properly, or those
     alive together with the dead where these are more.
@@ -171,15 +170,33 @@ class Fragment:
     momentum: float | None = None
 
 
-@dataclass
-class Worker(WorkerStatus):
-    """One worker as the broker sees it. `tokens` are since it joined.
+@dataclass  # not frozen: that takes twice as long, and the feed has one for each worker
+class Worker:
+    """One worker as the broker sees it. `tokens` are since it joined, `staleness` is in versions.
 
     One of several `processes` has a connection for chunks for each; `connections` are those there now.
     """
 
     id: str
+    via: str = ""  # the relay that it comes through, "north/room1" behind another one; "": direct
+    host: str = ""
     pid: int = 0
+    state: str = ""
+    health: str = "ok"
+    round: int | None = None  # that its last push was for
+    step: int = 0
+    inner_step: int = 0  # steps since its last boundary, of sync_every
+    inner_age_s: float | None = None  # since it told so; None: it has not, the broker concluded it
+    sync_every: int = 0
+    steps_per_s: float | None = None
+    loss: float | None = None
+    loss_is_finite: bool = True  # where it is not, `loss` is left out: strict JSON has no NaN
+    staleness: int = 0
+    pushes: int = 0
+    beat_age_s: float = 0.0
+    sync_age_s: float | None = None  # since its work was last counted
+    # Another worker that sent the same update, bit for bit, when both last pushed from one version.
+    same_as: str | None = None
     tokens: int = 0
     merge_delay: int | None = None  # steps from slot to merge, of its last merge
     # What it warns of in its heartbeats, a sentence; of a dead one, what it died of.
@@ -191,19 +208,12 @@ class Worker(WorkerStatus):
     times_usual: float | None = None  # that over `usual_norm` of the fragment
     processes: int = 1
     connections: int = 1
-    behind: tuple[Behind, ...] = ()  # of a relay: who is downstream of it, as far as it has told
     extra: Mapping[str, object] = field(default_factory=dict)
-    # Where it stands in the tree of relays; the broker's own are at level 0.
-    level: int = field(default=0, metadata=NOT_SENT)
 
     @property
     def title(self) -> str:
-        """Its name, and of how many processes it is: "b x2", "b x3/4" while one has no connection.
-
-        Of a relay how many workers are behind it: "north (4)".
-        """
-        behind = "" if self.workers is None else f" ({self.workers})"
-        return self.id + share_of_processes(self.processes, self.connections) + behind
+        """Its name, and of how many processes it is: "b x2", "b x3/4" while one has no connection."""
+        return self.id + share_of_processes(self.processes, self.connections)
 
 
 def share_of_processes(processes: int, connections: int) -> str:
@@ -214,22 +224,13 @@ def share_of_processes(processes: int, connections: int) -> str:
 
 
 @dataclass(frozen=True)
-class SiteAway:
-    """A relay that was given up with so many workers behind it, and has not come back."""
+class Relay:
+    """A relay that is connected."""
 
     name: str
-    workers: int = 0
-    away_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Parent:
-    """At a relay: the broker, or relay, whose run its workers take part in."""
-
-    address: str
-    name: str = ""  # what the relay is called there
-    lost_s: float | None = None  # since it is not there; None while it is
-    offered_s: float | None = None  # since the push of the site is on its way; None: there is none
+    workers: int = 0  # that come through it
+    held_bytes: int = 0  # of chunks that it holds for the broker
+    silent_s: float = 0.0  # since it was heard
 
 
 @dataclass(frozen=True)
@@ -410,8 +411,7 @@ class Snapshot:
     workers: tuple[Worker, ...] = ()
     # Those that died and neither came back nor were replaced, as they were: 100 at most, for two days.
     dead: tuple[Worker, ...] = ()
-    sites_away: tuple[SiteAway, ...] = ()
-    parent: Parent | None = None  # None: it is no relay
+    relays: tuple[Relay, ...] = ()
     totals: Totals = Totals()
     rejections: tuple[Rejection, ...] = ()
     checkpoint: Checkpoint | None = None

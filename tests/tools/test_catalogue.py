@@ -45,8 +45,7 @@ WIDE = 400
 RICH = status(
     min_workers=2,
     security="loopback",
-    parent={"address": "tcp://hub:8512", "name": "north", "lost_s": 7.0, "offered_s": 8.0},
-    sites_away=[{"name": "west", "workers": 4, "away_s": 33.0}],
+    relays=[{"name": "north", "workers": 4, "silent_s": 12.0}],
     reducer={"quorum": 2, "grace_s": 4.0, "late": "drop", "submissions": 6, "waiting": 2},
     outer={
         "optimizer": "dn",
@@ -80,15 +79,12 @@ EDITS: dict[str, dict[str, Any]] = {
         "workers": [worker("wombat")],
     },
     "why.reason": {"why": {"reason": "grace", "since_s": 4711.0}},
-    "not_listed": {"workers": [worker("north", workers=4711)]},
-    "sites_away": {"sites_away": [{"name": "wombat", "workers": 2}]},
     "versions": {"fragments": [{"fragment": 0, "version": 4711}]},
     "contributions": {"fragments": [{"fragment": 0, "contributions": 4711}]},
     "state": {"state": "paused", "paused_for_s": 4711.0},
     "security": {"security": "INSECURE"},
     "end.is_over": {"end": {"is_over": True}},
     "outer.nesterov": {"outer": {"optimizer": "sgd", "nesterov": False}},
-    "parent.lost_s": {"parent": {"address": "tcp://hub:1", "lost_s": 4711.0}},
     "standby.holds_lease": {"standby": {"holds_lease": False, "lease_s": 5.0}},
     "checkpoint.durable": {"checkpoint": {"folder": "/x", "durable": True}},
     "totals.rejected": {"totals": {"rejected": 4711, "refused": {"late": 4711}}},
@@ -168,11 +164,12 @@ def test_field_of_a_row_is_shown_where_the_catalogue_says(path: str) -> None:
         assert (flat(said) in flat(draw(document))) == (display in field.shown), display
 
 
-def test_orders_and_data_sets_are_shown_by_name() -> None:
+def test_orders_data_sets_and_relays_are_shown_by_name() -> None:
     for draw in DISPLAYS.values():
         text = flat(draw(RICH))
         assert "save-all: no answer from b, 1 saved, 1 left" in text
         assert "text: epoch 2 of 3, 130 of 300 units counted, 12 handed out, 158 left" in text
+        assert "north 4 workers, silent 12 s" in text
 
 
 def test_full_screen_has_every_row_where_there_is_room() -> None:
@@ -185,7 +182,7 @@ def test_full_screen_has_every_row_where_there_is_room() -> None:
 @pytest.mark.parametrize("path", [f.path for f in OF_WORKER if f.title and f.path[:4] != "rate"])
 def test_field_of_a_worker_is_shown_in_the_tables_that_the_catalogue_says(path: str) -> None:
     (field,) = (each for each in OF_WORKER if each.path == path)
-    one = worker("a", sync_age_s=9.0)
+    one = worker("a", sync_age_s=9.0, via="north")
     document = RICH | {"workers": [one | {path: distinctive(one[path])}]}
     said = cell(field, Listed(read(document).workers[0])).text
     for display, draw in DISPLAYS.items():
@@ -208,7 +205,7 @@ METRICS = [(table, each.path) for table, fields in TABLES.items() for each in fi
 def test_metric_is_measured_as_the_catalogue_says(table: str, path: str) -> None:
     (field,) = (each for each in TABLES[table] if each.path == path)
     assert EXPORTER in field.shown
-    document = RICH | {"workers": [worker("a", sync_age_s=9.0, workers=2)]}
+    document = RICH | {"workers": [worker("a", sync_age_s=9.0)]}
     snapshot = read(document)
     records = {"snapshot": (snapshot,), "round": (snapshot.round,)}
     record = (records.get(table) or getattr(snapshot, table))[0]

@@ -280,28 +280,22 @@ class TestToken:
 
 
 class TestLook:
-    def test_workers_stand_below_their_relays(self, page: Page, publisher: Publisher) -> None:
-        told = {"level": 0, "state": "training", "health": "ok", "round": 412, "loss": 2.5}
-        told |= {"beat_age_s": 3.0, "inner_step": 7, "sync_every": 500, "loss_is_finite": True}
-        behind = [
-            told | {"worker_id": "b", "steps_per_s": 2.0},
-            told | {"worker_id": "cellar", "workers": 1},
-            told | {"worker_id": "x", "level": 1, "health": "slow"},
-            told | {"worker_id": "a", "steps_per_s": 9.0, "host": "desk"},
-        ]
-        north = a_worker("north", workers=3, steps_per_s=2.0, behind=behind)
-        parent = {"address": "tcp://hub:8512", "name": "top", "lost_s": 40.0, "offered_s": None}
-        publisher.says(workers=[a_worker("zeta", steps_per_s=1.0), north], parent=parent)
-        names = page.locator("#workers th.id .main")
-        below = ["north (3)", "\u2003a", "\u2003b", "\u2003cellar (1)", "\u2003\u2003x", "zeta"]
-        playwright.expect(names).to_have_count(6, timeout=PATIENCE_MS)
-        assert names.all_text_contents() == below
-        page.get_by_role("button", name="Speed").click()
-        assert names.all_text_contents() == [
-            *("zeta", "north (3)", "\u2003b", "\u2003a", "\u2003cellar (1)", "\u2003\u2003x")
-        ]
+    def test_workers_have_a_column_for_relays_once_one_comes_through_one(
+        self, page: Page, publisher: Publisher
+    ) -> None:
+        title = page.get_by_role("button", name="Via")
+        publisher.says(workers=[a_worker("a"), a_worker("b")])
+        playwright.expect(page.locator("#workers tbody tr")).to_have_count(2, timeout=PATIENCE_MS)
+        playwright.expect(title).to_be_hidden()
+        workers = [a_worker("a", via="south"), a_worker("b"), a_worker("c", via="north")]
+        relays = [{"name": "north", "workers": 1}, {"name": "south", "workers": 1}]
+        publisher.says(sequence=413, workers=workers, relays=relays)
+        playwright.expect(title).to_be_visible(timeout=PATIENCE_MS)
+        title.click()
+        assert page.locator("#workers td.via .main").all_text_contents() == ["", "north", "south"]
+        assert page.locator("#workers th.id .main").all_text_contents() == ["b", "c", "a"]
         assert is_no_wider_than_the_screen(page)
-        sees(page, "#server", re.compile(r"tcp://hub:8512 as top.* \d+ s"))
+        sees(page, "#server", "north 1 worker, south 1 worker")
 
     def test_text_of_strangers_is_never_markup(self, page: Page, publisher: Publisher) -> None:
         publisher.says(

@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_protocol.feed import Worker, read_snapshot
-from diloco_protocol.monitor import tree
-from diloco_protocol.monitor.fields import STATUS, columns
+from diloco_protocol.monitor.fields import STATUS, Field, Part, columns
 from diloco_protocol.monitor.rows import Listed, cells, rows_of
 from diloco_protocol.monitor.verdict import Verdict, verdict_on
 from diloco_protocol.quantities import NONE
 
 REASONS = 4  # of a degraded run; the table has the rest
 LEAST_WORKERS = 3  # lines of the table, however small the window
-LONGEST = {"id": 24, "host": 16}  # columns
-LEFT = 4  # columns of words; the others are figures
+LONGEST = {"id": 24, "host": 16, "via": 16}  # columns
 
 
 def as_text(data: Mapping[str, Any], room: int | None = None) -> str:
@@ -28,7 +26,7 @@ def as_text(data: Mapping[str, Any], room: int | None = None) -> str:
     lines = [f"{label:<12}{text}" for label, text in (run, *judged, *rows)]
     if snapshot.listed:
         left = None if room is None else max(LEAST_WORKERS, room - len(lines) - 2)
-        workers = tree.arranged(snapshot.listed, lambda worker: worker.id)
+        workers = sorted(snapshot.listed, key=lambda worker: worker.id)
         lines += ["", *_table(workers, left)]
     return "\n".join(lines).replace(NONE, "-")
 
@@ -47,28 +45,26 @@ def _table(workers: Sequence[Worker], most: int | None) -> list[str]:
     if most is not None and len(shown) > most:
         first = {each.id for each in sorted(shown, key=lambda w: w.health == "ok")[: most - 1]}
         shown = [each for each in shown if each.id in first]
-    rows = [[field.title.lower() for field in columns(STATUS)], *map(_cells, shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            text.ljust(width) if place < LEFT else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    rows = [cells(Listed(worker), STATUS) for worker in shown]
+    filled = [each for each in columns(STATUS) if any(row[each.path].text for row in rows)]
+    texts = [_column(field, rows) for field in filled]
+    lines = ["  ".join(line).rstrip() for line in zip(*texts, strict=True)]
     if left := len(workers) - len(shown):
         lines.append(f"and {left} more; diloco-top and --json show all")
     return lines
 
 
-def _cells(worker: Worker) -> list[str]:
-    shown = cells(Listed(worker), STATUS)
-    return [_clipped(part.text, LONGEST.get(path)) for path, part in shown.items()]
+def _column(field: Field, rows: Sequence[Mapping[str, Part]]) -> list[str]:
+    """Its title and cells, in one width; words stand at the left, figures at the right."""
+    texts = [_clipped(row[field.path].text, LONGEST.get(field.path)) for row in rows]
+    texts.insert(0, field.title.lower())
+    width = max(map(len, texts))
+    return [text.ljust(width) if field.format == "text" else text.rjust(width) for text in texts]
 
 
-def _clipped(text: str, columns: int | None) -> str:
+def _clipped(text: str, width: int | None) -> str:
     """Cut in the middle: names differ at either end."""
-    if columns is None or len(text) <= columns:
+    if width is None or len(text) <= width:
         return text
-    head = columns // 2 - 1
-    return f"{text[:head]}..{text[head + 2 - columns :]}"
+    head = width // 2 - 1
+    return f"{text[:head]}..{text[head + 2 - width :]}"

@@ -11,12 +11,11 @@ report lists it. `shown` follows from these: the displays that show the field.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from diloco_protocol.feed import DEAD, INSECURE, KEYS, LOOPBACK, Round, Snapshot
-from diloco_protocol.monitor import tree
 from diloco_protocol.quantities import (
     FORMATS,
     byte_size,
@@ -34,6 +33,7 @@ LARGE = (TOP, DASHBOARD)  # `status` shows a run on 24 lines
 GOOD, UNEASY, BAD = "good", "uneasy", "bad"  # tones; "" is none
 LEVELS = {"info": "", "warning": UNEASY, "error": BAD}  # tones of events
 UNHEARD = ("lost", DEAD)  # healths of workers whose state is unknown
+SILENT_S = 10.0  # seconds after which a relay counts as silent
 STANDS_OUT = 5.0  # times the usual norm, from which the broker warns of a push
 
 
@@ -149,17 +149,12 @@ def _when_async(phrase: str, count: Callable[[Snapshot], int]) -> Callable[[Snap
     return lambda snapshot: phrase.format(count(snapshot)) if snapshot.mode == "async" else ""
 
 
-def _named(snapshot: Snapshot, what: str, ids: Sequence[str]) -> str:
-    """Some workers by name, a relay with how many are downstream of it."""
-    if not ids or not has_round(snapshot):
-        return ""
-    titles = {worker.id: worker.title for worker in snapshot.workers if worker.workers is not None}
-    return f"{what}: {names([titles.get(name, name) for name in ids])}"
+def _named(snapshot: Snapshot, what: str, ids: tuple[str, ...]) -> str:
+    return f"{what}: {names(ids)}" if ids and has_round(snapshot) else ""
 
 
 _WAITS = {
     "grace": "others have some time left",
-    "parent": "waits for a version of the parent",
     "closing": "is closing",
 }
 
@@ -310,8 +305,7 @@ def _limit(name: str, phrase: str, never: str) -> Callable[[Snapshot], str]:
 def _checkpoint(snapshot: Snapshot) -> Part:
     saved = snapshot.checkpoint
     if saved is None:
-        # A relay saves nothing; neither does an unknown broker that never mentions checkpoints.
-        is_told = snapshot.parent is None and "checkpoint" in snapshot.raw
+        is_told = "checkpoint" in snapshot.raw  # an unknown broker may never mention checkpoints
         return Part("none: the broker has no save folder", UNEASY) if is_told else Part("")
     if saved.round is None or saved.age_s is None:
         return Part("none yet")
@@ -330,15 +324,6 @@ def _standby(snapshot: Snapshot) -> Part:
     held = "held" if told.holds_lease else "lost"
     heard = "never heard" if told.heard_age_s is None else f"heard {duration(told.heard_age_s)} ago"
     return Part(f"lease of {told.lease_s:g} s {held}, {heard}", "" if told.holds_lease else BAD)
-
-
-def _parent_link(snapshot: Snapshot) -> Part:
-    told = snapshot.parent
-    if told is None:
-        return Part("")
-    if told.lost_s is None:
-        return Part("connected", GOOD)
-    return Part(f"UNREACHABLE for {duration(told.lost_s)}", BAD)
 
 
 def _reasons(snapshot: Snapshot) -> str:
@@ -406,13 +391,6 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         metric="waiting_submissions"),
     Field("missing", "Missing", "Workers that the round waits for and that do not train.", "names",
         row="round", say=lambda s: _named(s, "missing", s.missing)),
-    Field("sites_away", "Missing sites",
-        "Relays that were given up with workers downstream, and have not come back.",
-        row="missing", tone=BAD, unit="sites",
-        say=lambda s: ", ".join(
-            f"site {each.name} ({plural(each.workers, 'worker')}) for {duration(each.away_s)}"
-            for each in s.sites_away),
-        metric="sites_away", measure=lambda s: len(s.sites_away)),
     Field("training", "Training", "Workers that the round waits for and that train.", "names",
         row="round", say=lambda s: _named(s, "training", s.training)),
     Field("round.floor", "Least contributions", "Workers below which the round stays open.",
@@ -439,10 +417,6 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         metric="workers_minimum", is_setting=True),
     Field("totals.deaths", "Deaths", "Workers that died.", row="workers",
         say=_counted("{} died", lambda s: s.totals.deaths, BAD), metric="deaths_total"),
-    Field("not_listed", "Not listed",
-        "Workers downstream of relays that no table lists.", row="workers",
-        say=lambda s: f"{left} downstream of relays not listed"
-        if (left := sum(map(tree.not_listed, s.workers))) else ""),
 
     Field("last_round.number", "Last round", "Round that closed last.", row="last", say=_last,
         metric="last_round_number"),
@@ -488,14 +462,6 @@ OF_SNAPSHOT: tuple[Field, ...] = (
         tone=UNEASY, say=lambda s: "the run is over" if s.end and s.end.is_over else "",
         metric="end_reached"),
 
-    Field("parent.address", "Parent", "Of a relay: whose run its workers take part in.", "text",
-        row="parent", say=lambda s: s.parent and f"{s.parent.address} as {s.parent.name}"),
-    Field("parent.lost_s", "Parent unreachable for",
-        "Of a relay: time since its parent is unreachable; 0 while it is connected.",
-        "duration", row="parent", say=_parent_link, metric="parent_lost_seconds",
-        measure=lambda s: None if s.parent is None else s.parent.lost_s or 0.0),
-    Field("parent.offered_s", "Site's push pending for", "", "duration", row="parent",
-        phrase="the site's push is pending for {}"),
 
     Field("model.parameters", "Parameters", "Trainable parameters.", "parameters", row="model",
         phrase="{} parameters", unit="parameters", metric="model_parameters"),
@@ -665,7 +631,7 @@ OF_ROUND: tuple[Field, ...] = (
         metric="round_age_seconds"),
     Field("phase", "Phase", "1 if the round is closing, 0 if it is open.", "text",
         metric="round_closing", measure=lambda of: of.phase == "closing"),
-    Field("expected", "Expected", "Workers that the round expects; a relay is one.",
+    Field("expected", "Expected", "Workers that the round expects.",
         metric="round_workers_expected", measure=lambda of: len(of.expected)),
     Field("arrived", "Arrived", "Workers whose push has begun.",
         metric="round_workers_arrived", measure=lambda of: len(of.arrived)),
@@ -743,16 +709,28 @@ OF_DATA_SET: tuple[Field, ...] = (
         metric="data_set_given_back_units"),
 )
 
+OF_RELAY: tuple[Field, ...] = (
+    Field("workers", "Workers", "Workers that come through the relay.", row="relays",
+        unit="workers", say=lambda of: plural(of.workers, "worker"), metric="relay_workers"),
+    Field("held_bytes", "Held", "Chunks that the relay holds for the broker.", "bytes",
+        metric="relay_held_bytes"),
+    Field("silent_s", "Silent", "Time since the relay was heard.", "duration", row="relays",
+        say=lambda of: Part(f"silent {duration(of.silent_s)}", UNEASY)
+        if of.silent_s >= SILENT_S else "", metric="relay_heard_age_seconds"),
+)
+
 IN_TABLES = (STATUS, TOP, DASHBOARD, REPORT)
 # In the order of columns; `title` is the column's, in terminals in capitals; `say` is of `rows.Listed`.
 OF_WORKER: tuple[Field, ...] = (
-    Field("id", "Worker", "Id; of a relay with how many workers are downstream.", "text",
-        title="Worker", displays=IN_TABLES, say=lambda of: of.worker.title),
+    Field("id", "Worker", "Id of the worker.", "text", title="Worker", displays=IN_TABLES,
+        say=lambda of: of.worker.title),
     Field("health", "Health", "Whether the worker is well (1), or slow, stalled, lost or dead (0).",
         "text", title="Health", metric="worker_healthy", measure=lambda of: of.health == "ok",
         say=lambda of: Part(health := of.worker.health,
             GOOD if health == "ok" else BAD if health in UNHEARD else UNEASY)),
     Field("host", "Host", "Machine that the worker runs on.", "text", title="Host",
+        displays=IN_TABLES),
+    Field("via", "Via", "Relay that the worker comes through.", "text", title="Via",
         displays=IN_TABLES),
     Field("state", "State", "What the worker does; unknown while it is lost or dead.", "text",
         title="State"),
@@ -809,8 +787,6 @@ OF_WORKER: tuple[Field, ...] = (
         say=lambda of: Part(f"{of.worker.rejected}", UNEASY * bool(of.worker.rejected))),
     Field("tokens", "Tokens", "Tokens that the worker reported.", "amount", title="Tokens",
         unit="tokens", displays=(TOP,), metric="worker_tokens_total"),
-    Field("workers", "Workers downstream", "Workers downstream of it, where it is a relay.",
-        unit="workers", metric="worker_workers"),
     Field("processes", "Processes", "Processes that are this worker together.",
         metric="worker_processes"),
     Field("connections", "Connections",
@@ -828,6 +804,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "fragments": OF_FRAGMENT,
     "orders": OF_ORDER,
     "data_sets": OF_DATA_SET,
+    "relays": OF_RELAY,
     "workers": OF_WORKER,
 }
 SETTINGS = {field.path: field for field in OF_SNAPSHOT if field.is_setting}

@@ -12,6 +12,7 @@ from diloco_protocol.feed import DEAD, Snapshot, Worker
 from diloco_protocol.monitor.fields import (
     OF_DATA_SET,
     OF_ORDER,
+    OF_RELAY,
     OF_SNAPSHOT,
     UNHEARD,
     Field,
@@ -23,8 +24,8 @@ from diloco_protocol.quantities import NONE
 # In their order; each with at least one field of the catalogue.
 # fmt: off
 ROWS = (
-    "run", "state", "security", "round", "pushes", "missing", "workers", "last", "end", "commands",
-    "data", "parent", "model", "outer", "reducing", "fragments", "async", "timeouts", "checkpoint",
+    "run", "state", "security", "round", "pushes", "workers", "relays", "last", "end", "commands",
+    "data", "model", "outer", "reducing", "fragments", "async", "timeouts", "checkpoint",
     "standby", "rejected", "traffic", "broker",
 )
 # fmt: on
@@ -53,6 +54,8 @@ def rows_of(snapshot: Snapshot, display: str) -> list[Row]:
                 heading = ""
 
     add(OF_SNAPSHOT, snapshot)
+    for relay in snapshot.relays:
+        add(OF_RELAY, relay, f"{relay.name} ")
     for order in snapshot.orders:
         add(OF_ORDER, order, f"{order.action.replace('_', '-')}: ")
     for data_set in snapshot.data_sets:
@@ -75,22 +78,16 @@ class Listed:
         return self.worker.health in UNHEARD
 
 
-def cells(listed: Listed, display: str, indent: str = "  ") -> dict[str, Part]:
-    """What stands in each column of a display's table, by path; a name further in below its relay."""
-    found = {field.path: cell(field, listed) for field in columns(display)}
-    inset = indent * listed.worker.level
-    return found | {"id": found["id"]._replace(text=inset + found["id"].text)}
+def cells(listed: Listed, display: str) -> dict[str, Part]:
+    """What stands in each column of a display's table, by path."""
+    return {field.path: cell(field, listed) for field in columns(display)}
 
 
 def cell(field: Field, listed: Listed) -> Part:
     """What a table of workers shows in the column of this field."""
-    worker = listed.worker
-    is_unknown = (field.path in _OF_LIVING and listed.is_unheard) or (
-        field.path in _NOT_RELAYED and worker.level > 0
-    )
-    if is_unknown:
+    if field.path in _OF_LIVING and listed.is_unheard:
         return Part(NONE)
-    return field.part(listed) if field.say else Part(field.text(worker))
+    return field.part(listed) if field.say else Part(field.text(listed.worker))
 
 
 def sort_key(field: Field, listed: Listed) -> Any:
@@ -106,5 +103,3 @@ def sort_key(field: Field, listed: Listed) -> Any:
 
 
 _OF_LIVING = ("state", "inner_step", "steps_per_s")
-# What a relay does not report of the workers downstream of it.
-_NOT_RELAYED = ("bytes_up", "bytes_down", "rejected", "tokens", "delta_norm")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from diloco_protocol.feed import DEAD, Snapshot, Worker
-from diloco_protocol.monitor import tree
 from diloco_protocol.quantities import duration, plural
 
 NAMES = 5  # of workers in one sentence
@@ -37,13 +36,8 @@ def verdict_on(snapshot: Snapshot, others: Sequence[str] = ()) -> Verdict:
         others: what is wrong besides, such as a silent broker. These reasons come first.
     """
     reasons = [*others, *_of_the_broker(snapshot)]
-    reasons += [
-        f"site {away.name} is missing, with {plural(away.workers, 'worker')}, "
-        f"for {duration(away.away_s)}"
-        for away in snapshot.sites_away
-    ]
     listed = snapshot.workers if _is_over(snapshot) else snapshot.listed
-    for worker in tree.arranged(listed, lambda w: w.id):
+    for worker in sorted(listed, key=lambda w: w.id):
         reasons += _of_a_worker(worker)
     reasons += _alike(snapshot)
     if not reasons:
@@ -73,7 +67,7 @@ def _of_the_broker(snapshot: Snapshot) -> list[str]:
 
 
 def _of_a_worker(worker: Worker) -> Iterator[str]:
-    if worker.health not in ("ok", tree.UNKNOWN):
+    if worker.health != "ok":
         why = f": {worker.warning}" if worker.health == DEAD and worker.warning else ""
         heard = f"last heard {duration(worker.beat_age_s)} ago"
         yield f"{worker.id} is {worker.health}, {heard}{why}"
@@ -84,7 +78,7 @@ def _of_a_worker(worker: Worker) -> Iterator[str]:
 def _alike(snapshot: Snapshot) -> list[str]:
     """One for each group of workers that sent the same. All name its first, which names another."""
     groups: dict[str, set[str]] = {}
-    for worker in tree.everyone(snapshot.workers):
+    for worker in snapshot.workers:
         if worker.same_as is not None:
             pair = {worker.id, worker.same_as}
             groups.setdefault(min(pair), set()).update(pair)
@@ -99,8 +93,8 @@ def identical_updates(ids: Sequence[str]) -> str:
 
 
 def _dead(snapshot: Snapshot) -> int:
-    """Workers that are named as dead, those behind relays included."""
-    return sum(each.health == DEAD for each in tree.everyone(snapshot.listed))
+    """Workers that are named as dead."""
+    return sum(each.health == DEAD for each in snapshot.listed)
 
 
 def _is_over(snapshot: Snapshot) -> bool:

@@ -86,23 +86,15 @@ def kick(worker: Worker, snapshot: Snapshot) -> Order:
 def _of_kick(worker: Worker, snapshot: Snapshot) -> str:
     if worker.health == DEAD:
         return "It is dead. The run no longer waits for it, and it leaves the table."
-    if worker.workers is not None:
-        said = (
-            "The round no longer waits for this relay, which ends. The workers downstream wait until a "
-            "relay is started there again. "
-        )
-    else:
-        said = "Its relay does it, and no round" if worker.level else "The round no longer"
-        said += (
-            " waits for it. It is notified; it trains on alone or stops, and does not come back by "
-            "itself. "
-        )
-        if worker.inner_step > 0:
-            said += f"Its {worker.inner_step} steps since its last push are lost to the run. "
-    gone = 1 if worker.workers is None else worker.workers
-    left = max(0, snapshot.counts.alive - gone * (worker.health != "lost"))
+    said = (
+        "The round no longer waits for it. It is notified; it trains on alone or stops, and does not "
+        "come back by itself. "
+    )
+    if worker.inner_step > 0:
+        said += f"Its {worker.inner_step} steps since its last push are lost to the run. "
+    left = max(0, snapshot.counts.alive - (worker.health != "lost"))
     said += f"{plural(left, 'worker')} {'is' if left == 1 else 'are'} left."
-    floor = snapshot.round.floor if snapshot.round and not worker.level else 0
+    floor = snapshot.round.floor if snapshot.round else 0
     if snapshot.mode != "async" and left < max(1, floor):
         needs = f" The round needs {floor}: the run will wait for workers to join."
         said += needs if left or floor else " The run will wait."

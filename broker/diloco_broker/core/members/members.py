@@ -167,6 +167,7 @@ class Member:
     control: effects.Route
     joined_at: float  # run time
     liveness: Liveness
+    via: str = ""  # the relay that it comes through, "north/room1" behind another one; "": direct
     bulk: effects.Route | None = None  # None until a credit has come on it
     processes: int = 1
     voter: int | None = None  # of this life of the worker

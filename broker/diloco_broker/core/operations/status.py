@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,9 +11,9 @@ from typing import Any, TypeVar
 
 from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
+from diloco_broker.core.members.compatibility import sync_every_of
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.members.start import Start
-from diloco_broker.core.operations import worker_status
 from diloco_broker.core.rounds import norms
 from diloco_broker.core.rounds.decision import Reason
 from diloco_broker.core.rounds.modes import mode_of
@@ -24,6 +25,8 @@ from diloco_protocol.version import as_hex
 
 EVENTS_KEPT = 20
 LONGEST_EVENT = 500  # characters: peers may provoke long sentences
+# A worker that missed two heartbeats of the default interval is called slow before it is called dead.
+SLOW_AFTER_S = 75.0
 
 R = TypeVar("R")
 
@@ -166,8 +169,7 @@ def _snapshot(
         ),
         workers=_workers(state, usual, now),
         dead=_dead(state, usual, now),
-        sites_away=(),
-        parent=None,
+        relays=(),
         totals=_totals(state),
         rejections=tuple(
             feed.Rejection(_age(each.at, now), each.worker_id, each.code, each.text[:LONGEST_EVENT])
@@ -360,9 +362,17 @@ def _workers(
     state: RunState, usual: Mapping[int, float | None], now: float
 ) -> tuple[feed.Worker, ...]:
     return tuple(
-        _worker(state, each, usual, now, health=worker_status.health_of(each, now))
-        for each in state.members
+        _worker(state, member, usual, now, health=_health(member, now)) for member in state.members
     )
+
+
+def _health(member: Member, now: float) -> str:
+    """ok, slow, stalled or lost; a dead worker is not a member."""
+    if member.liveness.disconnected_at is not None:
+        return "lost"
+    if member.liveness.is_stalled:
+        return "stalled"
+    return "slow" if now - member.liveness.last_seen > SLOW_AFTER_S else "ok"
 
 
 def _dead(
@@ -390,10 +400,28 @@ def _worker(
     figures = member.figures
     fragment, norm = next(reversed(figures.norms.items()), (0, None))
     middle = usual.get(fragment)
+    is_finite = figures.loss is None or math.isfinite(figures.loss)
     return feed.Worker(
         id=member.worker_id,
-        **worker_status.status_of(state, member, health, now),
+        via=member.via,
+        host=figures.host,
         pid=figures.pid,
+        state=figures.state,
+        health=health,
+        round=figures.last_round,
+        step=figures.step,
+        inner_step=figures.inner_step,
+        inner_age_s=_age_if(figures.told_at, now),
+        sync_every=sync_every_of(state, member),
+        steps_per_s=figures.steps_per_s,
+        loss=figures.loss if is_finite else None,
+        loss_is_finite=is_finite,
+        staleness=figures.staleness,
+        pushes=figures.pushes,
+        beat_age_s=_age(member.liveness.last_seen, now),
+        sync_age_s=_age_if(figures.counted_at, now),
+        # Another worker that sent the same and is still here.
+        same_as=figures.same_as if (figures.same_as or "") in state.members else None,
         tokens=figures.tokens,
         merge_delay=figures.merge_delay,
         warning=figures.warning,
@@ -482,6 +510,7 @@ def round_line(
         "workers": [
             {
                 "id": member.worker_id,
+                "via": member.via,
                 "host": member.figures.host,
                 "step": member.figures.step,
                 "steps_per_s": member.figures.steps_per_s,

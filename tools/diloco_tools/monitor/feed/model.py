@@ -24,8 +24,7 @@ LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
 # fmt: off
 AGES = {
-    "age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s", "lost_s", "offered_s", "away_s",
-    "heard_age_s",
+    "age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s", "heard_age_s", "silent_s",
 }
 # fmt: on
 

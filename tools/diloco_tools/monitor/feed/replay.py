@@ -105,8 +105,7 @@ class History(Sequence[Moment]):
             part = self._read(each.text)
             fragments.setdefault(part.fragments[0].fragment, part.fragments[0])
             age_s = max(0.0, line.at - each.at)
-            here = sum(1 if w.workers is None else w.workers for w in workers.values())
-            for worker in part.workers if each is closed or here < alive else ():
+            for worker in part.workers if each is closed or len(workers) < alive else ():
                 told = replace(
                     worker,
                     round=part.last_round.number if part.last_round else None,
@@ -116,8 +115,7 @@ class History(Sequence[Moment]):
                 )
                 workers.setdefault(worker.id, told)
             has_all = not isinstance(count, int) or len(fragments) >= count
-            here = sum(1 if w.workers is None else w.workers for w in workers.values())
-            if has_all and here >= alive:
+            if has_all and len(workers) >= alive:
                 break
         made, contributions = line.rounds - line.rounds_before, line.contributions
         return {

@@ -26,7 +26,6 @@ from diloco_protocol.errors import Code
 from diloco_protocol.feed import DEAD, Snapshot, Totals
 from diloco_protocol.monitor import fields
 from diloco_protocol.monitor.fields import Field, has_round
-from diloco_protocol.monitor.tree import without_relays
 from diloco_tools.monitor.feed.listener import Reading
 
 STATES = ("training", "waiting", "paused", "stopping")
@@ -36,6 +35,7 @@ ACTIONS = ("save_all", "stop_all")
 OTHER = "other"  # for words of a newer broker: they cannot add label values
 MOST_FRAGMENTS = 256  # that have series of their own
 MOST_DATA_SETS = 64  # likewise; a broker has no more
+MOST_RELAYS = 64
 LONGEST_VALUE = 64  # characters
 HELD_S = 600.0  # a place is kept for a worker that is gone before another one gets it
 Records = Mapping[tuple[str, ...], Any]  # by label values
@@ -88,13 +88,8 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Field, ...]]] = {
     "fragments": (("fragment",), fields.OF_FRAGMENT),
     "orders": (("action",), fields.OF_ORDER),
     "data_sets": (("data_set",), fields.OF_DATA_SET),
-    "healths": (
-        ("health",),
-        _one(
-            "workers",
-            "Workers, by health, the dead included; those downstream of relays as these report them.",
-        ),
-    ),
+    "relays": (("relay",), fields.OF_RELAY),
+    "healths": (("health",), _one("workers", "Workers, by health, the dead included.")),
     "without_series": (
         (),
         _one(
@@ -230,6 +225,7 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
         "fragments": {(str(f.fragment),): f for f in snapshot.fragments[:MOST_FRAGMENTS]},
         "orders": {(o.action if o.action in ACTIONS else OTHER,): o for o in snapshot.orders},
         "data_sets": {(label_value(d.name),): d for d in snapshot.data_sets[:MOST_DATA_SETS]},
+        "relays": {(label_value(r.name),): r for r in snapshot.relays[:MOST_RELAYS]},
     }
 
 
@@ -238,7 +234,7 @@ def _of_workers(snapshot: Snapshot, places: Places, now: float) -> dict[str, Rec
     labels = places.take((worker.id for worker in workers), now)
     named: Records = {(labels[worker.id],): worker for worker in workers if worker.id in labels}
     return {
-        "healths": _by_word(HEALTHS, Counter(each.health for each in without_relays(workers))),
+        "healths": _by_word(HEALTHS, Counter(each.health for each in workers)),
         "without_series": {(): len(workers) - len(named)},
         "workers": named,
     }

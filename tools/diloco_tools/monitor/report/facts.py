@@ -85,7 +85,7 @@ class Worker:
 
     id: str
     hosts: tuple[str, ...] = ()
-    behind: int | None = None  # of a relay: how many workers, in its last round
+    via: str = ""  # the relay that it came through, in its last round
     first_seen: float = 0.0
     last_seen: float = 0.0
     ended: str = HERE
@@ -112,7 +112,7 @@ class Worker:
         """Its part in a round."""
         self.is_here(at, told.host)
         self.contributions += 1
-        self.behind = told.workers
+        self.via = told.via
         self.step = told.step
         self.loss = self.loss if told.loss is None else told.loss
         self.delta_norm = self.delta_norm if told.delta_norm is None else told.delta_norm

@@ -39,7 +39,6 @@ from diloco_tools.monitor.report.facts import (
     STOPPED,
     Facts,
     Life,
-    Worker,
 )
 from diloco_tools.monitor.web.words import logged
 
@@ -78,11 +77,6 @@ def _value(path: str, value: Any) -> str:
     return (
         FORMATS[SETTINGS[path].format](value) if is_number and path in SETTINGS else setting(value)
     )
-
-
-def _where(worker: Worker) -> str:
-    behind = "" if worker.behind is None else f"relay of {plural(worker.behind, 'worker')}"
-    return ", ".join(filter(None, (behind, *worker.hosts)))
 
 
 def _loss(facts: Facts) -> str:
@@ -125,8 +119,9 @@ FIGURES = (
 # The columns of the tables; what stands below is small, below the column before.
 OF_WORKER = (
     Field("id", "Worker", format="text"),
-    Field("hosts", "", say=_where),
+    Field("hosts", "", say=lambda of: ", ".join(of.hosts)),
     Field("ended", "At the end", say=lambda of: ENDED[of.ended]),
+    Field("via", "Via", format="text"),
     Field("contributions", "Counted", format="count"),
     Field("steps_per_s", "Speed", format="amount"),
     Field("loss", "Loss, norm", format="figure"),
@@ -269,7 +264,7 @@ def _remarks(facts: Facts) -> list[str]:
 
 
 def _titles(fields: Sequence[Field]) -> list[dict[str, str]]:
-    classes = {"id": "id", "ended": "health"}
+    classes = {"id": "id", "ended": "health", "via": "via"}
     return [
         {"key": classes.get(field.path, "wide" * (place == 1)), "title": field.label}
         for place, field in enumerate(fields)
@@ -289,7 +284,7 @@ def _rows(fields: Sequence[Field], records: Sequence[Any]) -> list[dict[str, Any
             else:
                 cells[-1] = (*cells[-1][:2], text)
         sort = [field.value(record) for field in fields if field.label]
-        found.append({"id": str(number), "path": [str(number)], "cells": cells, "sort": sort})
+        found.append({"id": str(number), "cells": cells, "sort": sort})
     return found
 
 

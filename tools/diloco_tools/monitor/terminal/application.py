@@ -29,7 +29,6 @@ from textual.widgets import DataTable, Footer, Input, Sparkline, Static
 from diloco_protocol.addresses import as_reached
 from diloco_protocol.clients import Answer, Ask, ask_once
 from diloco_protocol.feed import FeedError, LastRound, Snapshot, Worker
-from diloco_protocol.monitor import tree
 from diloco_protocol.monitor.fields import BAD, GOOD, TOP, UNEASY, Part
 from diloco_protocol.monitor.rows import cells
 from diloco_protocol.quantities import byte_rate, duration, figure, norm, whole
@@ -199,7 +198,7 @@ class Top(App[None]):
         yield Workers()
         yield Static(id="log")
         yield Static(id="status")
-        hint = "filter: part of an id, a host, a state or a health; enter keeps it, esc shows all"
+        hint = "filter: part of an id, host, relay, state or health; enter keeps it, esc shows all"
         yield Input(placeholder=hint, compact=True, id="filter")
         yield Footer(compact=True)
 
@@ -329,7 +328,7 @@ class Top(App[None]):
         if not snapshot.listed:
             words = [no_workers(snapshot)]
         elif self.view.wanted:
-            count = len(tree.everyone(snapshot.listed))
+            count = len(snapshot.listed)
             words[:1] = [f"{len(rows) or 'none'} of {count} workers match {self.view.wanted!r}"]
         return Text(", ".join(words), QUIET)
 

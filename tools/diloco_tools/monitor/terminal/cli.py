@@ -23,7 +23,6 @@ from diloco_protocol.clients.command_line import (
 from diloco_protocol.clients.mistaken_address import unknown_name
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
-from diloco_protocol.monitor.tree import everyone
 from diloco_tools.monitor.feed.listener import FeedSubscriber
 from diloco_tools.monitor.feed.model import FeedModel, Freshness, inner_step_now
 from diloco_tools.monitor.feed.replay import read_history
@@ -167,9 +166,7 @@ def _show_json(name: str, model: FeedModel, now: float) -> bool:
     """Print one snapshot for programs; whether the run is healthy."""
     snapshot, verdict = model.at(now), model.verdict(now)
     assert snapshot is not None
-    made = {
-        w.id: inner_step_now(snapshot, w, model.freshness(now)) for w in everyone(snapshot.workers)
-    }
+    made = {w.id: inner_step_now(snapshot, w, model.freshness(now)) for w in snapshot.workers}
     monitor = {
         "verdict": verdict.word,
         "reasons": verdict.reasons,

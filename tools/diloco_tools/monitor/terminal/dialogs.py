@@ -111,12 +111,11 @@ def choices(*of: tuple[str, str]) -> Text:
 def details(listed: Listed) -> Table:
     """Everything that the feed says about one worker."""
     worker = listed.worker
-    rows = [("", "as its relay reports")] if worker.level else []
-    rows += [("Process", str(worker.pid))] if worker.pid else []
+    rows = [("Process", str(worker.pid))] if worker.pid else []
     for field in OF_WORKER:
         value, said = field.value(worker) if not field.title else 0, cell(field, listed).text
         is_usual = value is None or (field.path in ("processes", "connections") and value == 1)
-        if not is_usual and said != NONE and field.path != "sync_every":
+        if not is_usual and said not in ("", NONE) and field.path != "sync_every":
             unit = f" {field.unit}" if field.unit not in ("", "pushes", "tokens") else ""
             rows.append((field.label, said + unit))
     rows += [("Warning", worker.warning)] if worker.warning else []

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol.feed import Snapshot, Worker
-from diloco_protocol.monitor import tree
 from diloco_protocol.monitor.fields import TOP, Field, columns
 from diloco_protocol.monitor.rows import Listed, sort_key
 from diloco_tools.monitor.feed.model import FeedModel, Freshness, listed
@@ -145,14 +144,11 @@ class View:
         self.reverse = False
 
     def rows(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Those that pass the filter, in order; equal ones by id, unknown ones last.
-
-        Below each relay those downstream of it, for the sake of which it stays.
-        """
+        """Those that pass the filter, in order; equal ones by id, unknown ones last."""
         wanted = self.wanted.casefold()
 
         def passes(each: Worker) -> bool:
-            told = (each.id, each.host, each.state, each.health)
+            told = (each.id, each.host, each.via, each.state, each.health)
             return any(wanted in text.casefold() for text in told)
 
         def place(each: Worker) -> tuple[bool, Any]:
@@ -161,4 +157,5 @@ class View:
             is_known = key is not None and not (isinstance(key, float) and math.isnan(key))
             return (is_known == self.reverse, key if is_known else 0)
 
-        return tree.arranged(workers, place, reverse=self.reverse, wanted=passes)
+        shown = sorted(filter(passes, workers), key=lambda each: each.id)
+        return sorted(shown, key=place, reverse=self.reverse)

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_protocol.feed import INSECURE, Snapshot
-from diloco_protocol.monitor import tree
 from diloco_protocol.monitor.fields import (
     BAD,
     GOOD,
@@ -44,19 +43,18 @@ NAMED_REPLAY = 98  # columns from which the header of a replay has room for our 
 # fmt: off
 # Rows that a small window shows first; the others follow in the order of `rows_of`.
 FIRST = (
-    "round", "pushes", "missing", "workers", "state", "rejected", "checkpoint", "commands", "end",
-    "parent", "standby", "data", "outer", "broker", "last", "model",
+    "round", "pushes", "workers", "state", "rejected", "checkpoint", "commands", "end", "relays",
+    "standby", "data", "outer", "broker", "last", "model",
 )
 # Columns of the table that give way where there is no room, the highest rank first; any other stays.
 RANKS = {
     "tokens": 9, "delta_norm": 9, "step": 8, "bytes_up": 7, "bytes_down": 7, "pushes": 6,
-    "sync_age_s": 4, "rejected": 3, "state": 2, "rate_up": 1, "rate_down": 1,
+    "sync_age_s": 4, "rejected": 3, "via": 1, "state": 2, "rate_up": 1, "rate_down": 1,
 }
 # fmt: on
 NAMES_FIRST = 3  # columns of this rank and above give way before a name is cut
-WORDS = ("id", "health", "host", "state")  # columns that stand at the left of their room
 LEAST = {"id": 8, "host": 6}  # columns that may be cut, and to what
-MOST = {"id": 32, "host": 24}
+MOST = {"id": 32, "host": 24, "via": 24}
 
 
 def grid() -> Table:
@@ -179,7 +177,7 @@ class Column:
 
     def _placed(self, text: Text) -> Text:
         text.truncate(self.width)  # a state of absurd length
-        text.align("left" if self.field.path in WORDS else "right", self.width)
+        text.align("left" if self.field.format == "text" else "right", self.width)
         return text
 
 
@@ -194,7 +192,7 @@ def fitted(rows: Sequence[dict[str, Part]], width: int) -> list[Column]:
     kept = [
         field
         for field in columns(TOP)
-        if field.path not in RANKS or any(row[field.path].text != NONE for row in rows)
+        if field.path not in RANKS or any(row[field.path].text not in ("", NONE) for row in rows)
     ]
     sizes = {field.path: natural(field) for field in kept}
 
@@ -221,7 +219,7 @@ def screen(scene: Scene, width: int) -> Group:
         return Group(*parts)
     parts += [rows_table(rows_for(snapshot), wraps=True), ""]
     if snapshot.listed:
-        workers = scene.listed(tree.arranged(snapshot.listed, lambda worker: worker.id))
+        workers = scene.listed(sorted(snapshot.listed, key=lambda worker: worker.id))
         rows = [cells(each, TOP) for each in workers]
         shown = fitted(rows, width)
         parts.append(Text(" ").join(each.title(is_sorted=False) for each in shown))

@@ -26,7 +26,6 @@ from diloco_protocol.monitor.fields import (
     run_name,
 )
 from diloco_protocol.monitor.rows import cells, rows_of, sort_key
-from diloco_protocol.monitor.tree import everyone
 from diloco_protocol.monitor.verdict import Verdict
 from diloco_protocol.quantities import NONE, duration, percent, plural
 from diloco_tools.monitor.feed.model import FeedModel, Freshness, listed
@@ -146,16 +145,13 @@ def _table(
     snapshot: Snapshot, fresh: Freshness | None, rates: Callable[[str], Rate | None]
 ) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    path: list[str] = []
-    for worker in everyone(snapshot.listed):
-        path = [*path[: worker.level], worker.id]
+    for worker in snapshot.listed:
         shown = listed(snapshot, worker, fresh, rates(worker.id))
-        parts = cells(shown, DASHBOARD, indent="\u2003")  # spaces that no page folds
+        parts = cells(shown, DASHBOARD)
         found.append(
             {
                 "id": worker.id,
-                "path": path,
-                "about": _about(worker, path),
+                "about": _about(worker),
                 "cells": [_cell(field, parts, is_recorded=fresh is None) for field in COLUMNS],
                 "sort": [sort_key(field, shown) for field in COLUMNS],
                 "order": vars(kick(worker, snapshot)),
@@ -175,8 +171,8 @@ def _cell(field: Field, parts: Mapping[str, Part], *, is_recorded: bool) -> tupl
     return text, tone or below.tone, "" if below.text == NONE else below.text
 
 
-def _about(worker: Worker, path: list[str]) -> str:
+def _about(worker: Worker) -> str:
     host = f" on {worker.host}" if worker.host else ""
     process = f", process {worker.pid}" if worker.pid else ""
-    relays = f", downstream of {', '.join(path[:-1])}" if len(path) > 1 else ""
-    return f"{worker.id}{host}{process}{relays}"
+    via = f", via {worker.via}" if worker.via else ""
+    return f"{worker.id}{host}{process}{via}"

@@ -36,6 +36,9 @@ export function showRows(list, rows) {
   while (list.children.length > rows.length) list.lastChild.remove();
 }
 
+/** Names stand at the left, figures at the right. */
+const isLeft = (key, index) => index < 2 || key === "via";
+
 /**
  * A table in words of the server, sorted by a click on a title. A row stays the same element for as long as
  * its id is there, so focus stays too. `columns`: [{key, title, help}], the first names the row.
@@ -43,9 +46,9 @@ export function showRows(list, rows) {
 export class Table {
   constructor(parent, columns, onOrder = null) {
     Object.assign(this, { columns, onOrder, rows: new Map(), sortedBy: 0, direction: 1, isAllowed: false });
-    const heads = columns.map(({ title, help }, index) => {
+    const heads = columns.map(({ key, title, help }, index) => {
       const button = make("button", { type: "button", textContent: title, title: help ?? "", onclick: () => this.sortBy(index) });
-      return make("th", { scope: "col", role: "columnheader", className: index < 2 ? "left" : "" }, button);
+      return make("th", { scope: "col", role: "columnheader", className: isLeft(key, index) ? "left" : "" }, button);
     });
     const last = onOrder ? [make("th", { scope: "col", role: "columnheader" }, make("span", { className: "unseen", textContent: "Actions" }))] : [];
     this.heads = heads;
@@ -65,7 +68,7 @@ export class Table {
     this.heads.forEach((node, index) => node.setAttribute("aria-sort", index !== this.sortedBy ? "none" : this.direction > 0 ? "ascending" : "descending"));
   }
 
-  /** `rows`: [{id, path, about, cells: [[text, tone, below], ...], sort, order}]. */
+  /** `rows`: [{id, about, cells: [[text, tone, below], ...], sort, order}]. A column without any text is hidden. */
   show(rows) {
     const here = new Set(rows.map(({ id }) => id));
     for (const [id, row] of this.rows) {
@@ -84,6 +87,10 @@ export class Table {
         say(more, below);
       });
     }
+    this.heads.forEach((head, index) => {
+      head.hidden = rows.every(({ cells }) => !cells[index][0]);
+      for (const { cells } of this.rows.values()) cells[index].node.hidden = head.hidden;
+    });
     this.body.parentElement.hidden = rows.length === 0;
     this.arrange();
   }
@@ -91,7 +98,7 @@ export class Table {
   add(id) {
     const cells = this.columns.map(({ key, title }, index) => {
       const [main, more] = ["main", "more"].map((className) => make("span", { className }));
-      const node = make(index ? "td" : "th", { className: `${key}${index < 2 ? " left" : ""}`, role: index ? "cell" : "rowheader" }, main, more);
+      const node = make(index ? "td" : "th", { className: `${key}${isLeft(key, index) ? " left" : ""}`, role: index ? "cell" : "rowheader" }, main, more);
       if (!index) node.scope = "row";
       node.dataset.label = title;
       return { node, main, more };
@@ -113,17 +120,12 @@ export class Table {
   }
 
   arrange() {
-    const before = (x, y) => {
-      const [one, other] = [x, y].map((id) => this.rows.get(id).given.sort[this.sortedBy]);
+    const before = ({ given: x }, { given: y }) => {
+      const [one, other] = [x.sort[this.sortedBy], y.sort[this.sortedBy]];
       if ((one === null) !== (other === null)) return one === null ? 1 : -1; // unknown ones are last
-      return (one < other ? -1 : one > other ? 1 : 0) * this.direction || (x < y ? -1 : 1);
+      return (one < other ? -1 : one > other ? 1 : 0) * this.direction || (x.id < y.id ? -1 : 1);
     };
-    // Of two the branches are compared where they part, and a relay comes before those downstream of it.
-    const rows = [...this.rows.values()].sort(({ given: { path: x } }, { given: { path: y } }) => {
-      const parting = x.findIndex((id, place) => id !== y[place]);
-      if (parting < 0) return -1;
-      return parting < y.length ? before(x[parting], y[parting]) : 1;
-    });
+    const rows = [...this.rows.values()].sort(before);
     rows.forEach(({ node }, index) => {
       // Only rows that are out of place move: a moved element loses focus.
       if (this.body.children[index] !== node) this.body.insertBefore(node, this.body.children[index] ?? null);

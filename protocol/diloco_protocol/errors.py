@@ -32,10 +32,6 @@ class Code(str, Enum):
     BAD_CHUNK = "bad_chunk"  # wrong index, length, fragment or push
     NON_FINITE = "non_finite"  # NaN or infinity in a pseudo-gradient
     TOO_LARGE = "too_large"  # a pseudo-gradient that is longer than the run takes
-    CONTAINED = (
-        "contained"  # a version, or another push under way, has some of what is in a relay's push
-    )
-    UNDER_WAY = "under_way"  # a relay's push that is under way contains this one
     LATE = "late"  # the round closed without this push, and late work is dropped
     STALE = "stale"  # the push started from parameters that are too old
     NO_MODEL = "no_model"  # nobody has provided parameters yet

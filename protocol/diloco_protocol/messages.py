@@ -36,10 +36,6 @@ MOST_PROCESSES = 256  # of one worker: 32 machines with eight accelerators
 LONGEST_JOIN = 60 << 10  # bytes of its header; in a longer one the manifest is only named
 # Of a probe's buffer, bytes: less than a message that a stranger may be in the middle of.
 LONGEST_PROBE = 48 << 10
-# What a relay tells of the workers behind it, entries of a heartbeat and names in a list of a `Reply`:
-# 20 kB with usual ids, every few seconds while something changes.
-MOST_BEHIND = 128
-MOST_LEVELS = 8  # of relays behind relays that are told apart
 
 
 def is_worker_id(text: str) -> bool:
@@ -76,9 +72,7 @@ class RunConfig:
     # How float buffers travel in a push, `BUFFERS` in this release. A broker that does not say so is of
     # an earlier one and takes them for differences.
     buffers: str = "differences"
-    # Sites may take part through relays: a push counts whole or not at all. A broker that does not say
-    # so is of a release that knows no relays.
-    relays: bool = False
+    relays: bool = False  # workers may come through relays
 
 
 @dataclass(frozen=True)
@@ -146,55 +140,6 @@ class Lot:
     units: Mapping[str, tuple[int, ...]]  # by data set, ranges of tickets: start, stop, start, stop
 
 
-@dataclass(
-    kw_only=True
-)  # not frozen: that takes twice as long, and the feed has one for each worker
-class WorkerStatus:
-    """How a worker, or a relay, does, for people: what the feed and the heartbeats of relays have in
-    common. Ages are in seconds, `staleness` is in versions."""
-
-    workers: int | None = None  # of a relay: how many workers are downstream of it
-    host: str = ""
-    state: str = ""
-    health: str = "ok"
-    round: int | None = None  # that its last push was for
-    step: int = 0
-    inner_step: int = 0  # steps since its last boundary, of sync_every
-    inner_age_s: float | None = None  # since it told so; None: it has not, the broker concluded it
-    sync_every: int = 0
-    steps_per_s: float | None = None
-    loss: float | None = None
-    loss_is_finite: bool = True  # where it is not, `loss` is left out: strict JSON has no NaN
-    staleness: int = 0
-    pushes: int = 0
-    beat_age_s: float = 0.0
-    sync_age_s: float | None = None  # since its work was last counted
-    # Another worker that sent the same update, bit for bit, when both last pushed from one version.
-    same_as: str | None = None
-
-
-@dataclass
-class Behind(WorkerStatus):
-    """A worker, or a relay, downstream of a relay, as of that relay's heartbeat.
-
-    Those downstream of a relay among them follow it, one level further down.
-    """
-
-    worker_id: str
-    level: int = 0  # 0: it is connected to the relay whose heartbeat this is
-
-
-@dataclass(frozen=True)
-class Reply:
-    """How those behind a relay stand with an order of an operator: done, where nobody is `waiting`."""
-
-    action: str  # save_all or stop_all
-    order: int  # its number
-    waiting: tuple[str, ...] = ()
-    saved: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
-
-
 # Worker to broker.
 
 
@@ -203,8 +148,7 @@ class Join(Message):
     """Ask to take part. `wants` names only what the worker insists on, by RunConfig field.
 
     A worker of several `processes` has a lane, a connection for chunks, for each. A manifest that is
-    too long for a header is left out; `digest` and `size` name its description. A relay, which stands
-    for the workers of a site, says how many `workers` there are.
+    too long for a header is left out; `digest` and `size` name its description.
     """
 
     worker_id: str
@@ -219,7 +163,6 @@ class Join(Message):
     digest: bytes | None = None
     size: int = 0
     processes: int = 1
-    workers: int | None = None  # None: it is no relay
     voter: int | None = (
         None  # random, of this life of the worker: whose votes are whose (STANDBY.md)
     )
@@ -252,11 +195,6 @@ class Heartbeat(Message):
     merge_delay: int | None = None  # steps from slot to merge, of the last merge
     warning: str | None = None  # what people should know of this worker, as long as it holds
     saved: int | None = None  # the number of the last `save_all` that its script has carried out
-    workers: int | None = None  # of a relay: how many there are behind it,
-    behind: tuple[Behind, ...] | None = None  # who they are, `MOST_BEHIND` at most,
-    replies: tuple[Reply, ...] | None = (
-        None  # and what they have done of what an operator has asked
-    )
 
 
 @dataclass(frozen=True)
@@ -279,12 +217,6 @@ class Push(Message):
     ledger: Ledger | None = None
     buffers: str = "differences"  # how its float buffers travel: `BUFFERS`
     lots: tuple[Lot, ...] | None = None  # units of the work queue that count with this push
-    # Of a relay: the pushes in this one by worker, those of relays behind it included, and of how many
-    # workers they are, relays left out.
-    contents: Mapping[str, int] | None = None
-    workers: int = 1
-    # Relays left out, the counter of the version that the push of each was made from.
-    bases: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -480,7 +412,6 @@ class Notice(Message):
     fragment: int = 0
     round: int = 0
     sync_every: int | None = None
-    worker_id: str | None = None  # of `kick`, which a relay gets: who is to be removed
     # With `lease` of a hub and `standby` of its standby: a nonce that a `vote` returns, and for how many
     # seconds that is a word.
     nonce: int | None = None

@@ -46,11 +46,6 @@ def length(value: float, where: str, name: str) -> float | None:
     return min(value, LARGEST) if 0 <= value < math.inf else None
 
 
-def age(value: float, where: str, name: str) -> float:
-    """Seconds since something."""
-    return min(max(value, 0.0), LARGEST) if math.isfinite(value) else 0.0
-
-
 def unsigned(value: float, where: str, name: str) -> float:
     """Any number from 0 to 2**64 - 1."""
     if not 0 <= value < 1 << 64:
@@ -81,7 +76,7 @@ def named(value: str, where: str, name: str) -> str:
 
 
 _REPORTS: Mapping[str, Mapping[str, Fit]] = {
-    "Join": {"pid": count, "workers": count},
+    "Join": {"pid": count},
     "Heartbeat": {
         "step": count,
         "inner_step": count,
@@ -89,25 +84,6 @@ _REPORTS: Mapping[str, Mapping[str, Fit]] = {
         "loss": figure,
         "tokens": count,
         "merge_delay": count,
-        "workers": count,
-    },
-    "Behind": {
-        **dict.fromkeys(
-            (
-                "level",
-                "workers",
-                "round",
-                "step",
-                "inner_step",
-                "sync_every",
-                "staleness",
-                "pushes",
-            ),
-            count,
-        ),
-        **dict.fromkeys(("inner_age_s", "beat_age_s", "sync_age_s"), age),
-        "steps_per_s": rate,
-        "loss": figure,
     },
     "Push": {"steps": count, "tokens": count, "samples": count, "loss": figure, "norm": length},
     "Pull": {"after": after_any},

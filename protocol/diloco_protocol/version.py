@@ -133,22 +133,6 @@ class Ledger:
         rest = {name: pushes for name, pushes in self.pushes.items() if name != worker_id}
         return Ledger({**rest, worker_id: kept})  # whoever pushed last stands last
 
-    def with_contents(self, contents: Mapping[str, int]) -> Ledger:
-        """This ledger and the pushes in that of a relay, by worker: all of each is contained."""
-        found = {name: pushes for name, pushes in self.pushes.items() if name not in contents}
-        for worker_id, push_id in contents.items():
-            others = tuple(c for c in self.pushes.get(worker_id, ()) if c.push_id != push_id)
-            found[worker_id] = (*others, Counted(push_id))[-PUSHES_REMEMBERED:]
-        return Ledger(found)
-
-    def names_any_of(self, contents: Mapping[str, int]) -> list[str]:
-        """Workers of whom the version contains the push named here, whole or in part."""
-        return [
-            worker_id
-            for worker_id, push_id in contents.items()
-            if any(each.push_id == push_id for each in self.pushes.get(worker_id, ()))
-        ]
-
     def without_the_long_gone(self, here: Collection[str]) -> Ledger:
         """This ledger with the workers that are here, and those that left most recently."""
         away = [name for name in self.pushes if name not in here]

@@ -44,9 +44,6 @@ from diloco_worker.session.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.session.units import Units
 from diloco_worker.session.uploads import Uploads
 
-# Notices to a relay that concern its workers and do not end its own session.
-FOR_THOSE_BEHIND = ("over", "stop_all", "kick", "last_round")
-
 
 class Session:
     """See the head of this module. `draw` returns a random number below 2**64 (ids of donations).
@@ -93,10 +90,6 @@ class Session:
     @property
     def phase(self) -> Phase:
         return self.connection.phase
-
-    @property
-    def _is_relay(self) -> bool:
-        return self.join is not None and self.join.workers is not None
 
     @property
     def config(self) -> RunConfig | None:
@@ -269,8 +262,6 @@ class Session:
             case messages.Rejoin(text=text):
                 if self.connection.is_joined:
                     yield from self._disconnected(text or "The broker asks to join again.", now)
-            case messages.Notice(what=what) if self._is_relay and what in FOR_THOSE_BEHIND:
-                yield effects.Told(message)
             case messages.Notice(nonce=int()):
                 yield from self.votes.asked(message, self.connection.token or b"", now)
             case messages.Notice():

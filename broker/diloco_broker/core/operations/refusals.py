@@ -13,7 +13,7 @@ from diloco_protocol.errors import Code, ProtocolError
 NOISE_OF_A_STRANGER = 20
 CONNECTIONS_REMEMBERED = 1000
 # What a refusal may be worth trying again for.
-WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL, Code.UNDER_WAY, Code.STANDBY})
+WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL, Code.STANDBY})
 
 
 def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
@@ -56,7 +56,7 @@ def refuse(
         is_seeding = getattr(message, "purpose", None) is messages.Purpose.DONATION
         if is_seeding and member:
             yield from seeding.reject(state, member)
-    is_over = error.code == Code.UNDER_WAY or (not retry and error.code != Code.LATE)
+    is_over = not retry and error.code != Code.LATE
     if isinstance(message, messages.Push) and is_over and member is not None:
         is_gradient = message.purpose is messages.Purpose.GRADIENT
         if is_gradient and 0 <= message.fragment < len(state.versions.trained):

@@ -175,7 +175,7 @@ def _release_with_lease(state: RunState, unreleased: UnreleasedVersion) -> effec
 def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     """Everybody gets the version, and the next round opens."""
     ended = unreleased.ended
-    yield from hand_out(state, unreleased)
+    yield from _hand_out(state, unreleased)
     if ended.barrier is not None:
         ended.barrier.end()
     yield from checkpoints.save_if_due(state, ended.number + 1)
@@ -185,7 +185,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     yield from ending.refuse_the_rest(state)
 
 
-def hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
+def _hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     """Everybody gets the version, and what has come of the round is written down."""
     ended, fragment = unreleased.ended, unreleased.ended.fragment
     for each in unreleased.pushes:

@@ -122,7 +122,7 @@ def _snapshot(
         round=_round(state, now),
         counts=feed.Counts(
             alive=len(state.members),
-            due=_due(state),
+            due=state.absences.due(config.workers, len(state.members)),
             participating=len(state.round.participating) if state.round else 0,
             averaged=report.averaged if report else 0,
         ),
@@ -383,10 +383,6 @@ def _dead(
     for worker, death in zip(shown, deaths, strict=True):
         worker.warning, worker.connections = death.why, 0
     return tuple(shown)
-
-
-def _due(state: RunState) -> int:
-    return state.absences.due(state.config.workers, len(state.members))
 
 
 def _worker(

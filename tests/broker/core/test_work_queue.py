@@ -238,6 +238,20 @@ def test_a_push_cannot_name_units_of_another_worker() -> None:
     assert b.puppet.got(Error).code == "bad_push"
 
 
+def test_units_that_two_pushes_of_a_worker_name_count_with_the_first() -> None:
+    a, b = a_pair()
+    a.takes(2)
+    b.takes(1)
+    for push_id in (1, 2):
+        a.puppet.begins(push_id, lots=(Lot((push_id,), {NAME: (0, 2)}),))
+    a.puppet.completes()
+    b.trains()
+    b.begins(3)
+    b.completes()
+    assert a.stage.state.data.sets[NAME].counted == 3, "two of these, and one of b"
+    a.stage.core.check_invariants()
+
+
 def test_a_push_with_units_of_an_unknown_data_set_is_told_so() -> None:
     a, _ = a_pair()
     a.puppet.begins(5, lots=(Lot((5,), {"photos": (0, 1)}),))

@@ -208,6 +208,9 @@ def _count(state: RunState, worker_id: str, lot: PendingLot) -> None:
     state.data.end_lot(worker_id, lot)
     for name, spans in lot.units.items():
         state.data.sets[name].count(worker_id, spans)
+        for other in state.data.lots.get(worker_id, ()):  # that names them again
+            if name in other.units:
+                other.units[name] -= spans
 
 
 # What does not count.

@@ -152,9 +152,14 @@ def _fragment(fragment: int, entries: list[TensorEntry], chunk_elements: int) ->
         start = lengths[segment]
         lengths[segment] = start + entry.elements
         places.append(Place(entry, segment, start, lengths[segment]))
+    return FragmentLayout(fragment, tuple(places), cut(lengths, chunk_elements), lengths)
+
+
+def cut(lengths: Mapping[Segment, int], chunk_elements: int) -> tuple[ChunkSpan, ...]:
+    """The chunks of a fragment with so many elements in each segment."""
     spans: list[ChunkSpan] = []
     for segment in Segment:
         for start in range(0, lengths[segment], chunk_elements):
             stop = min(start + chunk_elements, lengths[segment])
             spans.append(ChunkSpan(len(spans), segment, start, stop))
-    return FragmentLayout(fragment, tuple(places), tuple(spans), lengths)
+    return tuple(spans)

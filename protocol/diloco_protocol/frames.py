@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.messages import LONGEST_PROBE, Chunk, Message, Probe, decode, encode
+from diloco_protocol.messages import LONGEST_PROBE, Chunk, Combined, Message, Probe, decode, encode
 
 # A header from the broker: what it knows of a manifest of 50,000 tensors takes about 6 MB.
 MAX_HEADER_BYTES = 8 << 20
@@ -68,6 +68,9 @@ def unpack(
             raise _misfit(
                 f"The buffer has {payload.nbytes} bytes, the limit is {MAX_BUFFER_BYTES}."
             )
+    elif isinstance(message, Combined):
+        if bool(message.numbers) != bool(payload):
+            raise _misfit("A sum came without its buffer, or a buffer without a sum.")
     elif isinstance(message, Probe):
         if payload is not None and payload.nbytes > LONGEST_PROBE:
             raise _misfit(f"The buffer has {payload.nbytes} bytes, the limit is {LONGEST_PROBE}.")

@@ -341,6 +341,106 @@ class Lease(Message):
     is_over: bool = False  # this hub has stepped down, and releases nothing any more
 
 
+# Relay and hub: see `relays`.
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a relay tells its hub of a chunk that it holds, instead of sending it.
+
+    Attributes:
+        number: by which the hub asks for it; each is higher than those before.
+        nbytes: of the chunk as it came.
+        squares, fingerprint: as the hub itself would find them; `squares` is None where the chunk has a
+            value that is not finite, or cannot be read. Then the relay does not hold it.
+    """
+
+    number: int
+    nbytes: int
+    squares: float | None
+    fingerprint: int = 0
+
+
+@dataclass(frozen=True)
+class Attach(Message):
+    """The first word of a relay on each of its two connections, that for chunks with the `token`."""
+
+    relay: str  # its name
+    life: int  # random, of its process
+    token: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Attached(Message):
+    """The answer on the first of them, and again when one of these changes."""
+
+    token: bytes
+    combines: bool  # the relay holds chunks of pseudo-gradients, for sums; else it passes them on
+    wire_dtype: str  # of parameters in sums
+    chunk_elements: int = CHUNK_ELEMENTS
+    # Elements of parameters, float buffers and integers in each fragment; empty before there is a model.
+    fragments: tuple[tuple[int, ...], ...] = ()
+    feed: str | None = None  # where the hub's feed is
+
+
+@dataclass(frozen=True)
+class Via(Message):
+    """The frames behind this one are a message from or to this connection of a relay.
+
+    Attributes:
+        who: the connection, or the way to it where there are relays behind relays.
+        peer: up, where the relay asks for keys: the worker whose key it is.
+        held: up, of a `chunk` without its buffer.
+    """
+
+    who: bytes
+    peer: str | None = None
+    held: Held | None = None
+
+
+@dataclass(frozen=True)
+class Gone(Message):
+    """Up: this connection of a relay is over. Down: end it."""
+
+    who: bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk that a relay holds, and what it weighs in a mean."""
+
+    number: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Collect(Message):
+    """The hub asks for the weighted mean of these, all of one chunk; of integers for the maximum."""
+
+    request: int
+    fragment: int
+    index: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Combined(Message):
+    """The answer, on the connection for chunks, with a buffer. `numbers`: the parts in it."""
+
+    request: int
+    fragment: int
+    index: int
+    numbers: tuple[int, ...]
+    wire_dtype: str
+
+
+@dataclass(frozen=True)
+class Forget(Message):
+    """The hub will not ask for any chunk with a lower number."""
+
+    below: int
+
+
 # Broker to worker.
 
 

@@ -19,14 +19,21 @@ from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     KINDS,
     Ack,
+    Attach,
+    Attached,
     Chunk,
+    Collect,
+    Combined,
     Commit,
     Control,
     Credit,
     Describe,
     Error,
+    Forget,
+    Gone,
     Grant,
     Heartbeat,
+    Held,
     Join,
     Lane,
     Lease,
@@ -34,6 +41,7 @@ from diloco_protocol.messages import (
     Lot,
     Message,
     Notice,
+    Part,
     Probe,
     Progress,
     Promise,
@@ -46,6 +54,7 @@ from diloco_protocol.messages import (
     RunConfig,
     Standing,
     Take,
+    Via,
     Vote,
     Welcome,
     decode,
@@ -79,6 +88,13 @@ EVERY_KIND: list[Message] = [
     Commit(b"s", 4, 0),
     Pull(0, 6, b"s", 8, VERSION, b"\x01"),
     Credit(3, b"s"),
+    Attach("north", 7, b"t" * 8),
+    Attached(b"t" * 8, True, "bf16", 1000, ((10, 0, 2), (0, 4, 0)), "tcp://127.0.0.1:2"),
+    Via(b"\0who", "w0", Held(2**64 - 1, 4096, 1.5, 2**64 - 1)),
+    Gone(b"\0who"),
+    Collect(3, 1, 2, (Part(4, 0.5), Part(2**64 - 1, 1.5))),
+    Combined(3, 1, 2, (4, 5), "int4z"),
+    Forget(9),
     Take(b"s", 4, "text", 100, 2, 7, 8, (0, 5, 9, 10), (Lot((1, 2), {"text": (0, 3)}),)),
     Welcome(
         b"s", "e", RunConfig("sync", 20), 4, "0" * 16, (None, VERSION), "tcp://127.0.0.1:1", (0, 1)
@@ -100,7 +116,7 @@ def test_every_kind_is_in_the_list() -> None:
 
 @pytest.mark.parametrize("message", EVERY_KIND, ids=lambda m: m.kind)
 def test_message_survives_the_wire(message: Message) -> None:
-    payload = b"\x00" * 8 if isinstance(message, Chunk) else None
+    payload = b"\x00" * 8 if isinstance(message, Chunk | Combined) else None
     received, buffer = unpack(pack(message, payload))
     if isinstance(message, Control):  # arrays come back as tuples
         message = Control("status", 1, {"deep": {"a": (1, 2.5, None, True)}})

@@ -160,10 +160,6 @@ def _check_aggregate(options: Options) -> None:
     if options.max_delta_norm is not None:
         why = " with --max-delta-norm: a worker says itself what its work weighs"
         _require_unset(options, "weight_by", why)
-    if options.relays:
-        why = " with --relays: of a site only the mean is seen, and no single worker"
-        for name in ("aggregate", "max_delta_norm"):
-            _require_unset(options, name, why)
     if options.max_delta_norm == AUTO:
         number = f"a number with --workers {options.workers}: auto compares three workers or more"
         _require(options, "max_delta_norm", options.workers >= 3, number)

@@ -70,7 +70,8 @@ class WholePush:
     scale: float  # factor of its values, where old work counts less
     norm: float  # Euclidean length of its parameters, all chunks together
     wire_dtype: str  # what the parameters in its payloads are in
-    payloads: Sequence[Any]  # of each chunk; None for one that an earlier version contains
+    # Of each chunk by index; None for one that an earlier version contains, a relay's sum has one alone.
+    payloads: Sequence[Any] | Mapping[int, Any]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from diloco_broker.core.operations import (
     holding,
     refusals,
 )
+from diloco_broker.core.relays import link
 from diloco_broker.core.rounds import pushes, sequence
 from diloco_broker.core.rounds.modes import close_if_due, decision, name_of
 from diloco_broker.core.rounds.round import InvariantBroken, Phase
@@ -56,6 +57,11 @@ def _outer_groups(state: RunState, event: events.OuterGroups) -> Effects:
     yield from ()
 
 
+def _tick(state: RunState, event: events.Tick) -> Effects:
+    yield from link.tick(state, lost=event.lost)
+    yield from liveness.tick(state, event)
+
+
 # The handler of each event; messages have tables of their own.
 RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.Surroundings: _surroundings,
@@ -64,8 +70,8 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.Malformed: refusals.malformed,
     events.KeysRevoked: admission.revoked,
     events.ConnectionEnded: refusals.connection_ended,
-    events.PeerGone: liveness.peer_gone,
-    events.Tick: liveness.tick,
+    events.PeerGone: link.peer_gone,
+    events.Tick: _tick,
     events.StoodStill: liveness.stood_still,
     events.WorkDone: pushes.done,
     events.WorkRefused: pushes.refused,
@@ -85,6 +91,8 @@ OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
     messages.Control: commands.control,
     messages.Probe: probes.answer,
     messages.Promise: fence.promise,
+    messages.Attach: link.attach,
+    messages.Gone: link.over,
 }
 OF_MEMBERS: dict[type, Callable[[RunState, Member, Any], Effects]] = {
     messages.Heartbeat: liveness.beat,
@@ -181,6 +189,9 @@ class Core:
         if peer is not None:
             permissions.check(peer, message)
         kind = type(message)
+        relay = state.relays.heard(route, state.now)
+        if isinstance(message, messages.Combined) and relay is not None:
+            return link.combined(state, relay, message, received.payload)
         if kind in OF_ANYBODY:
             if isinstance(message, messages.Control):
                 message = permissions.signed(peer, message)

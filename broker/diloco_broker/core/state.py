@@ -15,8 +15,9 @@ from diloco_broker.core.members.members import Member, Membership
 from diloco_broker.core.members.run_model import RunModel
 from diloco_broker.core.members.shards import Shards
 from diloco_broker.core.members.start import Recovery, Seeding, Start
+from diloco_broker.core.relays.relays import Relays
 from diloco_broker.core.rounds.decision import Decision, Reason, Why
-from diloco_broker.core.rounds.round import Barrier, Phase, Update
+from diloco_broker.core.rounds.round import Barrier, Phase, PushInProgress, Update
 from diloco_broker.core.rounds.submissions import Submissions
 from diloco_broker.core.versions.record import FragmentRecord
 from diloco_broker.core.versions.store import VersionStore
@@ -235,6 +236,7 @@ class RunState:
     seeding: Seeding = field(default_factory=Seeding)
     recovery: Recovery = field(default_factory=Recovery)
     members: Membership = field(default_factory=Membership)
+    relays: Relays = field(default_factory=Relays)
     absences: Absences = field(default_factory=Absences)
     shards: Shards = field(default_factory=Shards)  # who samples which part of the data
     data: DataSets = field(default_factory=DataSets)  # of which units are handed out
@@ -314,6 +316,16 @@ class RunState:
     def fragment_pattern(self) -> str:
         """How the model is split, for people: the pattern, or "own"."""
         return OWN if self.surroundings.has_own_split else self.config.fragment_pattern
+
+    @property
+    def pushes_in_progress(self) -> list[PushInProgress]:
+        """Those taken in, of which no version has been released."""
+        found: list[PushInProgress] = [*self.submissions]
+        return found or ([] if self.round is None else [*self.round.pushes])
+
+    def knows(self, route: effects.Route) -> bool:
+        """Is this a connection of a worker that has joined, or of a relay?"""
+        return self.relays.on(route) is not None or self.members.on_route(route) is not None
 
     def reject(self, worker_id: str, code: str, text: str) -> None:
         self.totals.rejected += 1

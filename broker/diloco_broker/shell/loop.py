@@ -26,10 +26,12 @@ from diloco_broker.core.machine import Core
 from diloco_broker.core.operations.status import LoopFigures
 from diloco_broker.core.tape import Draws
 from diloco_broker.core.versions import checkpoints
+from diloco_broker.shell import relays
 from diloco_broker.shell.chunks_on_the_way import Piece, piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import give_back_freed_memory, memory_bytes, rss_bytes
+from diloco_broker.shell.relays import RelayLines
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
 from diloco_broker.shell.strangers import Strangers
@@ -169,6 +171,7 @@ class Loop:
                 opened.callback(tape.close)
             self._opened = opened.pop_all()
         self._strangers = Strangers()
+        self._lines = RelayLines()
         self._executor = self._make_executor(surroundings, split, tape)
         self._is_finished = False  # the core has nothing left to do
         self._next_tick = self._next_feed = 0.0
@@ -178,8 +181,8 @@ class Loop:
         self._packed: tuple[Message | None, bytes, Piece | None] = (None, b"", None)  # sent last
         self._calm_at = math.inf  # when what ended connections have cost is given back
         self._gone_before = 0  # members, by the last tick
-        self._longest_turn_s = 0.0
-        self._used_s = 0.0  # CPU of this thread at the end of the last turn
+        # CPU of this thread: of the longest turn lately, and at the end of the last one.
+        self._longest_turn_s = self._used_s = 0.0
 
     @staticmethod
     def _runs_to_move_aside(config: BrokerConfig) -> frozenset[str]:
@@ -267,7 +270,8 @@ class Loop:
             self._executor.acknowledge()
         now = self.now()
         if now >= self.sockets.next_look:
-            for why in self.sockets.look(self.core.state.members.routes(), now):
+            state = self.core.state
+            for why in self.sockets.look(state.members.routes() | state.relays.routes(), now):
                 self._executor.feed(events.ConnectionEnded(why))
                 self._calm_at = now + CALM_S
         if now >= self._calm_at:
@@ -326,7 +330,7 @@ class Loop:
         return False
 
     def _take_in_turn(self, incoming: Incoming) -> None:
-        if incoming.is_left_behind and self.core.state.members.on_route(incoming.route) is None:
+        if incoming.is_left_behind and not self.core.state.knows(incoming.route):
             return  # a worker's last word is heard; of others there may be thousands
         if not (incoming.is_of_stranger or self._strangers):
             self._take(incoming)
@@ -348,10 +352,7 @@ class Loop:
 
     def _is_too_long_to_wait(self, incoming: Incoming) -> bool:
         longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
-        return (
-            longest > LONGEST_OF_A_STRANGER
-            and self.core.state.members.on_route(incoming.route) is None
-        )
+        return longest > LONGEST_OF_A_STRANGER and not self.core.state.knows(incoming.route)
 
     def _take_of_stranger(self, incoming: Incoming) -> None:
         began = time.thread_time()
@@ -372,15 +373,20 @@ class Loop:
         if not self.sockets.lets_in(peer):
             return
         try:
-            message, payload = unpack(incoming.frames, self._longest_header(incoming))
+            longest = self._longest_header(incoming)
+            if self.core.state.relays.on(route) is not None:
+                received = relays.received(route, incoming.frames, peer, longest)
+            else:
+                received = events.Received(route, *unpack(incoming.frames, longest), peer)
+            message = received.message
             if type(message) is not Heartbeat:
                 self._busy_at = self._received_at
             if isinstance(message, Control):
                 self._look_at_outer()
                 if message.action == "status":
-                    self._answer_status(route, message)
+                    self._answer_status(received.route, message)
                     return
-            self._executor.feed(events.Received(route, message, payload, peer))
+            self._executor.feed(received)
         except ProtocolError as error:
             self._executor.feed(events.Malformed(route, error.code, str(error)))
         except Exception:
@@ -392,7 +398,7 @@ class Loop:
         header = memoryview(incoming.frames[0] if incoming.frames else b"")
         if header.nbytes <= SHORT:
             return SHORT
-        if self.core.state.members.on_route(incoming.route) is not None:
+        if self.core.state.knows(incoming.route):
             return LONGEST_OF_A_MEMBER
         beginning = bytes(header[:32])
         return LONGEST_OF_A_STRANGER if any(kind in beginning for kind in MAY_BE_LONG) else SHORT
@@ -422,11 +428,21 @@ class Loop:
             message, header = send.message, encode(send.message)
             piece = None if send.payload is None else piece_of(message)
             self._packed = message, header, piece
-        frames = [header] if send.payload is None else [header, send.payload]
-        return self.sockets.send(send.route, frames, piece)
+        route, frames, payload = send.route, [header], send.payload
+        behind = self._lines.down(send)
+        if behind is not None:
+            route, via, payload = behind
+            frames, piece = [encode(via), header], None if payload is None else piece
+        if payload is not None:
+            frames.append(payload)
+        return self.sockets.send(route, frames, piece)
 
     def disconnect(self, route: bytes) -> None:
-        self.sockets.shut(route)
+        behind = relays.ending(route)
+        if behind is None:
+            self.sockets.shut(route)
+        else:
+            self.send(Send(*behind))
 
     def write(self, record: effects.Record) -> None:
         self.onlookers.write(record)
@@ -512,6 +528,7 @@ class Loop:
         with self.onlookers.failures.caught("feed"):
             self._look_at_outer()
         self.onlookers.publish()
+        self._lines.forget(self.core.state.relays.routes())
         if self.core.state.is_running:
             self.tensors.forget_sources()
         self._longest_turn_s = 0.0

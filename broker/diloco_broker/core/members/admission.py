@@ -9,6 +9,7 @@ from diloco_broker.core.data import units
 from diloco_broker.core.members import compatibility, room, seeding
 from diloco_broker.core.members.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.operations import ending, orders
+from diloco_broker.core.relays import terms
 from diloco_broker.core.rounds import sequence
 from diloco_broker.core.rounds.modes import mode_of
 from diloco_broker.core.state import Departure, RunState
@@ -67,9 +68,11 @@ def _let_in(
         state.versions.forget(member.bulk)
         state.members.renew(member, join, session, route, state.now)
         yield effects.info(f"{join.worker_id} is back on a new connection.")
+    member.relay = state.relays.before(route)
     if state.model.manifest != manifest:
         layout = state.model.settle_manifest(manifest, plan, state.run_config, join.digest)
         state.versions.set_layout(layout.all)
+        yield from terms.tell_all(state)
     first_round = _first_round(state, member)
     yield from state.versions.warn_of_branches(join.worker_id, join.versions)
     yield effects.Send(route, _welcome(state, member, first_round, plan))
@@ -99,7 +102,7 @@ def _welcome(
     state: RunState, member: Member, first_round: int, plan: tuple[int, ...]
 ) -> messages.Welcome:
     shard, num_shards = state.shards.slot(member.worker_id, state.config.workers)
-    around = state.surroundings
+    around, is_direct = state.surroundings, member.relay is None
     return messages.Welcome(
         session=member.session,
         epoch=state.epoch,
@@ -111,8 +114,8 @@ def _welcome(
         plan=plan if state.config.num_fragments > 1 else (),
         shard=shard,
         num_shards=num_shards,
-        ipc=around.own_address,
-        bound=around.bound if around.own_address is not None else None,
+        ipc=around.own_address if is_direct else None,
+        bound=around.bound if is_direct and around.own_address is not None else None,
         term=state.term,
         lease=None if state.standby is None else state.standby.seconds,
     )

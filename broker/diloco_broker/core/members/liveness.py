@@ -65,11 +65,11 @@ def mark_active(state: RunState, member: Member) -> effects.Effects:
         yield from sequence.expect_all(state)
 
 
-def peer_gone(state: RunState, event: events.PeerGone) -> effects.Effects:
+def connection_lost(state: RunState, route: effects.Route) -> effects.Effects:
     """A connection does not exist any more; its worker has a moment to come back."""
-    state.versions.forget(event.route)
-    member = state.members.on_route(event.route)
-    if member is not None and event.route != member.control:
+    state.versions.forget(route)
+    member = state.members.on_route(route)
+    if member is not None and route != member.control:
         member.lose_lanes()
     if member is not None and member.liveness.disconnected_at is None:
         member.liveness.disconnect(state.now)
@@ -108,7 +108,7 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
         silent = now - member.liveness.last_seen
         if _is_given_up(state, member):
             yield from _evict(state, member, "its connection closed and it did not come back")
-        elif timeout and silent > timeout and not _may_be_on_its_way(state):
+        elif timeout and silent > timeout and not may_be_on_its_way(state):
             yield from _evict(state, member, f"nothing was heard from it for {silent:.0f} s")
         elif silent > PROBE_AFTER_S and now - member.liveness.probed_at > PROBE_AFTER_S:
             # A dead connection shows only when something is sent on it.
@@ -137,10 +137,10 @@ def _is_given_up(state: RunState, member: Member) -> bool:
     """Has its connection been broken for longer than it may be?"""
     broken, grace = member.liveness.disconnected_at, state.config.disconnect_grace
     is_over = broken is not None and state.now >= broken + grace
-    return is_over and not _may_be_on_its_way(state)
+    return is_over and not may_be_on_its_way(state)
 
 
-def _may_be_on_its_way(state: RunState) -> bool:
+def may_be_on_its_way(state: RunState) -> bool:
     """Has the broker stood still, and so lately that a worker may still be coming back to it?"""
     return state.back_at is not None and state.now < state.back_at + BACK_WITHIN_S
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.members.dylu import average_speed
+from diloco_broker.core.relays.relay import Relay
 from diloco_broker.core.rounds.uploads import Account, Uploads
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
@@ -167,7 +168,7 @@ class Member:
     control: effects.Route
     joined_at: float  # run time
     liveness: Liveness
-    via: str = ""  # the relay that it comes through, "north/room1" behind another one; "": direct
+    relay: Relay | None = None  # that its connections go through
     bulk: effects.Route | None = None  # None until a credit has come on it
     processes: int = 1
     voter: int | None = None  # of this life of the worker
@@ -184,6 +185,11 @@ class Member:
     uploads: Uploads = field(default_factory=Uploads)
     figures: Figures = field(default_factory=Figures)
     account: Account = field(default_factory=Account)
+
+    @property
+    def via(self) -> str:
+        """The relay that it comes through; empty for a direct connection."""
+        return "" if self.relay is None else self.relay.name
 
     @property
     def has_trained(self) -> bool:

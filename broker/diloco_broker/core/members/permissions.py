@@ -20,6 +20,8 @@ def check(peer: Peer | None, message: messages.Message) -> None:
     if peer is None:
         return
     match message:
+        case messages.Attach(relay=name):
+            _check_relay(peer, name)
         case messages.Control(action=action):
             if action not in _MAY_ASK.get(peer.role, {action}):
                 raise _not_allowed(
@@ -35,12 +37,19 @@ def check(peer: Peer | None, message: messages.Message) -> None:
                 )
         case messages.Promise() if peer.role is not Role.OPERATOR:
             raise _not_allowed(f"{peer} may not be a standby; that takes the key of an operator.")
-        case messages.Probe():
-            if peer.role is Role.MONITOR:
-                raise _not_allowed(f"{peer} may not measure the way; that takes another key.")
-        case messages.Pull(session=None) | messages.Credit(session=None):
-            if peer.role is Role.MONITOR:
-                raise _not_allowed(f"{peer} may not read the model; that takes another key.")
+        case messages.Probe() if peer.role is Role.MONITOR:
+            raise _not_allowed(f"{peer} may not measure the way; that takes another key.")
+        case messages.Pull(session=None) | messages.Credit(session=None) if (
+            peer.role is Role.MONITOR
+        ):
+            raise _not_allowed(f"{peer} may not read the model; that takes another key.")
+
+
+def _check_relay(peer: Peer, name: str) -> None:
+    if peer != Peer(Role.WORKER, name):
+        raise _not_allowed(
+            f"{peer} may not be the relay {name!r:.80}; that takes the key of a worker of that name."
+        )
 
 
 def signed(peer: Peer | None, control: messages.Control) -> messages.Control:

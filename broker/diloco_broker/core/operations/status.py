@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -169,7 +169,7 @@ def _snapshot(
         ),
         workers=_workers(state, usual, now),
         dead=_dead(state, usual, now),
-        relays=(),
+        relays=_relays(state, now),
         totals=_totals(state),
         rejections=tuple(
             feed.Rejection(_age(each.at, now), each.worker_id, each.code, each.text[:LONGEST_EVENT])
@@ -383,6 +383,18 @@ def _dead(
     for worker, death in zip(shown, deaths, strict=True):
         worker.warning, worker.connections = death.why, 0
     return tuple(shown)
+
+
+def _relays(state: RunState, now: float) -> tuple[feed.Relay, ...]:
+    held: Counter[str] = Counter()
+    for push in state.pushes_in_progress if state.relays else ():
+        for kept in push.kept.values():
+            held[kept.relay.name] += kept.nbytes
+    workers = Counter(member.via for member in state.members)
+    return tuple(
+        feed.Relay(each.name, workers[each.name], held[each.name], _age(each.heard_at, now))
+        for each in state.relays
+    )
 
 
 def _worker(

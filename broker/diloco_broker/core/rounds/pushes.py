@@ -13,8 +13,11 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.data import units
 from diloco_broker.core.members import liveness, seeding
 from diloco_broker.core.members.members import Member
+from diloco_broker.core.relays import terms
+from diloco_broker.core.relays.relays import keep
 from diloco_broker.core.rounds import grants
 from diloco_broker.core.rounds.modes import rules_of
+from diloco_broker.core.rounds.round import PushInProgress
 from diloco_broker.core.state import RunState
 from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, Segment
@@ -71,8 +74,10 @@ def chunk(
     push = upload.push
     is_seeding = push.purpose is messages.Purpose.DONATION
     layout = state.versions[push.fragment].layout
-    size = _check_chunk(chunk, payload, layout, push.wire_dtype)
-    lane = member.lane_of(route)
+    size = check_size(chunk.index, payload, layout, push.wire_dtype)
+    is_held, lane = isinstance(payload, messages.Held), member.lane_of(route)
+    if is_held and not _may_hold(state, member, route, is_seeding):
+        raise ProtocolError(Code.BAD_CHUNK, "This chunk has to be sent, and not to be held.")
     if not upload.may_come(lane):
         text = f"Chunk {chunk.index} came without credit; wait for an ack."
         raise ProtocolError(Code.BAD_CHUNK, text)
@@ -85,7 +90,7 @@ def chunk(
     else:
         return  # it was under way when its push was over
     member.account.bytes_up += size
-    state.totals.bytes_up += size
+    state.totals.bytes_up += 0 if is_held else size
     upload.comes(chunk.index, lane)
     if chunk.index in arrived:
         yield grants.acknowledge(state, member, upload, chunk.index)
@@ -94,9 +99,32 @@ def chunk(
     if found is None:
         key = (member.worker_id, push.push_id)
         yield effects.StoreInitial(push.fragment, chunk.index, payload, *key)
+    elif is_held:
+        yield from _is_held(state, member, found, chunk.index, payload)
+    else:
+        state.chunks_waiting += 1
+        yield found.work(chunk.index, payload)
+
+
+def _is_held(
+    state: RunState, member: Member, found: PushInProgress, index: int, held: messages.Held
+) -> effects.Effects:
+    """A chunk has come as far as a relay, which has looked at it."""
+    upload, relay = member.uploads.of(found.push.fragment), member.relay
+    assert upload is not None and relay is not None
+    if held.squares is None or not 0 <= held.squares < math.inf:
+        yield from rules_of(state).refused(state, events.WorkRefused(found.work(index, held)))
         return
-    state.chunks_waiting += 1
-    yield found.work(chunk.index, payload)
+    keep(relay, found, index, held)
+    yield grants.acknowledge(state, member, upload, index)
+    yield from rules_of(state).kept(state, found, index)
+
+
+def _may_hold(state: RunState, member: Member, route: effects.Route, is_seeding: bool) -> bool:
+    """Whether the relay that this route goes through may hold chunks of this worker."""
+    relay = state.relays.before(route)
+    is_its_own = relay is not None and relay is member.relay
+    return is_its_own and terms.combines(state.config) and not is_seeding
 
 
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
@@ -179,12 +207,12 @@ def _check_base(state: RunState, push: messages.Push) -> None:
         )
 
 
-def _check_chunk(chunk: messages.Chunk, payload: Any, layout: FragmentLayout, wire: str) -> int:
+def check_size(index: int, payload: Any, layout: FragmentLayout, wire: str) -> int:
     """Bytes of the chunk, which are as many as they may be."""
-    if not 0 <= chunk.index < len(layout.spans):
-        text = f"There is no chunk {chunk.index}; fragment {layout.fragment} has {layout.chunks}."
+    if not 0 <= index < len(layout.spans):
+        text = f"There is no chunk {index}; fragment {layout.fragment} has {layout.chunks}."
         raise ProtocolError(Code.BAD_CHUNK, text)
-    span = layout.spans[chunk.index]
+    span = layout.spans[index]
     size = int(payload.nbytes)
     most = span_bytes(span, wire)
     least = most if size == most else least_bytes(span, wire)
@@ -192,7 +220,7 @@ def _check_chunk(chunk: messages.Chunk, payload: Any, layout: FragmentLayout, wi
         wanted = f"{most}" if least == most else f"{least} to {most}"
         raise ProtocolError(
             Code.BAD_CHUNK,
-            f"Chunk {chunk.index} has {size} bytes, it must have {wanted}: "
+            f"Chunk {index} has {size} bytes, it must have {wanted}: "
             f"{span.elements} elements in {travels_in(span.segment, wire)}.",
         )
     return size

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from diloco_broker.core.effects import CountedPush, Fold, Inspect
+from diloco_broker.core.relays.relay import Kept
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
 
@@ -49,6 +50,8 @@ class PushInProgress(ABC):
     taken: Bitmap = field(init=False)  # chunks received and found finite
     squares: float = field(default=0.0, init=False)  # sum of the squared parameters in these
     fingerprint: int = field(default=0, init=False)  # of these together; 0 while all are zeros
+    # By index, chunks that have come as far as a relay, which was not asked for them.
+    kept: dict[int, Kept] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.push.chunks)
@@ -87,6 +90,8 @@ class PushInProgress(ABC):
             raise InvariantBroken(f"{self.key} counts a chunk again", self.worker_id)
         if not all(i in self.arrived for i in self.taken):
             raise InvariantBroken(f"{self.key} has what never arrived", self.worker_id)
+        if not all(i in self.arrived for i in self.kept):
+            raise InvariantBroken(f"{self.key} has what no relay told of", self.worker_id)
 
 
 @dataclass

@@ -107,6 +107,7 @@ class StagedRound(StagedUpdate):
 
 
 find, done, commit = collect.find, collect.done, collect.commit
+kept, combined, lost = collect.kept, collect.combined, collect.lost
 tell = lines.closed
 tick = released = nothing  # nobody waits for room
 
@@ -155,7 +156,8 @@ def open_round(state: RunState, number: int) -> Effects:
 
 def check(state: RunState, member: Member, push: Push) -> None:
     """Refuse a push that comes too late, where late work is dropped."""
-    is_new = not collect.is_known(state, member, push)
+    # Of one that is counted in part a relay has lost the rest, which still belongs to it.
+    is_new = not collect.is_known(state, member, push) and not state.standing(member, push)
     if is_new and state.config.late == "drop" and _is_late(state, push):
         raise ProtocolError(
             Code.LATE,

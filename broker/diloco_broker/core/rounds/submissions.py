@@ -51,6 +51,14 @@ class Submission(PushInProgress):
         self.payloads[index] = payload
         self._settle(now)
 
+    def lose(self, index: int, squares: float) -> None:
+        """A chunk that a relay held, with this sum of squares, is not there any more."""
+        self.arrived.discard(index)
+        self.taken.discard(index)
+        self.payloads[index] = None
+        self.squares = max(0.0, self.squares - squares)
+        self.whole_at = None
+
     def commit(self, now: float) -> None:
         self.committed = True
         self._settle(now)
@@ -117,6 +125,10 @@ class StagedUpdate(Update):
     """An update made of whole submissions: those `chosen`, once it is closing."""
 
     chosen: tuple[Submission, ...] = field(default=(), init=False)
+    # By chunk, the sums of relays that are there, and how many are not.
+    sums: dict[int, list[WholePush]] = field(default_factory=dict, init=False)
+    awaited: dict[int, int] = field(default_factory=dict, init=False)
+    gradients: int = field(default=0, init=False)  # of the fragment before it
 
     @property
     def pushes(self) -> tuple[Submission, ...]:
@@ -124,4 +136,5 @@ class StagedUpdate(Update):
 
     def check_invariants(self) -> None:
         assert bool(self.chosen) == (self.phase is Phase.CLOSING)
-        assert all(s.is_whole and s.push.fragment == self.fragment for s in self.chosen)
+        assert all(s.push.fragment == self.fragment for s in self.chosen)
+        assert all(self.awaited.values())

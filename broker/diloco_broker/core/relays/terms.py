@@ -1,0 +1,34 @@
+"""What relays are told of the run."""
+
+from __future__ import annotations
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core import effects
+from diloco_broker.core.state import RunState
+from diloco_protocol.messages import Attached
+
+
+def combines(config: BrokerConfig) -> bool:
+    """Whether relays hold chunks and send means of them.
+
+    Other aggregates, and asynchronous mode, need each push by itself.
+    """
+    return not config.is_async and config.aggregate == "mean"
+
+
+def of(state: RunState, token: bytes) -> Attached:
+    config, layout = state.config, state.model.layout
+    return Attached(
+        token,
+        combines=combines(config),
+        wire_dtype=config.wire_dtype,
+        chunk_elements=config.chunk_elements,
+        fragments=tuple(tuple(each.lengths.values()) for each in layout.all) if layout else (),
+        feed=state.surroundings.feed_address,
+    )
+
+
+def tell_all(state: RunState) -> effects.Effects:
+    """The model is known, or another one is: relays have to know how long its chunks are."""
+    for relay in state.relays:
+        yield effects.Send(relay.control, of(state, relay.token))

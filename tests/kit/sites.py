@@ -1,15 +1,20 @@
-"""Brokers in one process, each in a thread of its own, and clients for workers."""
+"""Hubs with relays in one process, each in a thread of its own, and clients for workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_broker.relay.daemon import RelayBroker
+from diloco_protocol.clients import Keys
+from diloco_protocol.errors import Refused, Unreachable
 from diloco_worker import DiLoCoClient
 from kit.process_kit import PATIENCE_S
 
@@ -31,7 +36,7 @@ S = TypeVar("S", bound="Sites")
 
 
 class Sites:
-    """A hub and workers: whatever was begun is ended with it.
+    """A hub, relays and workers: whatever was begun is ended with it.
 
     `make` makes the model that the hub begins with and each worker has.
     """
@@ -48,16 +53,31 @@ class Sites:
         self._opened.close()
 
     def hub(self, workers: int, *, has_model: bool = True, **given: Any) -> Broker:
-        config = options(workers=workers, **given)
+        config = options(workers=workers, **{"relays": True} | given)
         hub = Broker(config, self._make().state_dict() if has_model else None)
         self._serve(hub)
         return hub
 
-    def _serve(self, broker: Broker) -> None:
+    def relay(
+        self,
+        hub: Broker | RelayBroker | str,
+        name: str,
+        *,
+        dtype: str | None = None,
+        keys: Keys | None = None,
+        **given: Any,
+    ) -> RelayBroker:
+        where = hub if isinstance(hub, str) else hub.address
+        relay = RelayBroker(options(**given), where, name=name, parent_wire_dtype=dtype, keys=keys)
+        self._serve(relay)
+        until(lambda: relay.is_connected, f"{name} is let in")
+        return relay
+
+    def _serve(self, broker: Broker | RelayBroker) -> None:
         self._opened.callback(broker.stop)
         broker.start()
 
-    def workers(self, at: Broker, *names: str) -> list[DiLoCoClient]:
+    def workers(self, at: Broker | RelayBroker, *names: str) -> list[DiLoCoClient]:
         """Workers that have joined, and hold the run's parameters."""
         made = []
         for name in names:
@@ -104,6 +124,22 @@ class Sites:
         return final
 
 
+@contextmanager
+def asking(address: str) -> Iterator[None]:
+    """A worker asks to take part, for as long as this lasts, and need not be let in."""
+    with DiLoCoClient(address, worker_id="a", timeout=PATIENCE_S) as client:
+
+        def ask() -> None:
+            with suppress(Refused, Unreachable):
+                client.join(a_model())
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        yield
+        client.leave()
+        thread.join(PATIENCE_S)
+
+
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     """To the bit."""
     assert one.keys() == other.keys()
@@ -111,10 +147,17 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
+def assert_close(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Up to the rounding of fp32: sums are made in another order."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=2e-5, atol=2e-6, msg=name)
+
+
 def star(numbers: Sequence[int], *names: str, **given: Any) -> dict[str, Tensor]:
     """What the same rounds come to where all workers are at one broker."""
     with Sites() as sites:
-        hub = sites.hub(len(names), **given)
+        hub = sites.hub(len(names), relays=False, **given)
         sites.workers(hub, *names)
         return sites.rounds(numbers, *names)
 
@@ -123,3 +166,11 @@ def ledger_of(broker: Broker) -> dict[str, list[int]]:
     """Push ids by worker, as the broker's current version names them; oldest first."""
     ledger = broker._loop.core.state.versions[0].ledger
     return {name: [each.push_id for each in pushes] for name, pushes in ledger.pushes.items()}
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for something that other threads bring about."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, f"it did not come: {what}"
+        threading.Event().wait(0.01)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from diloco_broker.cli import checkpoints, operator
 from diloco_broker.cli.keygen import keygen
 from diloco_broker.cli.plan import plan
+from diloco_broker.cli.relay import relay
 from diloco_broker.cli.replay import replay
 from diloco_broker.cli.serve import WithPort, serve
 from diloco_broker.cli.standby import standby
@@ -25,6 +26,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     *operator.COMMANDS,
     checkpoints.export,
     checkpoints.inspect,
+    relay,
     standby,
     plan,
     keygen,

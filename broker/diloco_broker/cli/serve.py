@@ -25,6 +25,7 @@ from diloco_protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from diloco_broker.config import BrokerConfig
+    from diloco_broker.relay.daemon import RelayBroker
     from diloco_broker.shell.broker import Broker
     from diloco_broker.standby.daemon import StandbyBroker
 
@@ -223,7 +224,7 @@ def log_to_stderr(verbose: bool) -> None:
     )
 
 
-def prepare(broker: Broker | StandbyBroker) -> None:
+def prepare(broker: Broker | StandbyBroker | RelayBroker) -> None:
     """Fit this process for serving, and print the addresses."""
     from diloco_broker.shell.open_files import allow_connections
     from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
@@ -236,7 +237,7 @@ def prepare(broker: Broker | StandbyBroker) -> None:
     typer.echo(f"feed {broker.feed_address}")
 
 
-def end_on_signals(broker: Broker | StandbyBroker) -> None:
+def end_on_signals(broker: Broker | StandbyBroker | RelayBroker) -> None:
     """Let the first SIGTERM or SIGINT stop the broker in good order, and the second end it at once."""
     seen: list[int] = []
 
@@ -250,7 +251,7 @@ def end_on_signals(broker: Broker | StandbyBroker) -> None:
     signal.signal(signal.SIGINT, on_signal)
 
 
-def keys_of(broker: Broker | StandbyBroker) -> str:
+def keys_of(broker: Broker | StandbyBroker | RelayBroker) -> str:
     """The option that a command to this broker needs."""
     keys = broker.config.keys
     return f" --keys {shlex.quote(keys)}" if keys else ""

@@ -1,0 +1,109 @@
+"""`diloco-broker relay`: connects the workers of a site with their hub."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diloco_broker.cli.config_options import DEFAULTS, MOST_USED_PANEL, as_declared
+from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.cli.serve import keys_of, log_to_stderr, prepare
+from diloco_protocol.clients.command_line import (
+    SERVER_VARIABLE,
+    ServerArgument,
+    server_of,
+    server_option,
+    with_options,
+)
+from diloco_protocol.clients.keys import Keys, find_keys
+from diloco_protocol.errors import UsageError
+from diloco_protocol.roles import Role
+
+
+@with_options(
+    as_declared(name, DEFAULTS[name])
+    for name in ("bind", "feed", "max_workers", "keys", "insecure")
+)
+def relay(  # noqa: PLR0917  each is an option of the command
+    address: ServerArgument = None,
+    parent: Annotated[
+        str | None,
+        server_option(
+            "--parent",
+            rich_help_panel=MOST_USED_PANEL,
+            help="Address of the hub, or of another relay: tcp://HOST:8512. The hub has to be started "
+            "with --relays. Of several, with commas in between, it takes the first that lets it in. "
+            f"Default: {SERVER_VARIABLE}.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="By which displays know it. Default: host name and port (a random ending where the "
+            "system picks one); with --parent-keys the name of that key.",
+        ),
+    ] = None,
+    parent_wire_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of what the relay sends to the hub, as --wire-dtype; int4z for a slow line. "
+            "Default: that of the run.",
+        ),
+    ] = None,
+    parent_keys: Annotated[
+        Path | None,
+        typer.Option(help="Key of a worker for the hub, where it asks for keys."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Check the options and exit."),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    **options: Any,
+) -> None:
+    """Connect the workers of a site with their hub, and send one sum for all of them.
+
+    Workers join here as they join a broker, and are workers of the hub like all
+    others. What they send stays here; the hub gets its mean, and each version
+    comes over the line once. The relay decides and saves nothing, and may be
+    killed: its workers come back, here or elsewhere, with what was not counted.
+
+    Exit codes: 0 ended by a signal; 2 it could not start; 1 an error.
+    """
+    log_to_stderr(verbose)
+    from diloco_broker.config import BrokerConfig
+    from diloco_broker.relay import daemon
+
+    with failing_in_a_sentence():
+        parent = server_of(address, parent, default=None)
+        keys, name = _identity(parent_keys, name)
+        config = BrokerConfig(**options, relays=True)
+        if check:
+            daemon.check(parent, name or daemon.default_name(config), parent_wire_dtype)
+            typer.echo("The options are good.")
+            raise typer.Exit
+        service = daemon.RelayBroker(
+            config, parent, name=name, parent_wire_dtype=parent_wire_dtype, keys=keys
+        )
+    prepare(service)
+    typer.echo(
+        f"Relay of {parent}. Watch with: diloco-top {service.feed_address}{keys_of(service)}"
+    )
+    sys.stdout.flush()
+    service.run()
+
+
+def _identity(key: Path | None, name: str | None) -> tuple[Keys | None, str | None]:
+    """The key for the hub, and the relay's name; raises UsageError."""
+    keys = find_keys(key, Role.WORKER) if key is not None else None
+    if keys is None:
+        return None, name
+    if keys.peer.role is not Role.WORKER or name not in (None, keys.peer.name):
+        raise UsageError(
+            f"--parent-keys is the key of {keys.peer}; a relay takes that of a worker, and has its "
+            "name: leave --name out."
+        )
+    return keys, keys.peer.name

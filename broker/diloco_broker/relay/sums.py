@@ -1,0 +1,90 @@
+"""The tensors of a relay: a look at chunks that it holds, and their weighted means.
+
+A mean in few bits is sent with the residual of its chunk (error feedback, as the worker's
+`model.feedback` has it for what it sends itself): what the last mean has left out. A residual ends with
+the process; then it begins at zero, as with a worker that dies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_broker.relay.core import Term
+from diloco_broker.tensors.aggregate import PIECE_ELEMENTS, Gradient, StagedReducer
+from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.fingerprint import fingerprint_of
+from diloco_broker.tensors.memory import empty
+from diloco_broker.tensors.piece import Scratch
+from diloco_protocol import kernels
+from diloco_protocol.chunks import CHUNK_ELEMENTS, ChunkSpan, Segment
+from diloco_protocol.dtypes import in_few_bits
+from diloco_protocol.kernels import Source
+from diloco_protocol.tensors.codecs import (
+    BLOCKS,
+    add_code,
+    decode_chunk,
+    encode_chunk,
+    encode_sum,
+    segment_dtype,
+)
+
+
+class TensorSums:
+    """See the head of this module; it is what `relay.core` calls `Sums`."""
+
+    def __init__(self) -> None:
+        self._reducer = StagedReducer("mean", CHUNK_ELEMENTS)
+        self._scratch = Scratch(2, PIECE_ELEMENTS)
+        self._residuals: dict[tuple[int, int], Tensor] = {}  # by fragment and index, fp32
+
+    def look(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
+        squares = self._reducer.squares(span, payload, wire_dtype)
+        return squares, fingerprint_of(span.index, payload) if squares else 0
+
+    def forget(self) -> None:
+        self._residuals.clear()
+
+    def mean(self, fragment: int, span: ChunkSpan, terms: list[Term], wire_dtype: str) -> Any:
+        match span.segment:
+            case Segment.INTEGERS:
+                largest = decode_chunk(span, terms[0].payload, terms[0].wire_dtype).clone()
+                for each in terms[1:]:
+                    other = decode_chunk(span, each.payload, each.wire_dtype)
+                    torch.maximum(largest, other, out=largest)
+                return encode_chunk(span, largest, wire_dtype)
+            case Segment.BUFFERS:
+                blend = Blend()
+                for each in terms:
+                    values = decode_chunk(span, each.payload, each.wire_dtype)
+                    blend.add(values, each.weight)
+                return encode_chunk(span, blend.whole(), wire_dtype)
+        weighted = [(_source(span, each), each.weight) for each in terms]
+        divisor = sum(each.weight for each in terms)
+        mean = Gradient(None, weighted, divisor, self._scratch).whole()
+        if not in_few_bits(wire_dtype):
+            return encode_chunk(span, mean.to(segment_dtype(span.segment, wire_dtype)), wire_dtype)
+        return self._in_few_bits((fragment, span.index), span, mean, wire_dtype)
+
+    def _in_few_bits(
+        self, key: tuple[int, int], span: ChunkSpan, mean: Tensor, wire_dtype: str
+    ) -> Any:
+        residual = self._residuals.get(key)
+        summed = None if residual is None else encode_sum(wire_dtype, mean, residual)
+        if summed is None:  # the first, or beyond the range of fp32: then the residual is given up
+            residual = None
+        code = encode_chunk(span, mean, wire_dtype) if summed is None else summed.payload
+        left = empty(span.elements, torch.float32)
+        add_code(wire_dtype, code, mean, left, other=residual, sign=-1.0)
+        self._residuals[key] = left
+        return code
+
+
+def _source(span: ChunkSpan, term: Term) -> Source:
+    """A chunk of parameters that was found finite."""
+    if kernels.ready() is not None and term.wire_dtype in BLOCKS:
+        return BLOCKS[term.wire_dtype].source(term.payload, span.elements)
+    room = empty(span.elements, torch.float32) if in_few_bits(term.wire_dtype) else None
+    return Source.of(decode_chunk(span, term.payload, term.wire_dtype, room))

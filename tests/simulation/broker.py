@@ -6,23 +6,26 @@ is as slow as it is told to be, on a disk that outlives the broker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.shell.effects import Executor
+from diloco_broker.shell.relays import RelayLines
 from diloco_broker.storage import resume
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.writer import checkpoint_of
 from diloco_protocol.messages import Message
+from diloco_protocol.relays import first_step, way
 from simulation.disk import Disk
-from simulation.network import Connection, World
+from simulation.network import Connection, World, Wrapped
 from simulation.referee import Referee
 from simulation.tensors import Tensors
 
 if TYPE_CHECKING:
+    from simulation.relays import RelayHost
     from simulation.simulator import Scenario
 
 # How long the last checkpoint may take to be written.
@@ -37,7 +40,12 @@ class BrokerHost:
     """One life of the broker, which goes on from the newest checkpoint on the disk, if there is one."""
 
     def __init__(
-        self, world: World, scenario: Scenario, referee: Referee, disk: Disk | None = None
+        self,
+        world: World,
+        scenario: Scenario,
+        referee: Referee,
+        disk: Disk | None = None,
+        relays: Mapping[str, RelayHost] | None = None,
     ) -> None:
         self.world = world
         self.referee = referee
@@ -57,6 +65,8 @@ class BrokerHost:
         self._unsaved: Checkpoint | None = None  # of those that wait only the newest is written
         self._is_saving = False
         self._routes: dict[bytes, Connection] = {}
+        self._lines = RelayLines()
+        self._relays = {} if relays is None else relays
         self._executor = Executor(self.core, lambda: events.Now.both(world.now), self)
         self._handled: events.Event | None = None
         self._finish: effects.Finish | None = None  # asked for in the turn at hand
@@ -77,14 +87,21 @@ class BrokerHost:
         self._routes[connection.route] = connection
         connection.on_gone = self._loses_a_connection
 
-    def hears(self, connection: Connection, message: Message, payload: Any) -> None:
+    def hears(self, connection: Connection, message: Message | Wrapped, payload: Any) -> None:
         if self.is_alive and not self._is_deaf and connection.route in self._routes:
             self.messages += 1
-            self._feed(events.Received(connection.route, message, payload))
+            route = connection.route
+            if isinstance(message, Wrapped):
+                route, payload = way(route, message.via.who), payload or message.via.held
+                message = message.message
+            self._feed(events.Received(route, message, payload))
 
     def owner_of(self, route: bytes) -> str:
         """The name of the process at the other end."""
-        return self._routes[route].owner
+        step = first_step(route)
+        if step is None:
+            return self._routes[route].owner
+        return self._relays[self._routes[step[0]].owner].owner_of(step[1])
 
     def _loses_a_connection(self) -> None:
         self._lost_a_connection = True
@@ -153,7 +170,11 @@ class BrokerHost:
 
     def send(self, send: effects.Send) -> bool:
         self.referee.lives.says(self.core, send.message)
-        return self._routes[send.route].down(send.message, send.payload)
+        behind = self._lines.down(send)
+        if behind is None:
+            return self._routes[send.route].down(send.message, send.payload)
+        route, via, payload = behind
+        return self._routes[route].down(Wrapped(via, send.message), payload)
 
     def write(self, record: effects.Record) -> None:
         match record:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_protocol.messages import Message
+from diloco_protocol.messages import Message, Via
 
 # Lines of the story that are kept.
 STORY_LINES = 100_000
@@ -65,7 +65,15 @@ class World:
         return "\n".join(f"{at:10.4f} {who:>14}  {what!s:.230}" for at, who, what in told)
 
 
-Listener = Callable[["Connection", Message, Any], None]
+@dataclass(frozen=True)
+class Wrapped:
+    """A message from or to somebody behind a relay."""
+
+    via: Via
+    message: Message
+
+
+Listener = Callable[["Connection", Any, Any], None]
 
 
 @dataclass(frozen=True)
@@ -113,11 +121,11 @@ class Connection:
         """It is there from that moment on; what is sent before waits."""
         self.is_up_at = self._up_at = self._down_at = at
 
-    def up(self, message: Message, payload: Any = None) -> None:
+    def up(self, message: Message | Wrapped, payload: Any = None) -> None:
         self._up_at = self._arrival(self._up_at, payload)
         self._arrives(self._up_at, lambda: self._to_broker(self, message, payload))
 
-    def down(self, message: Message, payload: Any = None) -> bool:
+    def down(self, message: Message | Wrapped, payload: Any = None) -> bool:
         """The broker sends something. False when it knows that nobody will get it."""
         if self.is_gone:
             return False

@@ -27,7 +27,7 @@ from diloco_broker.core.rounds.streaming import StreamingRound
 from diloco_broker.core.rounds.uploads import UPLOAD_WINDOW
 from diloco_broker.core.versions.fragment import FragmentVersions
 from diloco_broker.storage.checkpoint_format import Checkpoint
-from diloco_protocol.messages import Commit, Push, Released
+from diloco_protocol.messages import Chunk, Commit, Held, Push, Released
 from diloco_protocol.version import PUSHES_REMEMBERED, VersionId
 from simulation.contents import Key
 from simulation.disk import Disk
@@ -76,6 +76,7 @@ class Referee:
         self.lives = Lives(config, self.records, disk)
         self.now = 0.0  # of the event at hand
         self.enough_since = 0.0  # since then there have been as many workers as a round needs
+        self.has_relays = False
         self.versions_made = 0  # released, in all fragments and lives of the broker
         self.rounds: list[MadeVersion] = []
         self._published: dict[tuple[int, VersionId], Published] = {}
@@ -208,6 +209,13 @@ class Referee:
 
     def _notice_whole(self, core: Core, event: events.Event) -> None:
         match event:
+            case events.WorkDone(effects.Fold(worker_id="")):
+                pass
+            case events.Received(message=Chunk() as chunk, payload=Held()):
+                member = core.state.members.with_session(chunk.session or b"")
+                if member is not None and chunk.push_id is not None:
+                    key = (member.worker_id, chunk.push_id)
+                    self._whole_if_staged(core, chunk.fragment, key)
             case events.WorkDone(effects.Fold() as work):
                 record = self.records[work.worker_id, work.push_id]
                 if len(record.taken) == record.push.chunks:
@@ -295,11 +303,14 @@ class Referee:
         return [key for key in added if self.records[key].is_whole_in(key, versions.wires)]
 
     def _check_contents(self, versions: FragmentVersions, added: dict[Key, set[int]]) -> None:
-        """Staged submissions count whole or not at all, and not when they were refused."""
+        """Staged submissions count whole or not at all, and not when they were refused.
+
+        Only what a relay held that died in this moment is missing, and is counted later.
+        """
         if not mode_of(self.config).needs_whole:
             return
         for key, chunks in added.items():
-            whole = len(chunks) == len(versions.wires)
+            whole = len(chunks) == len(versions.wires) or self.has_relays
             demand(whole, "{} chunks of {} are counted: whole or not at all", len(chunks), key)
             record = self.records[key]
             good = record.ending in (None, "counted")
@@ -358,7 +369,11 @@ class Referee:
             slots = config.staging_slots
             demand(len(kept) <= slots, "{} submissions are kept in {} slots", len(kept), slots)
         ids = {member.worker_id for member in state.members}
-        orphans = [s.key for s in state.submissions if not s.is_whole and s.worker_id not in ids]
+        orphans = [
+            s.key
+            for s in state.submissions
+            if not (s.is_whole or s.is_chosen) and s.worker_id not in ids
+        ]
         demand(not orphans, "half a push of a worker that is gone is kept: {}", orphans)
         rooms = Counter(
             (s.worker_id, s.push.fragment, s.is_whole)
@@ -403,7 +418,8 @@ class Referee:
         member = core.state.members.named(process.worker_id)
         if config.is_async or not config.stall_timeout or member is None or round_ is None:
             return
-        beats_s = 3 * process.beat_s + ON_THE_WAY_S
+        # Through two relays it is three times on the way.
+        beats_s = 3 * process.beat_s + ON_THE_WAY_S * (3 if self.has_relays else 1)
         counted_at = self._counted_at.get(process.name, 0.0)
         joined_at = member.joined_at + core.state.held_s  # on the clock of the others, or later
         since = max(process.hangs_from, process.online_since, joined_at, counted_at)
@@ -432,6 +448,7 @@ class Referee:
                 demand(may_be, "refused, but counted: {}", record)
             elif record.process not in alive and record.whole_at is not None:
                 may_be = all(inside) or self._may_be_pending(core, key, record)
+                may_be = may_be or record.was_at_relay
                 demand(may_be, "the broker had all of it, and it is lost: {}", record)
 
     def _may_be_pending(self, core: Core, key: Key, record: Record) -> bool:

@@ -10,7 +10,7 @@ same seed gives the same run; a failure names the seed and tells the story.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from simulation.broker import BrokerHost
 from simulation.disk import Disk
 from simulation.network import Connection, Listener, Weather, World
 from simulation.referee import Referee
+from simulation.relays import HUB, RelayHost
 from simulation.tensors import Violation
 from simulation.training import Habits
 from simulation.troubles import NO_TROUBLES, Accidents, Troubles
@@ -55,6 +56,8 @@ class Scenario:
     thoroughness: int = 1  # see `Referee`
     has_units: bool = False  # workers train on the units of a data set
     processes: tuple[int, ...] = (1,)  # of a worker, drawn from for each
+    # What each relay connects to, the hub or another relay; of a worker its place is drawn.
+    relays: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def cycle_s(self) -> float:
@@ -94,13 +97,19 @@ class Simulation:
         self.referee = Referee(
             config, scenario.patience, scenario.thoroughness, self.disk, lambda: self.alive
         )
-        self.broker = BrokerHost(self.world, scenario, self.referee, self.disk)
+        self.referee.has_relays = bool(scenario.relays)
+        self.relays: dict[str, RelayHost] = {}
+        self._relays_up_at: dict[str, float] = {}
+        self._places: dict[str, str] = {}  # of workers, by process: where it connects
+        self.broker = BrokerHost(self.world, scenario, self.referee, self.disk, self.relays)
+        self.broker_up_at = 0.0
+        self._routes = 0
         self.accidents = Accidents(self)
+        for name in scenario.relays:
+            self.relay_begins(name)
         self.processes: list[Worker] = []
         self._manifest = layered(scenario.config.num_fragments, scenario.chunks)
         self._alive: list[Worker] = []
-        self._routes = 0
-        self.broker_up_at = 0.0
         self._calm_since: float | None = None
         self._goals: dict[str, list[int]] = {}
         self._watch()
@@ -201,21 +210,72 @@ class Simulation:
             self.newcomer(worker_id)
 
     def _connect(self, worker: Worker, to_worker: Listener) -> Connection:
+        place, world = self.place_of(worker), self.world
+        connection = self.connection(place, worker.name, to_worker)
+        reachable = max(world.now, worker.offline_until, self.up_at(place))
+        connection.comes_up(reachable + world.dice.expovariate(1 / 0.1))
+        world.after(connection.is_up_at - world.now, lambda: self.host(place).connects(connection))
+        return connection
+
+    def connection(
+        self, place: str, owner: str, to_worker: Listener, weather: Weather | None = None
+    ) -> Connection:
+        """A new one, to the broker or a relay."""
         self._routes += 1
-        route = b"route-%d" % self._routes
-        world = self.world
-        connection = Connection(
-            world,
-            self.scenario.weather,
-            route,
-            worker.name,
-            to_broker=lambda *heard: self.broker.hears(*heard),  # noqa: PLW0108  that of then
+        return Connection(
+            self.world,
+            weather or self.scenario.weather,
+            b"route-%d" % self._routes,
+            owner,
+            to_broker=lambda *heard: self.host(place).hears(*heard),  # that of then
             to_worker=to_worker,
         )
-        reachable = max(world.now, worker.offline_until, self.broker_up_at)
-        connection.comes_up(reachable + world.dice.expovariate(1 / 0.1))
-        world.after(connection.is_up_at - world.now, lambda: self.broker.connects(connection))
-        return connection
+
+    # Relays.
+
+    def host(self, place: str) -> BrokerHost | RelayHost:
+        return self.relays.get(place, self.broker)
+
+    def up_at(self, place: str) -> float:
+        return self._relays_up_at.get(place, self.broker_up_at)
+
+    def place_of(self, worker: Worker) -> str:
+        """Where this process connects."""
+        if not self.scenario.relays:
+            return HUB
+        if worker.name not in self._places:
+            self.moves(worker)
+        return self._places[worker.name]
+
+    def moves(self, worker: Worker) -> None:
+        self._places[worker.name] = self.world.dice.choice((HUB, *self.scenario.relays))
+
+    def relay_begins(self, name: str) -> None:
+        self._relays_up_at[name] = self.world.now
+        self.relays[name] = RelayHost(self, name, self.scenario.relays[name])
+
+    def relay_is_away(self, name: str, seconds: float) -> None:
+        """A relay was killed, and begins again in so long; those behind it find that out."""
+        up_at = self._relays_up_at[name] = self.world.now + seconds
+        self.world.at(up_at, lambda: self.relay_begins(name))
+        for process in self.alive:
+            if self._places.get(process.name) == name:
+                process.online_since = max(process.online_since, up_at)
+                if process.connections is not None:
+                    self.finds_out(process.connections[0], self.world.dice.uniform(0, 0.5))
+        for each in self.relays.values():
+            if each.hub == name and each.is_alive:
+                self.world.after(self.world.dice.uniform(0, 0.5), each.loses_touch)
+
+    def finds_out(self, connection: Connection, seconds: float) -> None:
+        """Whoever has opened this connection finds out in so long that it broke."""
+        relay = self.relays.get(connection.owner)
+        if relay is not None:
+            self.world.after(seconds, lambda: relay.loses_touch(connection))
+            return
+        process = next((each for each in self.alive if each.name == connection.owner), None)
+        if process is not None:
+            self.accidents.finds_out(process, connection, seconds)
 
     def _fill_up(self) -> None:
         """In calm there are as many workers as a round needs."""
@@ -227,7 +287,9 @@ class Simulation:
 
     def begin_anew(self) -> None:
         if not self.broker.is_alive:
-            self.broker = BrokerHost(self.world, self.scenario, self.referee, self.disk)
+            self.broker = BrokerHost(
+                self.world, self.scenario, self.referee, self.disk, self.relays
+            )
 
     # Getting on.
 

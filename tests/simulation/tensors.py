@@ -51,6 +51,29 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """The mean that a relay has made of a chunk, each with its weight."""
+
+    parts: tuple[tuple[Delta, float], ...]
+    nbytes: int
+
+
+def parts_of(payload: Delta | Sum, weight: float) -> tuple[tuple[Delta, float], ...]:
+    """What is in a chunk or in a mean, each with its weight."""
+    return payload.parts if isinstance(payload, Sum) else ((payload, weight),)
+
+
+def _is_sum(part: effects.WholePush, index: int) -> bool:
+    """Has a relay sent this? Of one push it is that push's chunk."""
+    payload = part.payloads[index]
+    return isinstance(payload, Sum) or payload.key != (part.worker_id, part.push_id)
+
+
+def _keys_of(part: effects.WholePush, index: int) -> list[Key]:
+    return [each.key for each, _ in parts_of(part.payloads[index], part.weight)]
+
+
+@dataclass(frozen=True)
 class Wire:
     """One finished chunk: the pushes it has averaged."""
 
@@ -129,6 +152,7 @@ class Record:
     counted_in: VersionId | None = None  # the version with it whole, if this life made it
     ending: str | None = None  # "counted" or the code of its refusal, as its worker was told
     told_in_life: int = 0  # of the broker
+    was_at_relay: bool = False  # which may be gone, with its worker
     is_lost: bool = False  # a broker came back without the version that it was counted in
 
     def is_in(self, key: Key, index: int, wire: Wire) -> bool:
@@ -232,13 +256,15 @@ class Tensors:
                 )
             case effects.Fold(worker_id=worker_id, push_id=push_id, weight=weight, payload=payload):
                 key = (worker_id, push_id)
-                if not self._is_good(spot, key, payload):
-                    return events.WorkRefused(work)
-                self._weighs(key, weight)
-                sums = self._sums.setdefault(spot, {})
-                demand(key not in sums, "{} is added twice to chunk {}", key, spot)
-                sums[key] = weight
-                return events.WorkDone(work, payload.squares)
+                if worker_id:
+                    if not self._is_good(spot, key, payload):
+                        return events.WorkRefused(work)
+                    self._adds(spot, key, weight)
+                    return events.WorkDone(work, payload.squares)
+                self._check_sum(spot, payload, weight)
+                for part, each in parts_of(payload, weight):
+                    self._adds(spot, part.key, each)
+                return events.WorkDone(work, 0.0)
             case effects.Step(weight=weight, count=count):
                 parts = self._sums.pop(spot, {})
                 total = sum(parts.values())
@@ -254,7 +280,10 @@ class Tensors:
                 return events.WorkDone(work, payload.squares)
             case effects.AggregateAndStep(groups=groups, count=count):
                 self._check_merge(work)
-                keys = [[(part.worker_id, part.push_id) for part in group] for group in groups]
+                keys = [
+                    [key for part in group for key in _keys_of(part, work.index)]
+                    for group in groups
+                ]
                 return self._step(spot, keys, count)
 
     def release(self, fragment: int, version: VersionId) -> dict[Key, set[int]]:
@@ -283,12 +312,34 @@ class Tensors:
             self.records[key].taken.add(spot[1])
         return payload.is_finite
 
+    def _adds(self, spot: Spot, key: Key, weight: float) -> None:
+        self._weighs(key, weight)
+        sums = self._sums.setdefault(spot, {})
+        demand(key not in sums, "{} is added twice to chunk {}", key, spot)
+        sums[key] = weight
+
+    def _check_sum(self, spot: Spot, payload: Delta | Sum, weight: float) -> None:
+        """What a relay has sent is of this chunk, and weighs what its parts do."""
+        parts = parts_of(payload, weight)
+        demand(all(each.spot == spot for each, _ in parts), "{} is taken for {}", payload, spot)
+        total = sum(each for _, each in parts)
+        demand(abs(total - weight) <= 1e-9 * max(1.0, total), "{} weighs {}", payload, weight)
+
     def _weighs(self, key: Key, weight: float) -> None:
         right = self.records[key].weight
         demand(weight == right, "{} weighs {} instead of {}", key, weight, right)
 
     def _check_merge(self, work: effects.AggregateAndStep) -> None:
         everyone = [part for group in work.groups for part in group]
+        spot = (work.fragment, work.index)
+        sums = [each for each in everyone if _is_sum(each, work.index)]
+        for each in sums:
+            self._check_sum(spot, each.payloads[work.index], each.weight)
+            for delta, weight in parts_of(each.payloads[work.index], each.weight):
+                self._weighs(delta.key, weight)
+                whole = self.records[delta.key].whole_at
+                demand(whole is not None, "half a push is merged: {}", delta.key)
+        everyone = [each for each in everyone if each not in sums]
         if not self.config.is_async:
             order = [part.worker_id for part in everyone]
             demand(order == sorted(set(order)), "merged out of order: {}", order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco_protocol.errors import Code
@@ -11,6 +12,7 @@ from simulation.network import Connection
 from simulation.worker import Worker
 
 if TYPE_CHECKING:
+    from simulation.relays import RelayHost
     from simulation.simulator import Simulation
 
 
@@ -28,6 +30,9 @@ class Troubles:
     freezes: float = 0.0  # a whole process stands still
     restarts: float = 0.0  # the broker is killed or stopped; the next one has what is on the disk
     fulls: float = 0.0  # the disk is full for a while
+    relay_kills: float = 0.0  # a relay is killed; the next one is back after `back_s`
+    relay_cuts: float = 0.0  # a relay's connections to the hub break, for `outage_s`
+    moves: float = 0.0  # a worker turns to another relay, or to the hub
     silent: float = 0.3  # share of the kills that nobody hears of
     returns: float = 0.6  # share of the killed whose id comes back; half of the others are replaced
     orderly: float = 0.2  # share of the restarts that are orderly
@@ -74,6 +79,9 @@ class Accidents:
             (self._on_somebody("freeze", self._freeze), troubles.freezes),
             (self._restart, troubles.restarts),
             (self._fill_disk, troubles.fulls),
+            (self._kill_relay, troubles.relay_kills),
+            (self._cut_relay, troubles.relay_cuts),
+            (self._on_somebody("move", self._move), troubles.moves),
         ):
             self._repeat(action, rate)
 
@@ -157,9 +165,9 @@ class Accidents:
         )
         connection.sever()
         connection.is_found_gone(dice.choice((0.0, 0.1, 3.0, 30.0)) * dice.random())
-        self._finds_out(victim, connection, dice.choice((0.0, 0.1, 3.0, 10.0)) * dice.random())
+        self.finds_out(victim, connection, dice.choice((0.0, 0.1, 3.0, 10.0)) * dice.random())
 
-    def _finds_out(self, victim: Worker, connection: Connection, seconds: float) -> None:
+    def finds_out(self, victim: Worker, connection: Connection, seconds: float) -> None:
         def find_out() -> None:
             if victim.connections is not None and connection in victim.connections:
                 victim.loses_touch("The connection broke.")
@@ -177,7 +185,7 @@ class Accidents:
         for connection in victim.all_connections:
             connection.sever()
         if victim.connections is not None and self._dice.random() < 0.7:
-            self._finds_out(victim, victim.connections[0], seconds)
+            self.finds_out(victim, victim.connections[0], seconds)
 
     # The broker.
 
@@ -200,13 +208,15 @@ class Accidents:
         run.broker.dies()
         run.broker_up_at = world.now + self._about(self._troubles.restart_s)
         world.at(run.broker_up_at, run.begin_anew)
+        for relay in run.relays.values():
+            world.after(dice.uniform(0, 0.5), partial(relay.loses_touch, relay.uplinks[0]))
         for process in run.alive:
             process.online_since = max(process.online_since, run.broker_up_at)
             if run.disk is None or run.disk.newest is None:
                 # A run that nobody has brought back goes on under another name.
                 process.may_be_refused |= {(Code.RUN_DIFFERS, True), (Code.RUN_DIFFERS, False)}
             if process.connections is not None and dice.random() < 0.8:
-                self._finds_out(process, process.connections[0], dice.uniform(0, 0.5))
+                self.finds_out(process, process.connections[0], dice.uniform(0, 0.5))
 
     def _fill_disk(self) -> None:
         disk, world = self._run.disk, self._world
@@ -217,3 +227,45 @@ class Accidents:
         world.tell("disk", f"is full for {seconds:.1f} s")
         disk.is_full = True
         world.after(seconds, lambda: setattr(disk, "is_full", False))
+
+    # Relays.
+
+    def _relay(self) -> RelayHost | None:
+        alive = [each for each in self._run.relays.values() if each.is_alive]
+        return self._dice.choice(alive) if alive else None
+
+    def _kill_relay(self) -> None:
+        relay = self._relay()
+        if relay is not None:
+            self._strikes("relay kill")
+            relay.dies()
+            self._run.relay_is_away(relay.name, self._about(self._troubles.back_s))
+
+    def _cut_relay(self) -> None:
+        """Both ends find out in their own time, the hub perhaps when it is over."""
+        relay, dice = self._relay(), self._dice
+        if relay is None:
+            return
+        self._strikes("relay cut")
+        seconds = self._about(self._troubles.outage_s)
+        self._world.tell(relay.name, f"is cut off for {seconds:.1f} s")
+        relay.cut_until = max(relay.cut_until, self._world.now + seconds)
+        for connection in relay.uplinks:
+            connection.sever()
+            if dice.random() < 0.7:
+                connection.is_found_gone(dice.choice((0.0, 0.1, 3.0, 10.0)) * dice.random())
+        if dice.random() < 0.7:
+            lost = relay.uplinks[0]
+            self._world.after(seconds * dice.random(), lambda: relay.loses_touch(lost))
+        for process in self._run.alive:
+            if self._run.place_of(process) == relay.name:
+                process.online_since = max(process.online_since, relay.cut_until)
+
+    def _move(self, victim: Worker) -> None:
+        self._run.moves(victim)
+        if victim.connections is not None:
+            self._world.tell(victim.name, f"moves to {self._run.place_of(victim)}")
+            for connection in victim.all_connections:
+                connection.sever()
+                connection.is_found_gone(self._about(0.2))
+            self.finds_out(victim, victim.connections[0], self._dice.uniform(0.0, 0.2))

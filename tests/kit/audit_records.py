@@ -25,11 +25,6 @@ def push(push_id: str, worker: str = "a", steps: int = 5, chunks: str = "all") -
     return {"worker": worker, "push_id": push_id, "steps": steps, "chunks": chunks, "weight": 1.0}
 
 
-def of_relay(push_id: str, worker: str = "north", workers: int = 0, **contents: str) -> Any:
-    """The push of a relay, with what is in it; of so many workers, or as many as are named."""
-    return push(push_id, worker) | {"contents": contents, "workers": workers or len(contents)}
-
-
 def release(
     counter: int,
     *pushes: dict[str, Any],

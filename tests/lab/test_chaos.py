@@ -47,7 +47,6 @@ from kit.audit_records import (
     dropped,
     frozen,
     key,
-    of_relay,
     push,
     release,
     version,
@@ -159,49 +158,6 @@ AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[st
         [log(frozen("p1"))],
         {},
     ),
-    "push in that of a relay is its worker's": (
-        [release(1, of_relay("r1", a="p1", b="q1")), release(2, push("p2"))],
-        [
-            log(frozen("p1"), counted("p1", 1), frozen("p2"), counted("p2", 2), LEFT),
-            log(frozen("q1"), counted("q1", 1), LEFT, worker="b"),
-        ],
-        {},
-    ),
-    "relay behind a relay is no worker": (
-        [release(1, of_relay("r1", workers=1, a="p1", deep="d1"))],
-        [log(frozen("p1"), counted("p1", 1), LEFT)],
-        {},
-    ),
-    "push that came through a relay and by itself is counted twice": (
-        [release(1, of_relay("r1", a="p1")), release(2, push("p1"))],
-        [log(frozen("p1"), counted("p1", 1), LEFT)],
-        {"doubled": ["p1 of a", "1#t1"]},
-    ),
-    "push that came through two relays is counted twice": (
-        [release(1, of_relay("r1", a="p1"), of_relay("s1", "south", a="p1"))],
-        [log(frozen("p1"), counted("p1", 1), LEFT)],
-        {"doubled": ["p1 of a"]},
-    ),
-    "push of a relay that counts twice": (
-        [release(n, of_relay("r1", a=f"p{n}")) for n in (1, 2)],
-        [log(*[e for n in (1, 2) for e in (frozen(f"p{n}"), counted(f"p{n}", n))], LEFT)],
-        {"doubled": ["r1 of north"]},
-    ),
-    "push behind a relay that nobody froze": (
-        [release(1, of_relay("r1", a="p9"))],
-        [log(LEFT)],
-        {"strangers": ["p9"]},
-    ),
-    "worker behind a relay that nobody knows": (
-        [release(1, of_relay("r1", a="p1", x="x1"))],
-        [log(frozen("p1"), counted("p1", 1), LEFT)],
-        {"strangers": ["x1"]},
-    ),
-    "push of a relay that counts in part": (
-        [release(1, of_relay("r1", b="q1") | {"chunks": "01"})],
-        [log(frozen("q1"), worker="b")],
-        {"broken": ["r1 of relay north", "in part"]},
-    ),
     **{
         f"chunk of one version in another: {chunks}": (
             [release(1, push("p1", chunks="05")), release(2, push("p1", chunks=chunks))],
@@ -230,18 +186,6 @@ def test_audit_finds_what_is_wrong_and_nothing_else(case: str) -> None:
         (sentence,) = getattr(findings, kind)
         assert all(word in sentence for word in words), sentence
     assert len(findings.problems) == len(found.keys() & set(BROKEN))
-
-
-def test_relays_have_to_say_what_the_broker_says() -> None:
-    releases = [release(0), release(1, of_relay("r1", workers=1, a="p1", deep="d1"))]
-    logs = [log(frozen("p1"), counted("p1", 1), LEFT)]
-    north = [release(1, of_relay("d1", "deep", a="p1")), release(7, push("p7"))]
-    deep = [release(1, push("p1"))]
-    heads = [key(1)]
-    assert not audit(releases, heads, logs, {"north": north, "deep": deep}).problems
-    odd = [release(1, push("p1"), push("p2", "b"))]
-    (sentence,) = audit(releases, heads, logs, {"north": north, "deep": odd}).problems
-    assert "Relay deep says that version 1#t1 has push p2 of b" in sentence
 
 
 def test_lineage_is_walked_back_from_the_head_and_a_circle_ends() -> None:

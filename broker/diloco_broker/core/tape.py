@@ -32,7 +32,7 @@ from diloco_broker.core.events import Event, Now
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rounds.round import Barrier, InvariantBroken
 from diloco_broker.core.versions.reply import Coded
-from diloco_protocol.messages import Ack, Chunk, Message, encode
+from diloco_protocol.messages import Ack, Chunk, Held, Message, encode
 from diloco_protocol.roles import Peer, Role
 
 FORMAT = 1
@@ -247,6 +247,8 @@ def _zeros(nbytes: int) -> memoryview:
 def _brief_chunk(event: events.Received) -> list[Any] | None:
     chunk, peer = event.message, event.peer
     if type(chunk) is not Chunk or chunk.version is not None or chunk.delta_of is not None:
+        return None
+    if type(event.payload) is Held:  # what a relay has found is said
         return None
     whose = None if peer is None else (peer.role.value, peer.name)
     size = event.payload.nbytes

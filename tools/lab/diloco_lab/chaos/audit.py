@@ -9,17 +9,13 @@ it; each life of a worker has a log of the pushes that it froze, saw counted, or
 The *lineage* of a final version is walked back through `after` to the version that came after nothing.
 A broker that crashed may have written down versions that nobody received, and made others in their
 place: they are on no lineage, and what they counted was not counted.
-
-The push of a relay counts whole, and with it each push that it names: those are the workers'. The
-broker's log says so by itself. Where relays have logs of their own (NAME.relay.jsonl), they
-have to say the same.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -27,7 +23,6 @@ from typing import Any
 
 BROKER_LOG = "broker.audit.jsonl"
 WORKER_LOGS = "*.worker.jsonl"  # NAME.LIFE.worker.jsonl
-RELAY_LOGS = "*.relay.jsonl"  # NAME.relay.jsonl
 FINAL = "final.json"  # {"versions": [[run, counter, tag], ...]}, one for each fragment
 
 Record = Mapping[str, Any]  # a line of a log, as it was written
@@ -37,14 +32,11 @@ Push = tuple[str, str]  # worker, push id
 
 @dataclass(frozen=True)
 class Contribution:
-    """A push, or a part of one, in a version. `chunks` is None when all of it went in.
-
-    `steps` is None where it came in a relay's push, which does not tell.
-    """
+    """A push, or a part of one, in a version. `chunks` is None when all of it went in."""
 
     worker: str
     push_id: str
-    steps: int | None
+    steps: int
     chunks: frozenset[int] | None
     version: Version
 
@@ -161,73 +153,23 @@ def lineage_of(releases: Iterable[Record], head: Version) -> list[Record]:
 
 
 def contributions(lineage: Iterable[Record]) -> dict[Push, list[Contribution]]:
-    """What went into these versions, by push: those of relays, and each that is in one of them."""
+    """What went into these versions, by push."""
     entered: dict[Push, list[Contribution]] = {}
     for release in lineage:
         version = version_of(release["version"])
         for push in release["pushes"]:
-            chunks = chunks_of(push["chunks"])
-            parts = [(push["worker"], push["push_id"], push["steps"])]
-            parts += [(*each, None) for each in push.get("contents", {}).items()]
-            for worker, push_id, steps in parts:
-                part = Contribution(worker, push_id, steps, chunks, version)
-                entered.setdefault((worker, push_id), []).append(part)
+            key, chunks = (push["worker"], push["push_id"]), chunks_of(push["chunks"])
+            part = Contribution(*key, push["steps"], chunks, version)
+            entered.setdefault(key, []).append(part)
     return entered
-
-
-def of_relays(lineage: Iterable[Record], workers: Collection[str]) -> tuple[set[Push], list[str]]:
-    """The pushes of relays in these versions, and what is wrong with them, in sentences.
-
-    `workers` are those that have logs. A relay's push says of how many workers it is: of the others that
-    it names each has to be a relay behind it.
-    """
-    found: set[Push] = set()
-    broken = []
-    for release in lineage:
-        for push in release["pushes"]:
-            contents = push.get("contents")
-            if contents is None:
-                continue
-            found.add((push["worker"], push["push_id"]))
-            relays = {each for each in contents.items() if each[0] not in workers}
-            if len(relays) == len(contents) - push["workers"]:
-                found |= relays
-            if push["chunks"] != "all":
-                version = told(version_of(release["version"]))
-                broken.append(
-                    f"Push {push['push_id']} of relay {push['worker']} is in version {version} in part."
-                )
-    return found, broken
-
-
-def disagreements(
-    lineage: Iterable[Record], relays: Mapping[str, Sequence[Record]]
-) -> Iterator[str]:
-    """What relays say of versions of these lineages, and those do not; a sentence for each push."""
-    by_version = {version_of(each["version"]): each for each in lineage}
-    for relay, records in relays.items():
-        for record in records:
-            version = version_of(record["version"])
-            if version not in by_version:
-                continue
-            named = contributions([by_version[version]]).keys()
-            for worker, push_id in contributions([record]).keys() - named:
-                yield (
-                    f"Relay {relay} says that version {told(version)} has push {push_id} of {worker}; "
-                    "the broker's log does not."
-                )
 
 
 def audit(
     releases: Sequence[Record],
     heads: Iterable[Version],
     logs: Sequence[WorkerLog],
-    relays: Mapping[str, Sequence[Record]] | None = None,
 ) -> Findings:
-    """Compare the lineages of these final versions, one of each fragment, with the workers' logs.
-
-    `relays`: by name, the records of those that have a log.
-    """
+    """Compare the lineages of these final versions, one of each fragment, with the workers' logs."""
     findings = Findings()
     first: dict[Version, Record] = {}
     findings.broken += [
@@ -242,22 +184,16 @@ def audit(
             findings.broken.append(str(error))
     findings.lineage.sort(key=lambda release: (release["round"], release["fragment"]))
     entered = contributions(findings.lineage)
-    passed_on, broken = of_relays(findings.lineage, {log.worker for log in logs})
-    findings.broken += [*broken, *disagreements(findings.lineage, relays or {})]
     known = {(log.worker, push_id): f for log in logs for push_id, f in log.frozen.items()}
     for push, parts in entered.items():
-        _check_versions(parts, known.get(push), findings, is_of_relay=push in passed_on)
+        _check_versions(parts, known.get(push), findings)
     for log in logs:
         _check_log(log, entered, findings)
     return findings
 
 
 def _check_versions(
-    parts: Sequence[Contribution],
-    frozen: Record | None,
-    findings: Findings,
-    *,
-    is_of_relay: bool,
+    parts: Sequence[Contribution], frozen: Record | None, findings: Findings
 ) -> None:
     """One push as it is in the final versions, against what its worker froze."""
     first = parts[0]
@@ -272,14 +208,12 @@ def _check_versions(
             f"Push {first.push_id} of {first.worker} has {which} in version "
             f"{told(earlier.version)} and again in {told(part.version)}."
         )
-    if is_of_relay:
-        return  # nobody trains there
     if frozen is None:
         findings.strangers.append(
             f"{first.worker} never froze push {first.push_id}, which is in version "
             f"{told(first.version)}."
         )
-    elif any(part.steps not in (None, frozen["steps"]) for part in parts):
+    elif any(part.steps != frozen["steps"] for part in parts):
         findings.differing.append(
             f"Push {first.push_id} of {first.worker} has {frozen['steps']} steps, in "
             f"version {told(first.version)} it has {first.steps}."
@@ -317,24 +251,15 @@ def _check_log(
             findings.uncounted.append(f"{log.name} froze {what}, which was never counted.")
 
 
-Relays = dict[str, list[dict[str, Any]]]
-
-
-def read_folder(
-    folder: Path,
-) -> tuple[list[dict[str, Any]], list[Version], list[WorkerLog], Relays]:
-    """The logs of a drill: the broker's releases, the final versions, the workers' and relays' logs."""
+def read_folder(folder: Path) -> tuple[list[dict[str, Any]], list[Version], list[WorkerLog]]:
+    """The logs of a drill: the broker's releases, the final versions, and the workers' logs."""
     releases = read_lines((folder / BROKER_LOG).read_text())
     final = json.loads((folder / FINAL).read_text())["versions"]
     logs = []
     for path in sorted(folder.glob(WORKER_LOGS)):
         worker, number, *_ = path.name.rsplit(".", 3)
         logs.append(log_of(worker, int(number), read_lines(path.read_text())))
-    relays = {
-        path.name.rsplit(".", 2)[0]: read_lines(path.read_text())
-        for path in folder.glob(RELAY_LOGS)
-    }
-    return releases, [version_of(each) for each in final], logs, relays
+    return releases, [version_of(each) for each in final], logs
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco_lab.chaos.audit import BROKER_LOG, RELAY_LOGS
+from diloco_lab.chaos.audit import BROKER_LOG
 from diloco_lab.chaos.faults import (
     DISCONNECT_GRACE_S,
     HEARTBEAT_TIMEOUT_S,
@@ -206,7 +206,7 @@ class Crew(Children):
         command = broker_command(
             "serve",
             *self.mode.options,
-            workers=len(self.mode.relays or WORKERS),
+            workers=len(WORKERS),
             sync_every=SYNC_EVERY,
             outer_lr=0.8,
             outer_momentum=0.5,
@@ -227,10 +227,8 @@ class Crew(Children):
             "relay",
             parent=self.proxy_of(relay, self.address).address,
             name=relay,
-            workers=sum(self.relay_of(worker) == relay for worker in WORKERS),
             bind=self.addresses[relay],
-            audit=self.folder / f"{relay}{RELAY_LOGS.removeprefix('*')}",
-            **OF_EVERY_BROKER,
+            feed=OF_EVERY_BROKER["feed"],
         )
         self.relays[relay] = self.start(self._next(relay), command)
 

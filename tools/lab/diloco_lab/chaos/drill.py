@@ -168,15 +168,14 @@ def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Re
     crew, fragments = watch.crew, watch.crew.mode.fragments
     final = {"versions": report["ending"]["versions"]}
     (crew.folder / audits.FINAL).write_text(json.dumps(final))
-    releases, heads, logs, relays = audits.read_folder(crew.folder)
-    findings = audits.audit(releases, heads, logs, relays)
+    releases, heads, logs = audits.read_folder(crew.folder)
+    findings = audits.audit(releases, heads, logs)
     report["audit"] = reports.audited(findings)
     report["tapes"] = replayed(crew.folder)
     seen = [each for each in watch.seen if each[1] in findings.lineage]
     report["rounds"] = len(seen) / crew.mode.versions_a_round
     entered = audits.contributions(findings.lineage)
-    brought, _ = audits.of_relays(findings.lineage, {log.worker for log in logs})
-    report["contributions"] = len(entered.keys() - brought)
+    report["contributions"] = len(entered)
     by_name = {log.name: log for log in logs}
     trained, applied = Counter[str](), Counter[str]()
     for life in crew.lives:

@@ -99,8 +99,8 @@ def averaged(
 
 
 def workers_in(release: Record) -> set[str]:
-    """Whose work is in a version; relays that brought it are named as well."""
-    return {n for push in release["pushes"] for n in (push["worker"], *push.get("contents", ()))}
+    """Whose work is in a version."""
+    return {push["worker"] for push in release["pushes"]}
 
 
 def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float) -> dict[str, Any]:
@@ -111,9 +111,10 @@ def verdict(entry: Injected, seen: Sequence[tuple[float, Record]], began: float)
     """
     at = float("inf") if entry.at is None else entry.at
     later = [each for each in seen if each[0] > at]
-    back = later
-    if entry.fault.target in (*WORKERS, *RELAYS):  # it has to take part again
-        back = [each for each in later if entry.fault.target in workers_in(each[1])]
+    back, target = later, entry.fault.target
+    if target in (*WORKERS, *RELAYS):  # it has to take part again, or somebody behind it
+        names = {target} if target in WORKERS else {*WORKERS[RELAYS.index(target) :: len(RELAYS)]}
+        back = [each for each in later if names & workers_in(each[1])]
     return {
         "kind": entry.fault.kind.name.lower(),
         "target": entry.fault.target,

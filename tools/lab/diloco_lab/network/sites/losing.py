@@ -71,7 +71,7 @@ class Tree:
             no_ipc=True,
             relays=True,
             durable=True,
-            workers=SITES,
+            workers=ALL_WORKERS,
             sync_every=EVERY,
             save_dir=self.folder / f"run-{member}",
             heartbeat_timeout=HEARTBEAT_TIMEOUT_S,

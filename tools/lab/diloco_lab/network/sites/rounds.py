@@ -25,7 +25,6 @@ WAYS = {
     "whole": {"deterministic": True},
     "relays": {"relays": True},
 }  # the hub's options
-LAN_DTYPE = "bf16"  # of what workers send to a relay
 
 
 def start_relay(place: Place, hub: str, site: int, wire_dtype: str, port: int | str = "*") -> Child:
@@ -40,9 +39,6 @@ def start_relay(place: Place, hub: str, site: int, wire_dtype: str, port: int | 
         bind=network.at(name, port),
         feed=network.at(name),
         insecure=True,
-        no_ipc=True,
-        workers=WORKERS,
-        wire_dtype=LAN_DTYPE,
     )
     return place.pool.start(f"{name}-{len(place.pool.all)}", command)
 
@@ -65,10 +61,9 @@ def rounds(place: Place, size: str, pair: tuple[str, str], repeats: int) -> Iter
 def _rounds(place: Place, size: str, pair: tuple[str, str], way: str, repeats: int) -> Measurement:
     network, trainers = place.network, place.trainers()
     network.set_wan(FAST)  # the first copy of the model is not measured
-    workers = SITES if way == "relays" else len(trainers)
     options = {**at_the_hub(network), **dtypes(pair), "sync_every": 1, **WAYS[way]}
     with contextlib.ExitStack() as stack:
-        broker = stack.enter_context(place.pool.broker(workers=workers, **options))
+        broker = stack.enter_context(place.pool.broker(workers=len(trainers), **options))
         servers = [broker.address] * SITES
         if way == "relays":
             relays = [start_relay(place, broker.address, site, pair[0]) for site in range(SITES)]

@@ -359,7 +359,7 @@ class Play:
 
     def is_told_to_stop(self) -> None:
         if not self.draws.below(8):
-            self.stage.happens(events.Stop("a signal", self.draws.is_so(), 1.0))
+            self.stage.happens(events.Stop("a signal", self.draws.is_so()))
 
 
 ACTS: list[Callable[[Play], None]] = [

@@ -54,8 +54,8 @@ class WorkQueue:
         prefetch: units asked for at a time. A worker that dies gives back those that it had.
 
     Raises:
-        UsageError: numbers that cannot be meant; or the broker hands out no units of this data set, as
-            a relay never does. A queue that is made before its worker has started makes `start` raise.
+        UsageError: numbers that cannot be meant; or the broker hands out no units of this data set.
+            A queue that is made before its worker has started makes `start` raise.
     """
 
     def __init__(

@@ -184,7 +184,6 @@ class Stop:
     reason: str
     # The broker is expected back, so workers train on; otherwise the run is over.
     restarting: bool = False
-    within_s: float = FINISH_WITHIN_S  # how long a closing round may take to be finished
 
 
 Event = (

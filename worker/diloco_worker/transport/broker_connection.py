@@ -1,12 +1,10 @@
-"""The connection of a session to its broker, wherever the broker is: what its executor calls `Network`.
-
-A worker's link has one in its I/O thread, a relay one to its parent in the thread of its loop.
-"""
+"""The connection of a session to its broker: what its executor calls `Network`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container
+import time
+from collections.abc import Container
 from typing import Any
 
 import zmq
@@ -23,6 +21,8 @@ from diloco_worker.transport.connections import NOW, Changes, Connections
 from diloco_worker.transport.executor import Executor
 from diloco_worker.transport.follower import Follower
 from diloco_worker.transport.fragment_buffers import check_length
+
+logger = logging.getLogger("diloco.worker")
 
 # Of a broker that was killed the Unix socket may break first. Where it breaks alone so often, one time
 # after the other, something is wrong with it, and the next session goes over TCP.
@@ -53,40 +53,31 @@ class RepeatedLines(dict[str, float]):
 class BrokerConnection:
     """See the head of this module. Belongs to one thread, but for what it tells of itself.
 
-    `watch` and `unwatch` a socket that the thread waits for. A subclass sets the executor, which has the
-    session, before anything else is called; `peer` is what its log calls the broker.
+    `poller` has the sockets that the thread waits for. A subclass sets the executor, which has the
+    session, before anything else is called.
     """
 
     executor: Executor | Follower
     session: Session | Follower
 
-    def __init__(
-        self,
-        address: Given,
-        keys: Keys | None,
-        clock: Callable[[], float],
-        *,
-        watch: Callable[[Any], object],
-        unwatch: Callable[[Any], object],
-        logger: logging.Logger,
-        peer: str = "broker",
-    ) -> None:
+    def __init__(self, address: Given, keys: Keys | None) -> None:
         # As it was given, or where the broker was found by it.
         self.address = address if isinstance(address, str) else "the address that server() says"
         self.refused_key: str | None = None  # why the broker does not speak to us
         self.shortcut = ""
-        self.now = clock
         self.bytes_up = 0
         self.bytes_down = 0
         self.last_error: str | None = None  # the last thing that went wrong, a sentence
         self.said = RepeatedLines()  # recent log lines
         self._where = BrokerAddress(address)
         self._keys = keys
-        self._watch, self._unwatch = watch, unwatch
-        self._logger, self._peer = logger, peer
+        self.poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connections: Connections | None = None
         self._breaks_of_shortcut = 0  # one after the other, of it alone
+
+    def now(self) -> float:
+        return time.monotonic()
 
     # What the thread does.
 
@@ -129,7 +120,7 @@ class BrokerConnection:
                 if payload is not None:
                     check_length(message, payload, self.session.layout, self.session.config)
             except ProtocolError as error:
-                text = f"The {self._peer} sent a message that cannot be read: {error}"
+                text = f"The broker sent a message that cannot be read: {error}"
                 if isinstance(self.session, Session):
                     self.say(text, trouble=True)
                 else:
@@ -179,11 +170,9 @@ class BrokerConnection:
             self._breaks_of_shortcut = 0
             return
         if leads_to(self.address, welcome.bound or "") and can_be_entered(address):
-            for each in connections.pollable:
-                self._unwatch(each)
+            self._unwatch(connections)
             connections.shorten(address)
-            for each in connections.pollable:
-                self._watch(each)
+            self._watch(connections)
             self.shortcut = address
 
     # What the session asks for.
@@ -197,7 +186,7 @@ class BrokerConnection:
         if address != self.address:
             self.address = address
             if self._where.count == 1:  # of several most may be wrong
-                self.say(f"The {self._peer} is at {address} now.")
+                self.say(f"The broker is at {address} now.")
         assert self._context is not None and self._connections is None
         self._adopt(Connections(self._context, address, self._keys))
 
@@ -211,14 +200,20 @@ class BrokerConnection:
 
     def _adopt(self, connections: Connections) -> None:
         self._connections = connections
+        self._watch(connections)
+
+    def _watch(self, connections: Connections) -> None:
         for each in connections.pollable:
-            self._watch(each)
+            self.poller.register(each, zmq.POLLIN)
+
+    def _unwatch(self, connections: Connections) -> None:
+        for each in connections.pollable:
+            self.poller.unregister(each)
 
     def disconnect(self, linger_ms: int = 0) -> None:
         connections, self._connections = self._connections, None
         if connections is not None:
-            for each in connections.pollable:
-                self._unwatch(each)
+            self._unwatch(connections)
             connections.close(linger_ms)
 
     def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
@@ -228,8 +223,7 @@ class BrokerConnection:
         frames = pack(message, payload)
         if not connections.send(frames, bulk=bulk):
             # Credits bind long before this; only a connection that takes nothing gets here.
-            text = f"The connection to the {self._peer} accepts no more data."
-            self.say(text, trouble=True)
+            self.say("The connection to the broker accepts no more data.", trouble=True)
             return
         self.bytes_up += sum(memoryview(frame).nbytes for frame in frames)
 
@@ -237,4 +231,4 @@ class BrokerConnection:
         if trouble:
             self.last_error = text
         if self.said.is_due(text, self.now()):
-            self._logger.log(logging.WARNING if trouble else logging.INFO, "%s", text)
+            logger.log(logging.WARNING if trouble else logging.INFO, "%s", text)

@@ -15,7 +15,6 @@ import logging
 import math
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,16 +80,7 @@ class Link(Inbox, BrokerConnection):
         keys: Keys | None = None,
         others: Followers | LeaderConnection | None = None,
     ) -> None:
-        self._poller = zmq.Poller()
-        BrokerConnection.__init__(
-            self,
-            address,
-            keys,
-            time.monotonic,
-            watch=lambda socket: self._poller.register(socket, zmq.POLLIN),
-            unwatch=self._poller.unregister,
-            logger=logger,
-        )
+        BrokerConnection.__init__(self, address, keys)
         Inbox.__init__(self, follows_rounds=follows_rounds)
         self.progress = Heartbeat(b"", 0)  # how training stands, for the next heartbeat
         self.welcomed = welcomed
@@ -292,10 +282,10 @@ class Link(Inbox, BrokerConnection):
     def _main(self) -> None:
         try:
             self._context = zmq.Context()
-            self._poller.register(self._wake_reader, zmq.POLLIN)
+            self.poller.register(self._wake_reader, zmq.POLLIN)
             if self._others is not None:
-                self._poller.register(self._others.socket, zmq.POLLIN)
-                self._poller.register(self._others.monitor, zmq.POLLIN)
+                self.poller.register(self._others.socket, zmq.POLLIN)
+                self.poller.register(self._others.monitor, zmq.POLLIN)
             start = events.Start(self._where.count)
             self._calls.appendleft(partial(self.executor.feed, start))
             self.wake()
@@ -368,7 +358,7 @@ class Link(Inbox, BrokerConnection):
         wakes_at = self.look_for_the_broker()
         pause = LONGEST_POLL_S if wakes_at is None else min(LONGEST_POLL_S, wakes_at - self.now())
         # Rounded up, or a deadline a fraction of a millisecond away would be polled for in a spin.
-        ready = dict(self._poller.poll(max(0, int(pause * 1000 + 1)) if pause > 0 else 0))
+        ready = dict(self.poller.poll(max(0, int(pause * 1000 + 1)) if pause > 0 else 0))
         if self._wake_reader.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 while self._wake_reader.recv(4096):

@@ -217,7 +217,7 @@ def _count_time(state: RunState) -> None:
 def stop(state: RunState, event: events.Stop) -> effects.Effects:
     """From now on no round closes any more; one that is closing has until the deadline."""
     reason = event.reason.rstrip(".")  # it may be a sentence
-    state.stopping = Stopping(reason, event.restarting, state.now + event.within_s)
+    state.stopping = Stopping(reason, event.restarting, state.now + events.FINISH_WITHIN_S)
     is_over = "The run is over, and workers are told so."
     then = "Workers train on until a broker is back." if event.restarting else is_over
     yield effects.info(f"Stopping: {reason}. {then}")

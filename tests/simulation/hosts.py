@@ -34,22 +34,9 @@ if TYPE_CHECKING:
 
 CHUNKS = 3
 TICK_S = 0.25
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How fast things go; seconds. Pairs are the least and the most, drawn anew each time."""
-
-    tick: float = TICK_S
-    work: float = 0.002  # longest time that a piece of tensor work takes
-    save: float = 0.3  # and the writing of a checkpoint
-    watch: tuple[float, float] = (0.1, 1.0)  # until a broken connection is found out
-    heartbeat: float = 10.0
-    look: float = 0.25  # of a worker, at its session
-    cycle: tuple[float, float] = (0.5, 3.0)  # of training
-    slow: tuple[float, ...] = (0.3, 1.0, 2.0)  # times that, one of these for each process
-    back: float = 20.0  # most until a worker that was killed is started again
-    thoroughness: int = 1  # events from one look at the invariants to the next
+WORK_S = 0.002  # longest time that a piece of tensor work takes
+SAVE_S = 0.3  # and the writing of a checkpoint
+FOUND_OUT_S = (0.1, 1.0)  # least and most until a broken connection is found out
 
 
 @dataclass(frozen=True)
@@ -101,19 +88,18 @@ class Host:
         if self.is_alive:
             lost, self._has_lost = self._has_lost, False
             self.feed(events.Tick(lost))
-            self.world.after(self.run.pace.tick, self._tick)
+            self.world.after(TICK_S, self._tick)
 
     def feed(self, event: events.Event) -> None:
         self._executor.feed(event)
         self._executor.acknowledge()
-        if self.world.events % self.run.pace.thoroughness == 0:
-            self.core.check_invariants()
+        self.core.check_invariants()
         self._work_on()
 
     def _work_on(self) -> None:
         if self.queue and not self._is_working:
             self._is_working = True
-            self.world.after(self.world.dice.uniform(0, self.run.pace.work), self._work)
+            self.world.after(self.world.dice.uniform(0, WORK_S), self._work)
 
     def _work(self) -> None:
         self._is_working = False
@@ -186,9 +172,9 @@ class Hub(Host):
         self,
         run: Takeover,
         disk: dict[str, Resumption],
-        name: str = "hub",
-        config: BrokerConfig | None = None,
-        term: int = 0,
+        name: str,
+        config: BrokerConfig,
+        term: int,
     ) -> None:
         super().__init__(run, name)
         self._disk = disk
@@ -197,10 +183,10 @@ class Hub(Host):
         for fragment, wires in found.wires.items() if found is not None else ():
             self.chunks |= {(fragment, index): wire for index, wire in enumerate(wires)}
         shapes = {each.name: each.shape for each in run.manifest.entries}
-        initial = InitialModel(shapes) if run.has_model else None
         draw = partial(run.world.dice.getrandbits, 64)
-        options = config or run.config
-        self.follow(Core(options, draw, run.world.now, initial, resumption=found, term=term))
+        self.follow(
+            Core(config, draw, run.world.now, InitialModel(shapes), resumption=found, term=term)
+        )
         self._seen: dict[int, VersionId] = {}
         self._added: dict[tuple[int, int], list[Key]] = {}  # to each chunk, by its last version
 
@@ -239,7 +225,7 @@ class Hub(Host):
                 self._disk["newest"] = kept
                 self.feed(events.Saved(save.number, f"checkpoint {save.number}"))
 
-        self.world.after(self.world.dice.uniform(0, self.run.pace.save), written)
+        self.world.after(self.world.dice.uniform(0, SAVE_S), written)
 
     def handled(self, event: events.Event) -> None:
         for each in self.core.state.versions.trained:
@@ -337,7 +323,7 @@ class Caller:
                 return
             host = self.run.hosts.get(server)
             if host is None or not host.is_alive:
-                self.world.after(0.3 * self.run.pace.watch[1], comes_up)
+                self.world.after(0.3 * FOUND_OUT_S[1], comes_up)
                 return
             for each in (control, bulk):
                 host.connects(each)
@@ -357,9 +343,7 @@ class Caller:
         if not host.is_alive or control.is_severed:
             self.tell(said.Disconnected("The connection broke."))
             return
-        self.world.after(
-            self.world.dice.uniform(*self.run.pace.watch), lambda: self._watch(host, control)
-        )
+        self.world.after(self.world.dice.uniform(*FOUND_OUT_S), lambda: self._watch(host, control))
 
     def _hears(self, connection: Connection, message: Message, payload: Any) -> None:
         if self._connections is None or connection not in self._connections or self._link is None:

@@ -21,13 +21,14 @@ from diloco_broker.standby import core as standby
 from diloco_protocol import messages
 from diloco_protocol.messages import Message
 from kit.core_harness import a_config, a_manifest, layered
-from simulation.hosts import CHUNKS, TICK_S, Host, Hub, Pace
+from simulation.hosts import CHUNKS, TICK_S, Host, Hub
 from simulation.network import Connection, Weather, World
 from simulation.tensors import demand
 from simulation.trainers import Trainer
 
 LEASE_S = 3.0
 SERVERS = ("hub", "standby")
+BACK_WITHIN_S = 20.0  # a worker that was killed is started again
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,9 @@ class Takeover:
     """See the head of this module."""
 
     def __init__(self, seed: int, faults: Faults | None = None, **of_the_run: Any) -> None:
-        self.seed, self.faults, self.has_model = seed, faults or Faults(), True
+        self.seed, self.faults = seed, faults or Faults()
         self.world = World(seed)
-        self.weather, self.pace = Weather(stall=0.002), Pace()
+        self.weather = Weather(stall=0.002)
         pieces = of_the_run.get("num_fragments", 1)
         self.manifest = a_manifest(CHUNKS) if pieces == 1 else layered(pieces, CHUNKS)
         self.config: BrokerConfig = a_config(
@@ -331,7 +332,7 @@ class Takeover:
         if not self.workers[worker_id].is_gone:
             self.workers[worker_id].dies()
         self.world.after(
-            self.world.dice.uniform(0.0, self.pace.back), lambda: self._process(worker_id)
+            self.world.dice.uniform(0.0, BACK_WITHIN_S), lambda: self._process(worker_id)
         )
 
     def _break(self) -> None:

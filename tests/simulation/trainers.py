@@ -20,7 +20,11 @@ from simulation.tensors import demand
 if TYPE_CHECKING:
     from simulation.takeover import Takeover
 
-STEPS = 10  # to each push; a part of a second each
+STEPS = 10  # to each push
+CYCLE_S = (0.5, 3.0)  # least and most that they take,
+SLOWER = (0.3, 1.0, 2.0)  # times one of these for each process
+HEARTBEAT_S = 10.0
+LOOK_S = 0.25  # between two looks of a worker at its session
 
 
 class Trainer(Caller):
@@ -47,19 +51,19 @@ class Trainer(Caller):
         self._trains_on = config.num_fragments > 1 and run.world.dice.random() < 0.5
         self._is_training = False
         self._waits_for: int | None = None  # a fragment in flight
-        self._pace = run.world.dice.choice(run.pace.slow)
+        self._pace = run.world.dice.choice(SLOWER)
 
     def begins(self) -> None:
         self.world.tell(self.caller, "begins")
         draw = partial(self.world.dice.getrandbits, 64)
-        self.speak(Session(Join(self.worker_id, self.run.manifest), draw, self.run.pace.heartbeat))
+        self.speak(Session(Join(self.worker_id, self.run.manifest), draw, HEARTBEAT_S))
         self.tell(said.Start(self.places))
         self._tick()
 
     def _tick(self) -> None:
         if not self.is_gone:
             self.tell(said.Tick())
-            self.world.after(self.run.pace.look, self._tick)
+            self.world.after(LOOK_S, self._tick)
 
     def dies(self) -> None:
         self.world.tell(self.caller, "is killed")
@@ -159,9 +163,7 @@ class Trainer(Caller):
                 self._go_on()
 
         pieces = self._schedule.num_fragments
-        self.world.after(
-            self._pace * self.world.dice.uniform(*self.run.pace.cycle) / pieces, is_done
-        )
+        self.world.after(self._pace * self.world.dice.uniform(*CYCLE_S) / pieces, is_done)
 
     def _push(self, fragment: int) -> None:
         push_id, base = self.world.dice.getrandbits(64), self._versions[fragment]

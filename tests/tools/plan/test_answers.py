@@ -42,16 +42,15 @@ def test_32_workers_in_4_sites_move_these_bytes_a_round(
     assert found.bytes_wan == pytest.approx(between, rel=1e-6)
 
 
-def test_a_relays_round_is_that_of_its_site_and_then_one_push() -> None:
+def test_round_through_relays_takes_as_long_as_its_slower_side() -> None:
     question = of_32(has_relays=True)
-    site, parent = at_a_site(question), between_sites(question)
-    assert (site.workers, site.is_whole, site.broker_link) == (8, True, question.lan_link)
-    assert (parent.workers, parent.sites) == (4, 4)
+    site, hub = at_a_site(question), between_sites(question)
+    assert (site.workers, site.broker_link) == (8, question.lan_link)
+    assert (hub.workers, hub.sites) == (4, 4)
     found = answer(question, pieces=PIECES)
     assert found.site is not None
-    alone = answer(parent, pieces=PIECES).measured.exchange_s
-    both = found.site.exchange_s + alone
-    assert found.measured.exchange_s == pytest.approx(both, rel=0.02)
+    slower = max(found.site.exchange_s, answer(hub, pieces=PIECES).measured.exchange_s)
+    assert found.measured.exchange_s == pytest.approx(slower, rel=0.02)
 
 
 @pytest.mark.slow

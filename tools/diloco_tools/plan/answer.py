@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from diloco_protocol.dtypes import SIZES, in_few_bits, whole_dtype
+from diloco_protocol.dtypes import SIZES, whole_dtype
 from diloco_tools.plan.question import USABLE, Question
 from diloco_tools.plan.simulated.costs import Costs
 from diloco_tools.plan.simulated.run import Measured, simulate
@@ -42,8 +42,8 @@ class Answer:
     """See the head of this module. Bytes and CPU are of a cycle of H steps of all workers.
 
     Attributes:
-        measured: the simulated run; with relays that of the brokers of the sites at the parent.
-        site: with relays, a round at one site.
+        measured: the simulated run; with relays, what goes between these and the hub.
+        site: with relays, what goes between one and its workers.
     """
 
     question: Question
@@ -121,7 +121,7 @@ class Answer:
         elif question.reply_dtype != "fp32":  # what is handed out is a copy
             held += n * SIZES[question.reply_dtype].element
         whole = STAGING_SLOTS if question.mode == "async" else self.pushers
-        if question.counts_whole or question.has_relays:
+        if question.counts_whole:
             held += whole * n * SIZES[question.wire_dtype].element
         return held + PROCESS + A_WORKER * self.pushers
 
@@ -170,18 +170,17 @@ def answer(question: Question, costs: Costs | None = None, pieces: int | None = 
     costs = costs or Costs()
     if not question.has_relays:
         return Answer(question, simulate(question, costs, pieces))
-    site = simulate(at_a_site(question), costs, pieces)
-    parent = between_sites(question)
-    return Answer(question, simulate(parent, costs, pieces, before_offer=site.exchange_s), site)
+    site, hub = simulate(at_a_site(question), costs, pieces), between_sites(question)
+    found = simulate(hub, costs, pieces)
+    # Chunks stream through a relay, so a round takes as long as the slower side of it.
+    slower = site.exchange_s - found.exchange_s
+    if slower > 0:
+        found = simulate(hub, costs, pieces, before_offer=slower)
+    return Answer(question, found, site)
 
 
 def at_a_site(question: Question) -> Question:
-    """The round of a relay with its own workers: whole, since one push is made of it.
-
-    Workers send bf16 where the run sends fewer bits: only the relay's push has far to go. What comes
-    down passes through as it is.
-    """
-    wire = "bf16" if in_few_bits(question.wire_dtype) else question.wire_dtype
+    """What goes between a relay and its own workers, as a run of its own."""
     return replace(
         question,
         workers=question.at_a_site,
@@ -189,16 +188,14 @@ def at_a_site(question: Question) -> Question:
         links=(question.lan_link,),
         links_down=None,
         delays=(question.lan_delay,),
-        wire_dtype=wire,
         delay_steps=0,
-        is_whole=True,
         sites=1,
         has_relays=False,
     )
 
 
 def between_sites(question: Question) -> Question:
-    """The relays as the workers of their parent, which is at the first site."""
+    """The relays as the workers of a hub, which is at the first site."""
     of_sites = replace(question, workers=question.sites, site_link=None, has_relays=False)
     if question.site_link is None:
         return of_sites

@@ -35,7 +35,7 @@ class Question:
         is_whole: pushes of rounds count whole (a quorum, `--deterministic`, an aggregate).
         sites: places that the workers are at, as many at each; the broker is at the first.
         site_link: the line of a site to the others, shared by its workers; None: as wide as need be.
-        has_relays: a broker at each site adds up what its workers send, and pushes once.
+        has_relays: a relay at each site sends one sum for its workers.
         lan_link, lan_delay: of a worker to what is at its own site.
         cores: that everything shares, on one machine; None: each has a machine of its own.
         fails_every_s: mean seconds between two failures of one worker; None: it never fails.
@@ -106,7 +106,7 @@ class Question:
     )
     has_relays: bool = option(
         False,
-        "A relay at each site averages its workers' pushes and sends one: diloco-broker relay.",
+        "A relay at each site sends one sum for its workers: diloco-broker relay.",
         "--relays",
         panel=SITES,
     )

@@ -19,6 +19,7 @@ class Role(str, Enum):
     WORKER = "worker"  # trains, under its own id only, and reads
     OPERATOR = "operator"  # steers, and reads
     MONITOR = "monitor"  # reads the feed and the status
+    RELAY = "relay"  # connects workers, whose names it vouches for
 
 
 @dataclass(frozen=True)

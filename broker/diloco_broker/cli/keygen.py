@@ -32,12 +32,18 @@ def keygen(
         list[str] | None,
         typer.Option(metavar="NAME", help="Somebody who may steer the run; may be given again."),
     ] = None,
+    relay: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A relay, which vouches for its workers; may be given again."
+        ),
+    ] = None,
     monitor: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A display that may only look; may be given again."),
     ] = None,
 ) -> None:
-    """Make keys: of the broker, of its workers by name, of operators and monitors.
+    """Make keys: of the broker, of its workers by name, of operators, relays and monitors.
 
     The first time the broker's own key is made, with one operator and one monitor. Later calls add
     keys and change none. A broker that runs lets in new ones within seconds.
@@ -45,6 +51,7 @@ def keygen(
     is_new = not (folder / "broker.key").exists()
     wanted = [(Role.WORKER, name) for name in workers or ()]
     wanted += [(Role.OPERATOR, name) for name in operator or ([_me()] if is_new else [])]
+    wanted += [(Role.RELAY, name) for name in relay or ()]
     wanted += [(Role.MONITOR, name) for name in monitor or ([MONITOR] if is_new else [])]
     if not wanted:
         fail(f"There is no key to make; name a worker: diloco-broker keygen {folder} gpu-0")
@@ -79,11 +86,13 @@ def _serve(folder: str) -> str:
 _HEADINGS = {
     Role.WORKER: "Each worker gets its one file; copy it, and start the training script with it:",
     Role.OPERATOR: "Operators steer, and see everything:",
+    Role.RELAY: "Relays connect workers, and may give them any name:",
     Role.MONITOR: "Monitors only look:",
 }
 _LINES = {
     Role.WORKER: f"scp {{file}} {{name}}:  # there: export {VARIABLE}=~/{{key}}",
     Role.OPERATOR: "diloco-broker status --keys {file}",
+    Role.RELAY: "scp {file} {name}:  # there: diloco-broker relay --parent-keys ~/{key}",
     Role.MONITOR: "diloco-top --keys {file}",
 }
 

@@ -55,7 +55,7 @@ def relay(  # noqa: PLR0917  each is an option of the command
     ] = None,
     parent_keys: Annotated[
         Path | None,
-        typer.Option(help="Key of a worker for the hub, where it asks for keys."),
+        typer.Option(help="Key of a relay for the hub, where it asks for keys."),
     ] = None,
     check: Annotated[
         bool,
@@ -71,7 +71,7 @@ def relay(  # noqa: PLR0917  each is an option of the command
     comes over the line once. The relay decides and saves nothing, and may be
     killed: its workers come back, here or elsewhere, with what was not counted.
 
-    Exit codes: 0 ended by a signal; 2 it could not start; 1 an error.
+    Exit codes: 0 ended by a signal, or the run is over; 2 it could not start; 1 an error.
     """
     log_to_stderr(verbose)
     from diloco_broker.config import BrokerConfig
@@ -98,12 +98,12 @@ def relay(  # noqa: PLR0917  each is an option of the command
 
 def _identity(key: Path | None, name: str | None) -> tuple[Keys | None, str | None]:
     """The key for the hub, and the relay's name; raises UsageError."""
-    keys = find_keys(key, Role.WORKER) if key is not None else None
+    keys = find_keys(key, Role.RELAY) if key is not None else None
     if keys is None:
         return None, name
-    if keys.peer.role is not Role.WORKER or name not in (None, keys.peer.name):
+    if keys.peer.role is not Role.RELAY or name not in (None, keys.peer.name):
         raise UsageError(
-            f"--parent-keys is the key of {keys.peer}; a relay takes that of a worker, and has its "
-            "name: leave --name out."
+            f"--parent-keys is the key of {keys.peer}; it takes that of a relay, whose name it has: leave "
+            "--name out. Make one: diloco-broker keygen DIR --relay NAME."
         )
     return keys, keys.peer.name

@@ -68,7 +68,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.OuterGroups: _outer_groups,
     events.Split: descriptions.split,
     events.Malformed: refusals.malformed,
-    events.KeysRevoked: admission.revoked,
+    events.KeysRevoked: link.revoked,
     events.ConnectionEnded: refusals.connection_ended,
     events.PeerGone: link.peer_gone,
     events.Tick: _tick,

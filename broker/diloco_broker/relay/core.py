@@ -67,12 +67,19 @@ class Reconnect:
 
 
 @dataclass(frozen=True)
+class Over:
+    """The run is over, and nothing is left to do."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Say:
     text: str
     is_trouble: bool = False
 
 
-Command = Up | Down | End | Reconnect | Say
+Command = Up | Down | End | Reconnect | Over | Say
 Commands = Iterator[Command]
 
 
@@ -222,6 +229,10 @@ class Relay:
                 yield from self._forgets(below)
             case messages.Gone(who):
                 yield from self._ends(who)
+            case messages.Notice("shutdown", text):
+                for route in self._relays.values():
+                    yield Down(route, message)
+                yield Over(text)
             case messages.Error(text=text) if self.terms is None:
                 yield Say(f"The hub does not let this relay in: {text}", True)
                 yield Reconnect(text)

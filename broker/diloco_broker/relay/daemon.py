@@ -287,6 +287,8 @@ class RelayBroker(Service):
                     self._do(self._core.over(route))
                 case core.Reconnect(why):
                     self._start_over(why, "")
+                case core.Over(why):
+                    self.request_stop(why)
                 case core.Say(text, is_trouble):
                     logger.log(logging.WARNING if is_trouble else logging.INFO, "%s", text)
 

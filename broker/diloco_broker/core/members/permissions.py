@@ -12,7 +12,7 @@ from diloco_protocol.roles import Peer, Role
 # What each role may ask for with `control`; an operator may ask for anything.
 _READS_STATUS = frozenset({"status"})
 _READS_MODEL = frozenset({"status", "manifest"})
-_MAY_ASK = {Role.WORKER: _READS_MODEL, Role.MONITOR: _READS_STATUS}
+_MAY_ASK = {Role.WORKER: _READS_MODEL, Role.RELAY: _READS_MODEL, Role.MONITOR: _READS_STATUS}
 
 
 def check(peer: Peer | None, message: messages.Message) -> None:
@@ -46,10 +46,8 @@ def check(peer: Peer | None, message: messages.Message) -> None:
 
 
 def _check_relay(peer: Peer, name: str) -> None:
-    if peer != Peer(Role.WORKER, name):
-        raise _not_allowed(
-            f"{peer} may not be the relay {name!r:.80}; that takes the key of a worker of that name."
-        )
+    if peer != Peer(Role.RELAY, name):
+        raise _not_allowed(f"{peer} may not be the relay {name!r:.80}; that takes its own key.")
 
 
 def signed(peer: Peer | None, control: messages.Control) -> messages.Control:

@@ -227,6 +227,8 @@ def stop(state: RunState, event: events.Stop) -> effects.Effects:
         )
     for member in state.members:
         yield member.tell(farewell(state.stopping))
+    for relay in state.relays:
+        yield effects.Send(relay.control, farewell(state.stopping))
 
 
 def farewell(stopping: Stopping) -> Notice:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.members import liveness
+from diloco_broker.core.members import admission, liveness
 from diloco_broker.core.relays import terms
 from diloco_broker.core.relays.relay import Relay
 from diloco_broker.core.relays.relays import Due
@@ -21,6 +21,7 @@ from diloco_broker.core.state import RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.relays import way
+from diloco_protocol.roles import Peer, Role
 
 MOST_RELAYS = 256
 # A relay says something each second. Another process that has its name takes its place after this.
@@ -117,6 +118,14 @@ def _lost(state: RunState, index: int, due: Sequence[Due]) -> effects.Effects:
         if member is not None and member.liveness.disconnected_at is None:
             text = "A relay that held a part of your push is gone; join again."
             yield member.tell(messages.Rejoin(state.epoch, text))
+
+
+def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
+    """Keys were taken back: relays that had one are gone at once, as are workers."""
+    for relay in list(state.relays):
+        if Peer(Role.RELAY, relay.name) in event.peers:
+            yield from gone(state, relay, "its key was revoked")
+    yield from admission.revoked(state, event)
 
 
 def tick(state: RunState, *, lost: bool) -> effects.Effects:

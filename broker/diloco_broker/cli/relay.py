@@ -103,7 +103,7 @@ def _identity(key: Path | None, name: str | None) -> tuple[Keys | None, str | No
         return None, name
     if keys.peer.role is not Role.RELAY or name not in (None, keys.peer.name):
         raise UsageError(
-            f"--parent-keys is the key of {keys.peer}; it takes that of a relay, whose name it has: leave "
-            "--name out. Make one: diloco-broker keygen DIR --relay NAME."
+            f"--parent-keys is the key of {keys.peer}; a relay takes its own, and its name from there: "
+            "leave --name out. Make one: diloco-broker keygen DIR --relay NAME."
         )
     return keys, keys.peer.name

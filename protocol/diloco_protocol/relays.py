@@ -26,6 +26,7 @@ _WAY = b"\0"
 LONGEST_NAME = 255  # of a connection, in bytes
 # The longest way; a relay says what it likes, and its hub keeps it.
 LONGEST_WAY = 1024
+LONGEST_VIA = 2 << 10  # bytes of the frame that says whose a message is
 
 V = TypeVar("V")
 
@@ -52,26 +53,29 @@ def wrapped(who: bytes, message: Message, payload: Any = None, **of_via: Any) ->
     return frames if payload is None else [*frames, payload]
 
 
-def unwrap(
-    frames: Sequence[Any], longest_header: int
-) -> tuple[Via | None, Message, Held | memoryview | None]:
-    """A message between a relay and its hub; the first is None where it is one of the two's own.
+def unwrap(frames: Sequence[Any]) -> tuple[Via | None, Sequence[Any]]:
+    """Whose a message between a relay and its hub is, and its frames; None: it is one of the two's own.
 
-    A chunk may come without its buffer: up with `held`, which is returned in its place; down where the
-    relay has it.
-
-    Raises:
-        ProtocolError: as `unpack`.
+    Raises ProtocolError as `unpack` does.
     """
     header = memoryview(frames[0] if frames else b"")
-    if header.nbytes > longest_header:
-        raise ProtocolError(Code.BAD_FRAMES, f"The header has {header.nbytes} bytes.")
+    if len(frames) < 2 or header.nbytes > LONGEST_VIA:
+        return None, frames
     via = decode(header)
-    if not isinstance(via, Via):
-        return None, *unpack(frames, longest_header)
-    if len(frames) == 2 and isinstance(message := decode(frames[1]), Chunk):
-        return via, message, via.held
-    return via, *unpack(frames[1:], longest_header)
+    return (via, frames[1:]) if isinstance(via, Via) else (None, frames)
+
+
+def read(
+    frames: Sequence[Any], longest_header: int, held: Held | None = None
+) -> tuple[Message, Held | memoryview | None]:
+    """A message that was unwrapped, as `unpack` reads it, but that a chunk may lack its buffer.
+
+    In its place is `held`; None where the relay has it.
+    """
+    if len(frames) == 1 and memoryview(frames[0]).nbytes <= longest_header:
+        message = decode(frames[0])
+        return message, held if isinstance(message, Chunk) else None
+    return unpack(frames, longest_header)
 
 
 class Piece(NamedTuple):

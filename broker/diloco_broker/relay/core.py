@@ -292,7 +292,8 @@ class Relay:
         if via is not None:
             if guest.first is not None:
                 passed = self._passes_on(route, guest, replace(via, peer=via.peer or peer))
-                yield Up(message, payload, passed, bulk=guest.is_bulk)
+                buffer = payload if via.held is None else None
+                yield Up(message, buffer, passed, bulk=guest.is_bulk)
             return
         match message:
             case messages.Attach():

@@ -9,6 +9,7 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from diloco_protocol.clients.address_file import check_address
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
-from diloco_protocol.frames import LONGEST_OF_A_MEMBER, MAX_HEADER_BYTES, pack
+from diloco_protocol.frames import LONGEST_OF_A_MEMBER, MAX_HEADER_BYTES, pack, unpack
 from diloco_protocol.messages import (
     LONGEST_WORKER_ID,
     Error,
@@ -39,7 +40,7 @@ from diloco_protocol.messages import (
     Via,
     is_worker_id,
 )
-from diloco_protocol.relays import unwrap, wrapped
+from diloco_protocol.relays import read, unwrap, wrapped
 from diloco_worker.transport.broker_address import BrokerAddress, Given
 from diloco_worker.transport.connections import NOW, Connections
 
@@ -166,7 +167,8 @@ class RelayBroker(Service):
         if not self.sockets.lets_in(peer):
             return
         try:
-            via, message, payload = unwrap(incoming.frames, LONGEST_OF_A_MEMBER)
+            via, frames = unwrap(incoming.frames)
+            message, payload = _read(frames, LONGEST_OF_A_MEMBER, via)
             permissions.check(peer, message)
             name = peer.name if peer is not None else None
             self._do(self._core.hears(route, via, message, payload, name))
@@ -221,7 +223,8 @@ class RelayBroker(Service):
 
     def _take_of_hub(self, frames: list[Any], *, bulk: bool) -> None:
         try:
-            via, message, payload = unwrap(frames, MAX_HEADER_BYTES)
+            via, inner = unwrap(frames)
+            message, payload = _read(inner, MAX_HEADER_BYTES, via)
             before = self._core.terms
             self._do(self._core.hears_hub(via, message, payload, time.monotonic(), bulk=bulk))
             if before is None and self._core.terms is not None:
@@ -296,6 +299,10 @@ class RelayBroker(Service):
         if self._connections is None or self._connections.send(frames, bulk=bulk):
             return
         self._start_over("it takes no more data", "The connection to the hub takes no more data.")
+
+
+def _read(frames: Sequence[Any], longest: int, via: Via | None) -> tuple[Message, Any]:
+    return unpack(frames, longest) if via is None else read(frames, longest, via.held)
 
 
 def _frames(message: Message, payload: Any, via: Via | None) -> list[Any]:

@@ -373,11 +373,14 @@ class Loop:
         if not self.sockets.lets_in(peer):
             return
         try:
-            longest = self._longest_header(incoming)
             if self.core.state.relays.on(route) is not None:
-                received = relays.received(route, incoming.frames, peer, longest)
+                received = relays.received(route, incoming.frames, peer)
             else:
+                longest = self._longest_header(incoming)
                 received = events.Received(route, *unpack(incoming.frames, longest), peer)
+            if isinstance(received, events.Malformed):
+                self._executor.feed(received)
+                return
             message = received.message
             if type(message) is not Heartbeat:
                 self._busy_at = self._received_at

@@ -6,10 +6,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco_broker.core.effects import Route, Send
-from diloco_broker.core.events import Received
+from diloco_broker.core.events import Malformed, Received
 from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.frames import LONGEST_OF_A_MEMBER, unpack
 from diloco_protocol.messages import Chunk, Gone, Message, Via
-from diloco_protocol.relays import Cache, first_step, unwrap, way
+from diloco_protocol.relays import Cache, first_step, read, unwrap, way
 from diloco_protocol.roles import Peer, Role
 
 
@@ -43,21 +44,25 @@ class RelayLines:
             del self._caches[route]
 
 
-def received(
-    route: Route, frames: Sequence[Any], peer: Peer | None, longest_header: int
-) -> Received:
+def received(route: Route, frames: Sequence[Any], peer: Peer | None) -> Received | Malformed:
     """What a relay has sent: a message of its own, or of somebody behind it.
 
-    Where keys are asked for those behind it are workers, whose names the relay vouches for.
+    Where keys are asked for those behind it are workers, whose names the relay vouches for. Raises
+    ProtocolError where it is the relay's own mistake.
     """
-    via, message, payload = unwrap(frames, longest_header)
+    via, frames = unwrap(frames)
     if via is None:
-        return Received(route, message, payload, peer)
-    if isinstance(message, Chunk) and payload is None:
-        raise ProtocolError(Code.BAD_FRAMES, f"Chunk {message.index} came without a buffer.")
+        return Received(route, *unpack(frames, LONGEST_OF_A_MEMBER), peer)
+    route = way(route, via.who)
     if peer is not None:
         peer = Peer(Role.WORKER, via.peer or peer.name)
-    return Received(way(route, via.who), message, payload, peer)
+    try:
+        message, payload = read(frames, LONGEST_OF_A_MEMBER, via.held)
+    except ProtocolError as error:
+        return Malformed(route, error.code, str(error))
+    if isinstance(message, Chunk) and payload is None:
+        return Malformed(route, Code.BAD_FRAMES, f"Chunk {message.index} came without a buffer.")
+    return Received(route, message, payload, peer)
 
 
 def ending(route: Route) -> tuple[Route, Message] | None:

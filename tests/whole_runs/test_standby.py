@@ -20,6 +20,7 @@ pytest_plugins = ("kit.process_fixtures",)
 # not run for so long loses the run, as it should. The times themselves are tested in the core.
 LEASE_S = 6.0
 OPTIONS = ("--workers", "2", "--sync-every", "5", "--outer-momentum-warmup", "constant")
+OPTIONS += ("--relays",)
 
 
 @dataclass
@@ -61,10 +62,18 @@ def standby_of(processes: Processes, folder: Path, hub: str, address: str) -> Ch
 
 @pytest.fixture
 def pair(processes: Processes, tmp_path: Path) -> Pair:
+    return a_pair(processes, tmp_path, through_relay=False)
+
+
+def a_pair(processes: Processes, tmp_path: Path, *, through_relay: bool) -> Pair:
     hub_at, standby_at = a_free_address(), a_free_address()
     hub = hub_of(processes, tmp_path, hub_at)
     standby = standby_of(processes, tmp_path, hub_at, standby_at)
     both = f"{hub_at},{standby_at}"
+    if through_relay:
+        anywhere = "tcp://127.0.0.1:*"
+        where = ("--parent", both, "--name", "north", "--bind", anywhere, "--feed", anywhere)
+        both = processes.run("-m", "diloco_broker", "relay", *where).address()
     workers = [processes.train(name, both, 400, pause=0.02) for name in ("a", "b")]
     made = Pair(processes, tmp_path, hub, hub_at, standby, standby_at, workers)
     hub.says("Round 3 closed")
@@ -99,6 +108,19 @@ def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair)
     assert pair.asks(pair.standby_at, "status").data["term"] == 1
     check_the_end(pair)
     assert not rounds_of(hub)
+
+
+def test_workers_behind_a_relay_let_the_standby_take_over_and_follow_it(
+    processes: Processes, tmp_path: Path
+) -> None:
+    pair = a_pair(processes, tmp_path, through_relay=True)
+    pair.hub.kill()
+    pair.standby.says("takes over, with term 1")
+    pair.standby.says("2 of 2 expected workers averaged")
+    assert {each["via"] for each in pair.asks(pair.standby_at, "status").data["workers"]} == {
+        "north"
+    }
+    check_the_end(pair)
 
 
 def test_a_hub_that_was_stopped_releases_nothing_when_it_goes_on(pair: Pair) -> None:

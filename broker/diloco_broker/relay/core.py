@@ -29,6 +29,8 @@ Route = bytes
 # Between two words to the hub, and after which the hub is given up that says nothing.
 SPEAK_S = 1.0
 HUB_SILENT_S = 15.0
+# What a hub that has no lease answers to those who join, and one that ends.
+ELSEWHERE = (Code.STANDBY, Code.STOPPING)
 NO_HUB = "This relay has no connection to its hub now; it lets workers in as soon as it has."
 
 
@@ -263,6 +265,9 @@ class Relay:
             yield Down(via.who, message, payload)
         else:
             yield Down(step[0], message, payload, Via(step[1]))
+        if isinstance(message, messages.Error) and message.code in ELSEWHERE:
+            yield from self.disconnected(message.text)
+            yield Reconnect(message.text)
 
     def _ends(self, who: bytes) -> Commands:
         step = first_step(who)

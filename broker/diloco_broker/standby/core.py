@@ -115,8 +115,9 @@ class Standby:
         self.name, self.hub = name, hub
         self.ballot = Ballot(draw, 0.0)  # as long as the hub's lease, once that was heard
         self.guests: dict[Route, Guest] = {}
+        self.relays: dict[Route, float] = {}  # and when each was heard
         self.settings: Mapping[str, Any] = {}  # the hub's
-        self._life = draw()
+        self._draw, self._life = draw, draw()
         self._began_at = self._greets_at = now
         self._asks_at = self._heard_at = self._promised_until = self._again_at = -math.inf
 
@@ -181,6 +182,10 @@ class Standby:
         match message:
             case messages.Join():
                 yield from self._joins(route, now)
+            case messages.Attach(token=None):
+                yield self._attaches(route, now)
+            case messages.Attach() | messages.Probe() if route in self.relays:
+                self.relays[route] = now
             case messages.Vote(voter=voter, nonce=nonce):
                 at, guest = self.ballot.drawn_at(nonce), self.guests.get(route)
                 if at is not None and guest is not None:
@@ -208,6 +213,14 @@ class Standby:
     def _refusal(self, route: Route, kind: str) -> Answer:
         text = f"This is the standby of {self.hub}, which has the run."
         return Answer(route, messages.Error(Code.STANDBY, text, retry=True, about=kind))
+
+    def _attaches(self, route: Route, now: float) -> Answer:
+        """A relay comes, whose workers may join here and vote while the hub is not heard."""
+        if self.term is None or self.hears(now) or len(self.relays) >= MOST_HERE:
+            return self._refusal(route, "attach")
+        self.relays[route] = now
+        token = self._draw().to_bytes(8, "big")
+        return Answer(route, messages.Attached(token, combines=False, wire_dtype="fp32"))
 
     def _joins(self, route: Route, now: float) -> Commands:
         guest = self.guests.get(route)
@@ -238,6 +251,7 @@ class Standby:
             self._greets_at = now + GREET_S
             yield self._promise()
         self.guests = {r: g for r, g in self.guests.items() if now - g.heard_at < GONE_AFTER_S}
+        self.relays = {r: at for r, at in self.relays.items() if now - at < GONE_AFTER_S}
         if self._is_forced:
             yield from self._take_over(_FORCED, now)
             return

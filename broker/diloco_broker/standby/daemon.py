@@ -17,7 +17,9 @@ import zmq
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.config.declaration import AUTO
+from diloco_broker.core.events import Received
 from diloco_broker.core.members import permissions
+from diloco_broker.shell import relays
 from diloco_broker.shell.broker import ITS_PROGRAM, Broker, Service
 from diloco_broker.shell.loop import machine_clock
 from diloco_broker.shell.sockets import Incoming, Sockets
@@ -34,6 +36,7 @@ from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, LONGEST_OF_A_STRANGER, pack, unpack
 from diloco_protocol.messages import Error, Message, Promise
+from diloco_protocol.relays import first_step, wrapped
 
 logger = logging.getLogger("diloco.standby")
 
@@ -243,7 +246,7 @@ class StandbyBroker(Service):
                 self._do(self._core.tick(now))
                 self._sockets.changed_keys(now)
             if now >= self._sockets.next_look:
-                self._sockets.look(self._core.guests, now)
+                self._sockets.look(self._core.guests.keys() | self._core.relays.keys(), now)
         self._opened.close()
         return self._taken_over(self._takes_over)
 
@@ -251,9 +254,14 @@ class StandbyBroker(Service):
         if not self._sockets.lets_in(incoming.peer):
             return
         try:
-            message, _ = unpack(incoming.frames, LONGEST_OF_A_STRANGER)
-            permissions.check(incoming.peer, message)
-            self._do(self._core.hears_guest(incoming.route, message, self._clock()))
+            if incoming.route in self._core.relays:
+                found = relays.received(incoming.route, incoming.frames, incoming.peer)
+            else:
+                message, _ = unpack(incoming.frames, LONGEST_OF_A_STRANGER)
+                found = Received(incoming.route, message, peer=incoming.peer)
+            if isinstance(found, Received):
+                permissions.check(found.peer, found.message)
+                self._do(self._core.hears_guest(found.route, found.message, self._clock()))
         except ProtocolError as error:
             self._answer(incoming.route, Error(error.code, str(error)))
         except Exception:
@@ -285,7 +293,11 @@ class StandbyBroker(Service):
                     logger.log(logging.WARNING if is_trouble else logging.INFO, "%s", text)
 
     def _answer(self, route: bytes, message: Message) -> None:
-        self._sockets.send(route, pack(message))
+        step = first_step(route)
+        if step is None:
+            self._sockets.send(route, pack(message))
+        else:
+            self._sockets.send(step[0], wrapped(step[1], message))
 
     def _follow_settings(self, settings: Mapping[str, Any]) -> None:
         """A takeover goes on with what operators have set at the hub; it must outlive this process."""

@@ -18,6 +18,7 @@ from diloco_broker.core.relays.relays import Due
 from diloco_broker.core.rounds import pushes
 from diloco_broker.core.rounds.modes import rules_of
 from diloco_broker.core.state import RunState
+from diloco_broker.standby import fence
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.relays import way
@@ -33,6 +34,7 @@ def attach(state: RunState, route: effects.Route, attach: messages.Attach) -> ef
     if not state.config.relays:
         text = "This broker takes no relays; start it with --relays."
         raise ProtocolError(Code.NOT_ALLOWED, text)
+    fence.check_join(state)
     relays = state.relays
     former = relays.named(attach.relay)
     if attach.token is not None:

@@ -72,7 +72,6 @@ class RunConfig:
     # How float buffers travel in a push, `BUFFERS` in this release. A broker that does not say so is of
     # an earlier one and takes them for differences.
     buffers: str = "differences"
-    relays: bool = False  # workers may come through relays
 
 
 @dataclass(frozen=True)

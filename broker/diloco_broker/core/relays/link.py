@@ -56,7 +56,8 @@ def attach(state: RunState, route: effects.Route, attach: messages.Attach) -> ef
     if former is not None:
         yield from gone(state, former, "it is back on new connections")
     token = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
-    relays.add(Relay(attach.relay, attach.life, route, token, state.now))
+    combines = terms.combines(state.config)
+    relays.add(Relay(attach.relay, attach.life, route, token, state.now, combines))
     yield effects.info(f"Relay {attach.relay} is here.")
     yield effects.Send(route, terms.of(state, token))
 

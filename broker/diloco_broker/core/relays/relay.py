@@ -16,6 +16,7 @@ class Relay:
     control: Route
     token: bytes  # by which its connection for chunks is known
     heard_at: float  # when anything came from it, or through it
+    combines: bool  # it holds chunks of pseudo-gradients, and sends means of them
     bulk: Route | None = None  # None until that is here
     next_number: int = 0  # above those of all chunks that it has told of
     forgets_below: int = 0  # what it was told last

@@ -24,7 +24,11 @@ def grant(
     push, held = found.push, found.held
     # Chunks that have come and are not acknowledged are still in our memory.
     waiting = len(found.arrived) - len(found.taken)
-    credit = member.uploads.grant(push, waiting=waiting, sharing=sharing, lanes=member.processes)
+    # What stays at a relay is in no memory of ours, and its credit comes back over a long line.
+    stays = member.relay is not None and member.relay.combines
+    credit = member.uploads.grant(
+        push, waiting=waiting, sharing=sharing, lanes=member.processes, is_bounded=not stays
+    )
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
     have = held.to_bytes() if held else None
     yield member.tell(

@@ -13,7 +13,6 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.data import units
 from diloco_broker.core.members import liveness, seeding
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.relays import terms
 from diloco_broker.core.relays.relays import keep
 from diloco_broker.core.rounds import grants
 from diloco_broker.core.rounds.modes import rules_of
@@ -123,8 +122,7 @@ def _is_held(
 def _may_hold(state: RunState, member: Member, route: effects.Route, is_seeding: bool) -> bool:
     """Whether the relay that this route goes through may hold chunks of this worker."""
     relay = state.relays.before(route)
-    is_its_own = relay is not None and relay is member.relay
-    return is_its_own and terms.combines(state.config) and not is_seeding
+    return relay is not None and relay is member.relay and relay.combines and not is_seeding
 
 
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:

@@ -124,7 +124,9 @@ class Uploads:
     def begin(self, upload: Upload) -> None:
         self._by_fragment[upload.push.fragment] = upload
 
-    def grant(self, push: Push, *, waiting: int, sharing: int, lanes: int = 1) -> int:
+    def grant(
+        self, push: Push, *, waiting: int, sharing: int, lanes: int = 1, is_bounded: bool = True
+    ) -> int:
         """Begin a push, or go on with it. Returns the chunks that each lane may send on top.
 
         Its chunks that are not acknowledged (`waiting`) are still in our memory, so they count against
@@ -132,6 +134,8 @@ class Uploads:
         """
         widest = upload_window(sharing * lanes)
         window = min(widest, max(first_window(sharing * lanes), self.window))
+        if not is_bounded:
+            widest = window = max(2, UPLOAD_WINDOW_TOTAL // lanes)
         credit = max(0, window - -(-waiting // lanes))
         earlier = self.under_way(push.fragment, push.push_id)
         # Chunks that an earlier grant allowed on this connection may still be under way.

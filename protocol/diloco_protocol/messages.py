@@ -356,7 +356,7 @@ class Held:
 
     number: int
     nbytes: int
-    squares: float | None
+    squares: float | None = None
     fingerprint: int = 0
 
 

@@ -243,7 +243,7 @@ class Options:
         False, SWITCH, "The same bits in any order of arrival; keeps whole submissions."
     )
     relays: bool = REDUCING.option(
-        False, SWITCH, "Sites may take part through diloco-broker relay."
+        False, SWITCH, "Workers may connect through diloco-broker relay."
     )
     weight_by: str = REDUCING.option(
         "equal", one_of(*WEIGHTS), "What a contribution weighs: equal, tokens or samples."

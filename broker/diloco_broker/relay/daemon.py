@@ -41,6 +41,7 @@ from diloco_protocol.messages import (
     is_worker_id,
 )
 from diloco_protocol.relays import read, unwrap, wrapped
+from diloco_protocol.roles import Peer, Role
 from diloco_worker.transport.broker_address import BrokerAddress, Given
 from diloco_worker.transport.connections import NOW, Connections
 
@@ -169,6 +170,9 @@ class RelayBroker(Service):
         try:
             via, frames = unwrap(incoming.frames)
             message, payload = _read(frames, LONGEST_OF_A_MEMBER, via)
+            if via is not None and peer is not None:
+                # The relay behind this one vouches for its workers.
+                peer = Peer(Role.WORKER, via.peer or peer.name)
             permissions.check(peer, message)
             name = peer.name if peer is not None else None
             self._do(self._core.hears(route, via, message, payload, name))

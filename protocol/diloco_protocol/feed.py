@@ -178,7 +178,7 @@ class Worker:
     """
 
     id: str
-    via: str = ""  # the relay that it comes through, "north/room1" behind another one; "": direct
+    via: str = ""  # the relay that it connects through, of several the nearest to the broker; "": none
     host: str = ""
     pid: int = 0
     state: str = ""

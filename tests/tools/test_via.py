@@ -10,6 +10,7 @@ import pytest
 
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.core.operations.status import round_line
+from diloco_broker.core.relays.relay import Relay
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.monitor.terminal.scene import View
 from kit.core_harness import FIGURES, a_run
@@ -52,7 +53,7 @@ def test_core_tells_it_in_the_feed_and_in_the_history() -> None:
     stage, _ = a_run("a", "b")
     member = stage.state.members.named("b")
     assert member is not None
-    member.via = "north"
+    member.relay = Relay("north", 1, b"", b"", 0.0, combines=True)
     for puppet in stage.puppets.values():
         puppet.pushes(7)
     line = round_line(stage.state, stage.reports[-1], FIGURES)

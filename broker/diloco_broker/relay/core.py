@@ -243,13 +243,14 @@ class Relay:
         if self.terms is None:
             yield Up(messages.Attach(self._name, self._life, terms.token), bulk=True)
             yield Say("The hub has let this relay in.")
-        elif terms.fragments != self.terms.fragments:
-            self._sums.forget()
         self.terms = terms
-        self._spans = tuple(
+        spans = tuple(
             cut(dict(zip(Segment, each, strict=False)), terms.chunk_elements)
             for each in terms.fragments
         )
+        if spans and spans != self._spans:  # the first model, or that of another run
+            self._spans = spans
+            self._sums.forget()
         for token, route in list(self._relays.items()):
             yield Down(route, replace(terms, token=token))
 

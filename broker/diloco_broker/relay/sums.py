@@ -41,7 +41,10 @@ class TensorSums:
         self._residuals: dict[tuple[int, int], Tensor] = {}  # by fragment and index, fp32
 
     def look(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
-        squares = self._reducer.squares(span, payload, wire_dtype)
+        try:
+            squares = self._reducer.squares(span, payload, wire_dtype)
+        except ValueError:  # of another length than the chunk's, which the hub finds, too
+            squares = None
         return squares, fingerprint_of(span.index, payload) if squares else 0
 
     def forget(self) -> None:

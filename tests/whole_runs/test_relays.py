@@ -75,7 +75,7 @@ def test_tree_of_relays_comes_to_what_one_broker_does() -> None:
     assert_close(found, star(ROUNDS, *"abcde"))
 
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "staged": {"quorum": 5},
     "deterministic": {"deterministic": True},
     "small chunks": {"chunk_elements": 100},
@@ -138,7 +138,7 @@ def test_versions_in_few_bits_are_the_same_at_all_workers_to_the_bit() -> None:
 @pytest.mark.parametrize("outer", ["dn", "fedbuff", "sgd"])
 def test_each_push_counts_by_itself_in_asynchronous_mode(outer: str) -> None:
     """From one base, so that the order of arrival does not matter."""
-    steady = {"outer_momentum_warmup": "constant"} if outer != "sgd" else {}
+    steady: dict[str, Any] = {"outer_momentum_warmup": "constant"} if outer != "sgd" else {}
 
     def come_to(begin: Callable[[Sites, Broker], Any]) -> State:
         with Sites(linear) as sites:
@@ -262,7 +262,7 @@ class Vector(nn.Module):
 
 
 def vector() -> nn.Module:
-    """In three chunks of 16."""
+    """In three chunks of 16 and fewer."""
     torch.manual_seed(1)
     return Vector()
 

@@ -1,0 +1,221 @@
+"""Relays and their hub are killed and cut off: what comes of it is what one broker comes to."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from torch import Tensor
+
+from diloco_broker.storage.model_file import write_model
+from diloco_tools.tcp_proxy import TcpProxy
+from diloco_worker import DiLoCoClient
+from kit.process_kit import PATIENCE_S, Child, Processes, a_free_address, wait_for
+from kit.proxy import Cut, MessageProxy
+from kit.sites import Sites, a_model, assert_close, ledger_of, star
+
+pytest_plugins = ("kit.process_fixtures",)
+pytestmark = pytest.mark.slow
+
+FP32 = ("--wire-dtype", "fp32")
+ANYWHERE = "tcp://127.0.0.1:*"
+CHUNK = 100  # elements: a push of `a_model` has nine chunks of parameters
+ROUNDS = range(4)
+
+
+class Tree:
+    """A hub and two relays, processes at addresses that they keep, and two clients of each relay."""
+
+    def __init__(self, processes: Processes, opened: ExitStack) -> None:
+        self._processes, self._opened = processes, opened
+        self.sites = Sites()
+        self.addresses = {name: a_free_address() for name in ("hub", "north", "south")}
+        self.children: dict[str, Child] = {}
+        self._model = processes.folder / "model.safetensors"
+        write_model(a_model().state_dict(), self._model)
+
+    def begins(self, *names: str) -> None:
+        for name in names:
+            where = ("--bind", self.addresses[name], "--feed", ANYWHERE)
+            if name == "hub":
+                folder, model = str(self._processes.folder / "run"), str(self._model)
+                words = ["serve", "--relays", "--workers", "4", "--min-workers", "4", *FP32]
+                words += ["--model", model, "--save-dir", folder, "--durable"]
+            else:
+                words = ["relay", "--parent", self.addresses["hub"], "--name", name]
+            self.children[name] = self._processes.run("-m", "diloco_broker", *words, *where)
+            self.children[name].address()
+
+    def dies(self, *names: str) -> None:
+        for name in names:
+            self.children[name].kill()
+
+    def joins(self, name: str, *at: str) -> None:
+        """A worker that knows these, and turns from one to the next."""
+        addresses = ",".join(self.addresses[each] for each in at)
+        client = DiLoCoClient(addresses, worker_id=name, timeout=PATIENCE_S)
+        self._opened.callback(client.leave)
+        client.join(a_model())
+        self.sites.clients[name] = client
+
+    def pushes(self, *names: str, number: int) -> list[threading.Thread]:
+        """In threads, since they may have to wait for what is dead."""
+        threads = [
+            threading.Thread(target=self.sites.push, args=(name,), kwargs={"number": number})
+            for name in names
+        ]
+        for each in threads:
+            each.start()
+        return threads
+
+    def comes_to(self, last: range) -> None:
+        """After these rounds the parameters are what one broker comes to with each push once."""
+        found: dict[str, Tensor] = self.sites.rounds(last, *"abcd")
+        assert_close(found, star(ROUNDS, *"abcd"))
+
+
+@pytest.fixture
+def tree(processes: Processes) -> Iterator[Tree]:
+    with ExitStack() as opened:
+        made = Tree(processes, opened)
+        made.begins("hub", "north", "south")
+        for name, at in {"a": "north", "b": "north", "c": "south", "d": "south"}.items():
+            made.joins(name, at)
+        yield made
+
+
+def test_relay_killed_with_half_of_its_site_in_loses_nothing(tree: Tree) -> None:
+    tree.sites.rounds(range(2), *"abcd")
+    tree.sites.push("a", "c", number=2)
+    tree.dies("north")
+    tree.begins("north")
+    tree.sites.push("b", "d", number=2)
+    tree.sites.pull(*"abcd")
+    tree.comes_to(range(3, 4))
+
+
+def test_relay_killed_in_the_middle_of_pushes_counts_each_once(tree: Tree) -> None:
+    tree.sites.rounds(range(2), *"abcd")
+    tree.sites.push("a", "b", "c", number=2)
+    threads = tree.pushes("d", number=2)  # with whose last chunks sums are asked for
+    tree.dies("north")
+    tree.begins("north")
+    for each in threads:
+        each.join(PATIENCE_S)
+    tree.sites.pull(*"abcd")
+    tree.comes_to(range(3, 4))
+
+
+def test_both_relays_and_the_hub_killed_with_three_pushes_in_lose_nothing(tree: Tree) -> None:
+    tree.sites.rounds(range(2), *"abcd")
+    tree.sites.push("a", "b", "c", number=2)
+    tree.dies("north", "south", "hub")
+    tree.begins("hub", "north", "south")
+    tree.sites.push("d", number=2)
+    tree.sites.pull(*"abcd")
+    tree.comes_to(range(3, 4))
+
+
+def test_hub_killed_with_a_site_in_loses_nothing(tree: Tree) -> None:
+    tree.sites.rounds(range(2), *"abcd")
+    tree.sites.push("a", "b", "c", number=2)
+    tree.dies("hub")
+    tree.begins("hub")
+    tree.sites.push("d", number=2)
+    tree.sites.pull(*"abcd")
+    tree.comes_to(range(3, 4))
+
+
+@pytest.mark.parametrize("to", ["south", "hub"])
+def test_workers_of_a_relay_that_is_gone_for_good_go_elsewhere(
+    processes: Processes, to: str
+) -> None:
+    with ExitStack() as opened:
+        tree = Tree(processes, opened)
+        tree.begins("hub", "north", "south")
+        for name in "ab":
+            tree.joins(name, "north", to)
+        for name in "cd":
+            tree.joins(name, "south")
+        tree.sites.rounds(range(2), *"abcd")
+        tree.sites.push("a", "b", "c", number=2)
+        tree.dies("north")
+        tree.sites.push("d", number=2)
+        tree.sites.pull(*"abcd")
+        tree.comes_to(range(3, 4))
+        at = {each["id"]: each["via"] for each in tree.sites.clients["c"].status()["workers"]}
+        assert at["a"] == at["b"] == ("south" if to == "south" else "")
+
+
+# The line to the hub.
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut(True, "chunk", skip=3),
+        Cut(True, "combined", skip=2),
+        Cut(True, "combined", passed=40),
+        Cut(False, "collect", skip=2),
+        Cut(False, "chunk", skip=4, passed=50),
+        Cut(False, "ack", skip=1),
+        Cut(False, "grant", skip=1),
+    ],
+    ids=lambda cut: f"{cut.kind} {'up' if cut.up else 'down'}",
+)
+def test_line_that_breaks_anywhere_in_a_round_changes_nothing(cut: Cut) -> None:
+    with Sites() as sites:
+        hub = sites.hub(3, chunk_elements=CHUNK)
+        line = MessageProxy(hub.address)
+        with line:
+            north = sites.relay(line.address, "north")
+            sites.workers(north, "a", "b")
+            sites.workers(hub, "c")
+            sites.rounds(range(1), *"abc")
+            line.cuts = [cut]
+            found = sites.rounds(range(1, 4), *"abc")
+            north.stop()
+        counted = {name: len(pushes) for name, pushes in ledger_of(hub).items()}
+        assert counted == dict.fromkeys("abc", 4)
+    assert_close(found, star(ROUNDS, *"abc", chunk_elements=CHUNK))
+
+
+def test_relay_whose_hub_cannot_be_reached_for_a_while_comes_back_with_its_workers() -> None:
+    with Sites() as sites:
+        hub = sites.hub(3)
+        with TcpProxy(hub.address) as line:
+            north = sites.relay(line.address, "north")
+            sites.workers(north, "a", "b")
+            sites.workers(hub, "c")
+            sites.rounds(range(2), *"abc")
+            sites.push("a", number=2)
+            line.shut()
+            wait_for(lambda: not north.is_connected)
+            sites.push("c", number=2)
+            line.open()
+            sites.push("b", number=2)
+            sites.pull(*"abc")
+            found = sites.rounds(range(3, 4), *"abc")
+            north.stop()
+    assert_close(found, star(ROUNDS, *"abc"))
+
+
+# The command line.
+
+
+def test_training_goes_on_when_its_relay_is_started_again(processes: Processes) -> None:
+    _, hub = processes.serve("--no-save", "--relays", "--sync-every", "10", *FP32)
+    where = ("--bind", a_free_address(), "--feed", ANYWHERE)
+    words = ("-m", "diloco_broker", "relay", "--parent", hub, "--name", "north", *where)
+    relays = [processes.run(*words)]
+    worker = processes.train("a", relays[0].address(), 400, 0.005)
+    with DiLoCoClient(hub, timeout=PATIENCE_S) as observer:
+        wait_for(lambda: observer.status()["round"]["number"] >= 2)
+        relays[0].gets(signal.SIGTERM)
+        assert relays[0].ends() == 0
+        relays.append(processes.run(*words))
+        assert worker.ends() == 0
+        assert observer.status()["round"]["number"] >= 10

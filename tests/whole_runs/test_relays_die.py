@@ -43,6 +43,7 @@ class Tree:
             if name == "hub":
                 folder, model = str(self._processes.folder / "run"), str(self._model)
                 words = ["serve", "--relays", "--workers", "4", "--min-workers", "4", *FP32]
+                words += ["--disconnect-grace", "30"]  # in which a relay starts again
                 words += ["--model", model, "--save-dir", folder, "--durable"]
             else:
                 words = ["relay", "--parent", self.addresses["hub"], "--name", name]
@@ -168,7 +169,7 @@ def test_workers_of_a_relay_that_is_gone_for_good_go_elsewhere(
 )
 def test_line_that_breaks_anywhere_in_a_round_changes_nothing(cut: Cut) -> None:
     with Sites() as sites:
-        hub = sites.hub(3, chunk_elements=CHUNK)
+        hub = sites.hub(3, chunk_elements=CHUNK, disconnect_grace=30.0)
         line = MessageProxy(hub.address)
         with line:
             north = sites.relay(line.address, "north")
@@ -185,7 +186,7 @@ def test_line_that_breaks_anywhere_in_a_round_changes_nothing(cut: Cut) -> None:
 
 def test_relay_whose_hub_cannot_be_reached_for_a_while_comes_back_with_its_workers() -> None:
     with Sites() as sites:
-        hub = sites.hub(3)
+        hub = sites.hub(3, disconnect_grace=30.0)
         with TcpProxy(hub.address) as line:
             north = sites.relay(line.address, "north")
             sites.workers(north, "a", "b")

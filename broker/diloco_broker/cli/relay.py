@@ -34,28 +34,28 @@ def relay(  # noqa: PLR0917  each is an option of the command
         server_option(
             "--parent",
             rich_help_panel=MOST_USED_PANEL,
-            help="Address of the hub, or of another relay: tcp://HOST:8512. The hub has to be started "
-            "with --relays. Of several, with commas in between, it takes the first that lets it in. "
+            help="Address of the hub, or of another relay: tcp://HOST:8512. The hub must be started "
+            "with --relays. Several, separated by commas, are tried in turn. "
             f"Default: {SERVER_VARIABLE}.",
         ),
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(
-            help="By which displays know it. Default: host name and port (a random ending where the "
-            "system picks one); with --parent-keys the name of that key.",
+            help="Name in displays. Default: host name and port (a random suffix where the system picks "
+            "the port); with --parent-keys the name in that key.",
         ),
     ] = None,
     parent_wire_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of what the relay sends to the hub, as --wire-dtype; int4z for a slow line. "
-            "Default: that of the run.",
+            help="Dtype of the means that it sends to the hub; int4z for a slow line. Default: that of "
+            "the run.",
         ),
     ] = None,
     parent_keys: Annotated[
         Path | None,
-        typer.Option(help="Key of a relay for the hub, where it asks for keys."),
+        typer.Option(help="The relay's key, if the hub asks for keys."),
     ] = None,
     check: Annotated[
         bool,
@@ -64,14 +64,14 @@ def relay(  # noqa: PLR0917  each is an option of the command
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
     **options: Any,
 ) -> None:
-    """Connect the workers of a site with their hub, and send one sum for all of them.
+    """Connect the workers of a site to their hub, and send it one mean for all of them.
 
-    Workers join here as they join a broker, and are workers of the hub like all
-    others. What they send stays here; the hub gets its mean, and each version
-    comes over the line once. The relay decides and saves nothing, and may be
-    killed: its workers come back, here or elsewhere, with what was not counted.
+    Workers connect to the relay as to a broker, and are members of the hub's
+    run. Their pseudo-gradients stay here; the hub receives the mean, and sends
+    each version over the line once. The relay decides and saves nothing. When it
+    dies, its workers join again, here or elsewhere, and lose no work.
 
-    Exit codes: 0 ended by a signal, or the run is over; 2 it could not start; 1 an error.
+    Exit codes: 0 the run is over, or a signal; 1 an error; 2 it could not start.
     """
     log_to_stderr(verbose)
     from diloco_broker.config import BrokerConfig

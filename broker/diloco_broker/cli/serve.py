@@ -25,9 +25,7 @@ from diloco_protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from diloco_broker.config import BrokerConfig
-    from diloco_broker.relay.daemon import RelayBroker
-    from diloco_broker.shell.broker import Broker
-    from diloco_broker.standby.daemon import StandbyBroker
+    from diloco_broker.shell.broker import Broker, Service
 
 # Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
 
@@ -224,7 +222,7 @@ def log_to_stderr(verbose: bool) -> None:
     )
 
 
-def prepare(broker: Broker | StandbyBroker | RelayBroker) -> None:
+def prepare(broker: Service) -> None:
     """Fit this process for serving, and print the addresses."""
     from diloco_broker.shell.open_files import allow_connections
     from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
@@ -237,7 +235,7 @@ def prepare(broker: Broker | StandbyBroker | RelayBroker) -> None:
     typer.echo(f"feed {broker.feed_address}")
 
 
-def end_on_signals(broker: Broker | StandbyBroker | RelayBroker) -> None:
+def end_on_signals(broker: Service) -> None:
     """Let the first SIGTERM or SIGINT stop the broker in good order, and the second end it at once."""
     seen: list[int] = []
 
@@ -251,7 +249,7 @@ def end_on_signals(broker: Broker | StandbyBroker | RelayBroker) -> None:
     signal.signal(signal.SIGINT, on_signal)
 
 
-def keys_of(broker: Broker | StandbyBroker | RelayBroker) -> str:
+def keys_of(broker: Service) -> str:
     """The option that a command to this broker needs."""
     keys = broker.config.keys
     return f" --keys {shlex.quote(keys)}" if keys else ""

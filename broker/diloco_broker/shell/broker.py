@@ -29,6 +29,9 @@ S = TypeVar("S", bound="Service")
 class Service(ABC):
     """What is run in the caller's thread, or in one of its own between `start` and `stop`."""
 
+    config: BrokerConfig
+    address: str
+    feed_address: str
     thread_name = "diloco-broker"
     stops_within_s = FINISH_WITHIN_S + SAVE_WITHIN_S + 2 * LINGER_MS / 1000
     _failure: Exception | None = None

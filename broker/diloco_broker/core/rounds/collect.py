@@ -59,7 +59,7 @@ def comes_again(
 def abandon_others(state: RunState, member: Member, push: Push) -> None:
     """A worker that comes with another push of the fragment has given up the unfinished ones."""
     for other in _others(state, member, push):
-        if not other.is_whole:
+        if not (other.is_whole or other.is_chosen):
             state.submissions.drop(other)
 
 
@@ -120,9 +120,14 @@ def commit(state: RunState, member: Member, commit: Commit) -> None:
 
 
 def leave(state: RunState, worker_id: str) -> None:
-    """A worker is gone: what is whole counts, what is not is forgotten."""
+    """A worker is gone: what is whole counts, what is not is forgotten.
+
+    What is being merged stays known until the version is out, also where a relay has lost a part of it:
+    its worker may be back before, and sends only that part again.
+    """
     for submission in list(state.submissions):
-        if submission.worker_id == worker_id and not submission.is_whole:
+        is_settled = submission.is_whole or submission.is_chosen
+        if submission.worker_id == worker_id and not is_settled:
             state.submissions.drop(submission)
 
 

@@ -247,6 +247,6 @@ def do_without(state: RunState, worker_id: str) -> Effects:
     round_ = _round(state)
     round_.barrier.expect_no_more(worker_id)
     for submission in [s for s in round_.pool.values() if s.worker_id == worker_id]:
-        if not submission.is_whole:
+        if not (submission.is_whole or submission.is_chosen):
             state.submissions.drop(submission)
     yield from ()

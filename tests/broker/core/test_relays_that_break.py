@@ -1,0 +1,106 @@
+"""Relays that are lost while the hub is at work on what they hold."""
+
+from __future__ import annotations
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core import events
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.messages import (
+    Attach,
+    Attached,
+    Chunk,
+    Collect,
+    Combined,
+    Credit,
+    Held,
+    Join,
+    Message,
+    Standing,
+    Welcome,
+)
+from diloco_protocol.relays import way
+from kit.core_harness import Puppet, Stage
+from kit.noted_tensors import CHUNK_ELEMENTS, Payload
+
+SIZE = 4 * CHUNK_ELEMENTS
+
+
+class RelayPuppet:
+    """A relay on the stage, and workers behind it."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        self.stage = stage
+        self.control, self.bulk = stage.route(), stage.route()
+        self.told_of = 0  # chunks
+        self._hears(self.control, Attach(name, 1))
+        (attached,) = (m for m in stage.inbox[self.control] if isinstance(m, Attached))
+        self._hears(self.bulk, Attach(name, 1, attached.token))
+
+    def _hears(self, route: bytes, message: Message, payload: object = None) -> None:
+        self.stage.happens(events.Received(route, message, payload))
+
+    def joins(self, worker: Puppet) -> None:
+        worker.control = way(self.control, worker.worker_id.encode() + b"-control")
+        worker.bulk = way(self.bulk, worker.worker_id.encode() + b"-bulk")
+        worker.sends(Join(worker.worker_id, manifest=self.stage.manifest))
+        worker.session = worker.got(Welcome).session
+        worker.sends(Credit(1000, worker.session), on=worker.bulk)
+
+    def holds(self, worker: Puppet, *indexes: int) -> None:
+        for index in indexes:
+            chunk = Chunk(worker.fragment, index, session=worker.session, push_id=worker.push_id)
+            worker.sends(chunk, Held(self.told_of, SIZE, 1.0), on=worker.bulk)
+            self.told_of += 1
+
+    def asked(self) -> list[Collect]:
+        return [m for m in self.stage.inbox[self.control] if isinstance(m, Collect)]
+
+    def answers(self, *asked: Collect) -> None:
+        for each in asked:
+            numbers = tuple(part.number for part in each.parts)
+            answer = Combined(each.request, each.fragment, each.index, numbers, "fp32")
+            self._hears(self.bulk, answer, Payload(SIZE))
+
+    def dies(self) -> None:
+        self.stage.gone |= {self.control, self.bulk}
+        self.stage.happens(events.PeerGone(self.control))
+
+
+def test_worker_is_back_while_the_rest_of_its_push_is_being_merged() -> None:
+    """The chunk that its relay has sent is not taken a second time, and the others come next."""
+    options = BrokerConfig(
+        workers=2,
+        relays=True,
+        deterministic=True,
+        wire_dtype="fp32",
+        chunk_elements=CHUNK_ELEMENTS,
+        recover_wait=0.0,
+    )
+    stage = Stage(options)
+    a, b = stage.worker("a"), stage.worker("b")
+    north, south = RelayPuppet(stage, "north"), RelayPuppet(stage, "south")
+    north.joins(a)
+    south.joins(b)
+    stage.provide()
+    for relay, worker, push_id in ((north, a, 1), (south, b, 2)):
+        worker.pulls()
+        worker.offers(push_id)
+        relay.holds(worker, 0, 1, 2)
+        worker.commits()
+    north.answers(north.asked()[0])
+    north.dies()
+    stage.passes(options.disconnect_grace + 0.2)
+    a.session = None
+    a.joins()
+    assert a.offers(1).standing is Standing.WAIT
+    south.answers(*south.asked())
+    assert a.offers(1).standing is Standing.RESUME
+    assert Bitmap.from_bytes(a.offers(1).held or b"", 3) == Bitmap(3, 0b1)
+    a.completes(1, 2)
+    b.pulls()
+    b.offers(3)
+    south.holds(b, 0, 1, 2)
+    b.commits()
+    south.answers(*south.asked()[3:])
+    assert stage.round.number == 2
+    assert stage.ledger.standing("a", 1, 3).is_full

@@ -178,7 +178,7 @@ class Worker:
     """
 
     id: str
-    via: str = ""  # the relay that it connects through, of several the nearest to the broker; "": none
+    via: str = ""  # the relay nearest to the broker that it connects through; "": none
     host: str = ""
     pid: int = 0
     state: str = ""

@@ -19,8 +19,8 @@ pytest_plugins = ("kit.process_fixtures",)
 # Longer than a process waits for its turn on a machine that is busy with other tests: a hub that does
 # not run for so long loses the run, as it should. The times themselves are tested in the core.
 LEASE_S = 6.0
-OPTIONS = ("--workers", "2", "--sync-every", "5", "--outer-momentum-warmup", "constant")
-OPTIONS += ("--relays",)
+WARMUP = ("--outer-momentum-warmup", "constant")
+OPTIONS = ("--workers", "2", "--sync-every", "5", "--relays", *WARMUP)
 
 
 @dataclass

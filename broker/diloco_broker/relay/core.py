@@ -196,7 +196,8 @@ class Relay:
     def disconnected(self, why: str) -> Commands:
         """They are gone: so is everything that came or went on them."""
         if self.terms is not None:
-            yield Say(f"The hub is not there any more: {why} The workers train on.", True)
+            why = why.rstrip(".")
+            yield Say(f"The connection to the hub is over: {why}. The workers train on.", True)
         self.terms, self._is_connected = None, False
         yield from map(End, list(self._guests))
         for kept in (self._guests, self._relays, self._pushes, self._held, self._asked):
@@ -316,7 +317,7 @@ class Relay:
 
     def _puts_off(self, route: Route, message: Message) -> Commands:
         if isinstance(message, messages.Join | messages.Attach):
-            error = messages.Error(Code.NO_MODEL, NO_HUB, retry=True, about=message.kind)
+            error = messages.Error(Code.STANDBY, NO_HUB, retry=True, about=message.kind)
             yield Down(route, error)
         else:
             yield End(route)

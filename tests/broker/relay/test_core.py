@@ -163,7 +163,7 @@ def test_workers_are_put_off_until_the_hub_has_let_it_in() -> None:
     site.says(route("a"), messages.Join("a"))
     (down,) = site.only(Down)
     assert isinstance(down.message, messages.Error)
-    assert (down.message.code, down.message.retry) == (Code.NO_MODEL, True)
+    assert (down.message.code, down.message.retry) == (Code.STANDBY, True)
     site.says(route("b"), messages.Credit(1))
     assert site.did == [End(route("b"))]
 

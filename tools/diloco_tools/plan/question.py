@@ -179,7 +179,7 @@ class Question:
             )
         if self.has_relays and self.sites == 1:
             raise UsageError(
-                "--relays puts a broker at each of several sites; say how many: --sites 4."
+                "--relays puts a relay at each of several sites; say how many: --sites 4."
             )
         if self.has_relays and self.mode == "async":
             raise UsageError("--relays is for rounds: leave out --mode async.")

@@ -23,8 +23,8 @@ from diloco_lab.driver.tables import (
 class Measurement:
     """Rounds in one configuration. Bytes are those of all WAN lines in a round, headers included."""
 
-    # "star": all workers at the hub. "whole": the same, but the hub counts only complete pushes, as
-    # it does with those of relays. "relays": one at each site.
+    # "star": all workers at the hub. "whole": the same, but the hub counts only complete pushes.
+    # "relays": one at each site.
     way: str
     parameters: int
     sites: int

@@ -306,7 +306,7 @@ def test_buffer_of_a_wrong_length_costs_only_its_worker() -> None:
             base=broken.version,
         )
         broken.receive("grant")
-        broken.send_chunk(1, 0, bytes(60))
+        broken.send_chunk(1, 0, bytes(61))  # no number of elements
         assert broken.receive("error")
         broken.__exit__()
         assert_close(sites.pull("b"), moved(sites, "b", 0))

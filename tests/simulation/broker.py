@@ -159,7 +159,12 @@ class BrokerHost:
         return isinstance(self._handled, events.Tick) or self.world.dice.random() < TURN_ENDS
 
     def disconnect(self, route: bytes) -> None:
-        raise AssertionError("a simulated worker sends nothing that cannot be read")
+        """A relay was given up. A simulated worker sends nothing that cannot be read."""
+        connection = self._routes[route]
+        connection.sever()
+        relay = self._relays[connection.owner]
+        seconds = self.world.dice.uniform(0.0, 0.2)
+        self.world.after(seconds, partial(relay.loses_touch, connection))
 
     def finish(self, save: effects.Save | None) -> None:
         self._finish = effects.Finish(save)

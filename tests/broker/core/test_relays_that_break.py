@@ -104,3 +104,11 @@ def test_worker_is_back_while_the_rest_of_its_push_is_being_merged() -> None:
     south.answers(*south.asked()[3:])
     assert stage.round.number == 2
     assert stage.ledger.standing("a", 1, 3).is_full
+
+
+def test_relay_that_was_given_up_and_is_there_yet_has_to_connect_again() -> None:
+    """Otherwise it would speak for workers whom nobody hears, and learn nothing of it."""
+    stage = Stage(BrokerConfig(workers=1, relays=True))
+    north = RelayPuppet(stage, "north")
+    stage.passes(stage.config.heartbeat_timeout + 1.0)
+    assert stage.gone == {north.control, north.bulk}

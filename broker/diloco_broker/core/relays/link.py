@@ -101,6 +101,9 @@ def combined(
 def gone(state: RunState, relay: Relay, why: str) -> effects.Effects:
     """A relay is gone: so are the connections through it, and the chunks that it held."""
     yield effects.warning(f"Relay {relay.name} is gone: {why}.")
+    for route in (relay.control, relay.bulk):
+        if route is not None:  # perhaps it has only slept, and does not know: so it connects again
+            yield effects.Disconnect(route)
     asked = state.relays.remove(relay)
     for member in state.members:
         if member.relay is relay:

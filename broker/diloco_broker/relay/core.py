@@ -118,6 +118,8 @@ class Guest:
     behind: set[bytes] = field(
         default_factory=set
     )  # what that relay calls those who spoke through it
+    # The chunks of versions that it has of this connection.
+    has: Cache[bool] = field(default_factory=Cache)
 
 
 @dataclass
@@ -266,10 +268,21 @@ class Relay:
         if step is None:
             yield Down(via.who, message, payload)
         else:
-            yield Down(step[0], message, payload, Via(step[1]))
+            route, who = step
+            yield Down(route, message, self._left_out(route, message, payload), Via(who))
         if isinstance(message, messages.Error) and message.code in ELSEWHERE:
             yield from self.disconnected(message.text)
             yield Reconnect(message.text)
+
+    def _left_out(self, route: Route, message: Message, payload: Any) -> Any:
+        """The buffer for a relay behind this one; None where that has it."""
+        guest = self._guests.get(route)
+        if not isinstance(message, messages.Chunk) or guest is None:
+            return payload
+        if guest.has.get(message):
+            return None
+        guest.has.put(message, True)
+        return payload
 
     def _ends(self, who: bytes) -> Commands:
         step = first_step(who)

@@ -123,6 +123,18 @@ class Guest:
 
 
 @dataclass
+class _Offer:
+    """A push that a worker has offered on its present connection.
+
+    What the hub did not ask for is not held: it would never be asked for, and grow.
+    """
+
+    push: messages.Push
+    is_granted: bool = False
+    seen: set[int] = field(default_factory=set)  # its chunks that have come
+
+
+@dataclass
 class _Chunk:
     """A chunk of a push that is kept for the hub: here, or at a relay behind this one."""
 
@@ -166,7 +178,7 @@ class Relay:
         self._relays: dict[
             bytes, Route
         ] = {}  # by token, the first connection of each behind this one
-        self._pushes: dict[tuple[bytes, int], messages.Push] = {}  # by session and fragment
+        self._offers: dict[tuple[bytes, int], _Offer] = {}  # by session and fragment
         self._held: dict[int, _Chunk] = {}  # by number, which grows
         self._next = 0
         self._asked: dict[int, _Asked] = {}  # by request of the hub's
@@ -202,7 +214,7 @@ class Relay:
             yield Say(f"The connection to the hub is over: {why}. The workers train on.", True)
         self.terms, self._is_connected = None, False
         yield from map(End, list(self._guests))
-        for kept in (self._guests, self._relays, self._pushes, self._held, self._asked):
+        for kept in (self._guests, self._relays, self._offers, self._held, self._asked):
             kept.clear()
         self._requests.clear()
         self._caches = (Cache(), Cache())
@@ -266,6 +278,8 @@ class Relay:
                 cache.put(message, payload)
         step = first_step(via.who)
         if step is None:
+            if isinstance(message, messages.Grant):
+                self._is_granted(via.who, message)
             yield Down(via.who, message, payload)
         else:
             route, who = step
@@ -273,6 +287,14 @@ class Relay:
         if isinstance(message, messages.Error) and message.code in ELSEWHERE:
             yield from self.disconnected(message.text)
             yield Reconnect(message.text)
+
+    def _is_granted(self, route: Route, grant: messages.Grant) -> None:
+        guest = self._guests.get(route)
+        key = (guest.session or b"", grant.fragment) if guest is not None else None
+        offer = self._offers.get(key) if key is not None else None
+        if offer is not None and offer.push.push_id == grant.push_id:
+            wanted = (messages.Standing.NEW, messages.Standing.RESUME)
+            offer.is_granted |= grant.standing in wanted
 
     def _left_out(self, route: Route, message: Message, payload: Any) -> Any:
         """The buffer for a relay behind this one; None where that has it."""
@@ -340,24 +362,42 @@ class Relay:
     ) -> Commands:
         held = None
         if isinstance(message, messages.Push):
-            self._pushes[message.session, message.fragment] = message
-            guest.session = message.session
+            self._is_offered(guest, message)
         elif isinstance(message, messages.Chunk):
             held = self._looked_at(message, payload)
         payload = None if held is not None else payload
         yield Up(message, payload, Via(route, peer, held), bulk=guest.is_bulk)
 
+    def _is_offered(self, guest: Guest, push: messages.Push) -> None:
+        if not 0 <= push.fragment < len(self._spans):
+            return  # the hub refuses it
+        if guest.session != push.session:
+            self._ends_offers(guest)
+        guest.session = push.session
+        key = (push.session, push.fragment)
+        known = self._offers.get(key)
+        if known is None or known.push.push_id != push.push_id:
+            self._offers[key] = _Offer(replace(push, ledger=None))
+
+    def _ends_offers(self, guest: Guest) -> None:
+        for key in [key for key in self._offers if key[0] == guest.session]:
+            del self._offers[key]
+
     def _looked_at(self, chunk: messages.Chunk, payload: Any) -> Held | None:
         """What the hub is told of a chunk that stays here; None where it goes on as it is."""
         assert self.terms is not None
-        push = self._pushes.get((chunk.session or b"", chunk.fragment))
-        if not self.terms.combines or push is None or push.push_id != chunk.push_id:
+        offer = self._offers.get((chunk.session or b"", chunk.fragment))
+        if not self.terms.combines or offer is None or offer.push.push_id != chunk.push_id:
             return None
+        push = offer.push
         if push.purpose is not messages.Purpose.GRADIENT or chunk.fragment >= len(self._spans):
+            return None
+        if not offer.is_granted or chunk.index in offer.seen:
             return None
         spans = self._spans[chunk.fragment]
         if not 0 <= chunk.index < len(spans):
             return None
+        offer.seen.add(chunk.index)
         squares, fingerprint = self._sums.look(spans[chunk.index], payload, push.wire_dtype)
         held = Held(0, payload.nbytes, squares, fingerprint)
         return held if squares is None else self._holds(_Chunk(payload, push.wire_dtype), held)
@@ -375,9 +415,8 @@ class Relay:
             return
         if guest.first is not None:
             yield from self._relay_is_gone(guest.first)
-        elif not guest.is_bulk:
-            for key in [key for key in self._pushes if key[0] == guest.session]:
-                del self._pushes[key]
+        else:
+            self._ends_offers(guest)
         for who in guest.behind:
             yield Up(messages.Gone(way(route, who)), bulk=guest.is_bulk)
         yield Up(messages.Gone(route), bulk=guest.is_bulk)

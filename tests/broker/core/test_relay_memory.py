@@ -11,8 +11,11 @@ from diloco_protocol.messages import (
     Attach,
     Attached,
     Chunk,
+    Grant,
     Heartbeat,
     Message,
+    Push,
+    Standing,
     Via,
 )
 from diloco_protocol.relays import way
@@ -44,6 +47,38 @@ def a_relay() -> core.Relay:
 
 def says(relay: core.Relay, route: bytes, message: Message, payload: Any = None) -> list[Any]:
     return list(relay.hears(route, None, message, payload))
+
+
+def sends_all(relay: core.Relay, push_id: int, session: bytes = SESSION) -> None:
+    for index in range(CHUNKS):
+        chunk = Chunk(0, index, session=session, push_id=push_id)
+        says(relay, b"bulk", chunk, memoryview(PAYLOAD))
+
+
+def offers(relay: core.Relay, push_id: int, session: bytes = SESSION, fragment: int = 0) -> None:
+    says(relay, b"control", Push(session, push_id, fragment, CHUNKS, "fp32"))
+
+
+def test_chunks_that_the_hub_has_not_asked_for_are_not_held() -> None:
+    relay = a_relay()
+    for push_id in range(100):
+        session = b"session-%d" % push_id
+        offers(relay, push_id, session)
+        offers(relay, push_id, session, fragment=1000 + push_id)
+        sends_all(relay, push_id, session)
+    assert relay.held_bytes == 0
+    assert len(relay._offers) == 1
+
+
+def test_chunk_that_comes_again_is_not_held_again() -> None:
+    relay = a_relay()
+    offers(relay, 1)
+    grant = Grant(1, 0, Standing.NEW, credit=9)
+    list(relay.hears_hub(Via(b"control"), grant, None, 0.0))
+    for _ in range(10):
+        sends_all(relay, 1)
+        offers(relay, 1)
+    assert relay.held_bytes == CHUNKS * len(PAYLOAD)
 
 
 def test_chunk_of_a_version_goes_to_a_relay_behind_this_one_once() -> None:

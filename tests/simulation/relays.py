@@ -35,7 +35,9 @@ class Sums:
     def __init__(self, records: dict[Key, Record]) -> None:
         self._records = records
 
-    def look(self, span: ChunkSpan, payload: Delta, _: str) -> tuple[float | None, int]:
+    def look(self, span: ChunkSpan, payload: Delta | Sum, _: str) -> tuple[float | None, int]:
+        if isinstance(payload, Sum):
+            return 1.0, 0
         if not payload.is_finite:
             return None, 0
         record = self._records[payload.key]

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from diloco_protocol import messages
 from diloco_protocol.chunks import ChunkSpan, Segment, cut
+from diloco_protocol.dtypes import WIRE_DTYPES, least_bytes, span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import Held, Message, Via
 from diloco_protocol.relays import Cache, first_step, way
@@ -346,7 +347,7 @@ class Relay:
                 guest.behind.discard(who)
                 yield Up(messages.Gone(way(route, who)), bulk=guest.is_bulk)
             case messages.Combined() if guest.first is not None:
-                yield from self._has_summed(message, payload)
+                yield from self._has_summed(guest.first, message, payload)
             case _:
                 yield from self._passes_up(route, guest, message, payload, peer)
 
@@ -456,20 +457,29 @@ class Relay:
         self._relays = {token: route for token, route in self._relays.items() if route != first}
         self._held = {n: each for n, each in self._held.items() if each.at != first}
         for ours in [ours for ours, (_, route) in self._requests.items() if route == first]:
-            yield from self._has_summed(messages.Combined(ours, 0, 0, (), ""), None)
+            yield from self._has_summed(first, messages.Combined(ours, 0, 0, (), ""), None)
 
-    def _has_summed(self, combined: messages.Combined, payload: Any) -> Commands:
-        request, _ = self._requests.pop(combined.request, (None, b""))
-        asked = None if request is None else self._asked.get(request)
-        if asked is None:
+    def _has_summed(self, first: Route, combined: messages.Combined, payload: Any) -> Commands:
+        request, asked_of = self._requests.get(combined.request, (0, b""))
+        asked = self._asked.get(request)
+        if asked is None or asked_of != first:
             return
+        del self._requests[combined.request]
         parts = asked.waiting.pop(combined.request)
-        found = [parts[number] for number in combined.numbers if number in parts]
-        if found:
+        found = [part for number, part in parts.items() if number in combined.numbers]
+        if found and self._is_sum(asked.collect, combined.wire_dtype, payload):
             weight = sum(each.weight for each in found)
             asked.sums[combined.request] = Term(payload, combined.wire_dtype, weight)
             asked.numbers += [each.number for each in found]
         yield from self._answers(asked)
+
+    def _is_sum(self, collect: messages.Collect, wire_dtype: str, payload: Any) -> bool:
+        """Whether this can be added to others."""
+        span = self._spans[collect.fragment][collect.index]
+        if wire_dtype not in WIRE_DTYPES:
+            return False
+        fits = least_bytes(span, wire_dtype) <= payload.nbytes <= span_bytes(span, wire_dtype)
+        return fits and self._sums.look(span, payload, wire_dtype)[0] is not None
 
     # Sums.
 

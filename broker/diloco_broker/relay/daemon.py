@@ -23,8 +23,9 @@ from diloco_broker.core.members import permissions
 from diloco_broker.relay import core
 from diloco_broker.relay.sums import TensorSums
 from diloco_broker.shell.broker import ITS_PROGRAM, Service
+from diloco_broker.shell.chunks_on_the_way import piece_of
 from diloco_broker.shell.process_memory import give_back_freed_memory
-from diloco_broker.shell.sockets import Incoming, Sockets
+from diloco_broker.shell.sockets import ANSWERS_KEPT_FOR_RELAYS, Incoming, Sockets
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.tensors import memory
 from diloco_protocol.addresses import as_reached, several
@@ -91,7 +92,9 @@ class RelayBroker(Service):
         self._stop: tuple[str, bool] | None = None
         with ExitStack() as opened:
             of_site = KeyFolder(Path(config.keys)) if config.keys else None
-            self.sockets = Sockets(config.bind, config.feed, of_site, config.max_workers)
+            self.sockets = Sockets(
+                config.bind, config.feed, of_site, config.max_workers, relays=True
+            )
             opened.callback(self.sockets.close)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             opened.callback(self._context.term)
@@ -192,7 +195,9 @@ class RelayBroker(Service):
         self._where.look(now)
         if self._where.address is None:
             return  # its file, or function, says none yet
-        self._connections = Connections(self._context, self._where.address, self._keys)
+        self._connections = Connections(
+            self._context, self._where.address, self._keys, unsent=ANSWERS_KEPT_FOR_RELAYS
+        )
         for each in self._connections.pollable:
             self.sockets.watch(each)
 
@@ -287,7 +292,7 @@ class RelayBroker(Service):
                     self._send_up(_frames(message, payload, via), bulk=bulk)
                 case core.Down(route, message, payload, via):
                     frames = _frames(message, payload, via)
-                    if not self.sockets.send(route, frames):
+                    if not self.sockets.send(route, frames, piece_of(message)):
                         self._do(self._core.over(route))
                 case core.End(route):
                     self.sockets.shut(route)

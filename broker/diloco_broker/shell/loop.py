@@ -138,7 +138,12 @@ class Loop:
             )
             keys = KeyFolder(Path(config.keys)) if config.keys else None
             self.sockets = Sockets(
-                config.bind, config.feed, keys, config.max_workers, same_host=config.ipc
+                config.bind,
+                config.feed,
+                keys,
+                config.max_workers,
+                same_host=config.ipc,
+                relays=config.relays,
             )
             opened.callback(self.sockets.close)
             if config.security == feed.INSECURE:

@@ -40,6 +40,8 @@ UNREAD_KEPT = 128
 # Answers of a connection that wait in ZeroMQ: 64 chunks by credit, and what is said meanwhile. Whoever
 # has more is as good as gone, and is ended; of their bytes `ConnectionWatch` keeps account.
 ANSWERS_KEPT = 1000
+# The same of relays, through whose connections hundreds of workers hear.
+ANSWERS_KEPT_FOR_RELAYS = 100_000
 # Of what a subscriber of the feed says, which is a subscription or part of a handshake, bytes.
 LONGEST_SUBSCRIPTION = 1024
 # For a handshake: a few packets each way, and one answer of ours.
@@ -79,7 +81,7 @@ class Sockets:
     `address` and `feed_address` say where they are. `keys` says who may connect; None: everybody.
     Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
     bound. `workers` is how many may come at once. With `same_host` workers of this machine and this user
-    find another way in at `own_address`, a Unix socket, on Linux.
+    find another way in at `own_address`, a Unix socket, on Linux. `relays` may come, too.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class Sockets:
         workers: int = 0,
         *,
         same_host: bool = False,
+        relays: bool = False,
     ) -> None:
+        self._answers_kept = ANSWERS_KEPT_FOR_RELAYS if relays else ANSWERS_KEPT
         self._most_strangers = MOST_STRANGERS + 2 * workers
         self._context = zmq.Context()
         try:
@@ -335,7 +339,7 @@ class Sockets:
         if kind == zmq.ROUTER:
             # Without it a message to a peer that is gone or full is dropped in silence.
             made.set(zmq.ROUTER_MANDATORY, 1)
-            made.set(zmq.SNDHWM, ANSWERS_KEPT)
+            made.set(zmq.SNDHWM, self._answers_kept)
             # ZeroMQ compares the size on the wire.
             made.set(
                 zmq.MAXMSGSIZE,

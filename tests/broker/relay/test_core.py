@@ -29,6 +29,11 @@ def route(name: str) -> bytes:
     return b"\0" + name.encode().rjust(4, b".")
 
 
+def a_sum(value: int) -> memoryview:
+    """With as many bytes as a chunk."""
+    return memoryview(b"%016d" % value)
+
+
 class Lists:
     """A buffer holds a number; a mean names what is in it."""
 
@@ -95,6 +100,7 @@ class Site:
     def offers(self, name: str, **given: Any) -> None:
         push = messages.Push(name.encode(), 1, 0, 2, "fp32", **given)
         self.says(route(name), push)
+        self.hub(messages.Grant(1, 0, messages.Standing.NEW, credit=2), to=route(name))
 
     def sends(self, name: str, index: int, value: int) -> Held | None:
         """A worker sends a chunk; what the hub is told of it."""
@@ -273,7 +279,7 @@ def test_sum_has_that_of_a_relay_behind_in_it(site: Site) -> None:
     assert where == route("deep")
     assert asked.parts == (Part(4, 2.0), Part(6, 0.5))
     assert not site.ups(Combined)
-    site.says(route("deep+"), Combined(asked.request, 0, 0, (4, 6), "fp32"), memoryview(b"50"))
+    site.says(route("deep+"), Combined(asked.request, 0, 0, (4, 6), "fp32"), a_sum(50))
     combined, mean = site.answer()
     assert set(combined.numbers) == {own, *others}
     assert mean == [(1, 1.0), (50, 2.5)]
@@ -285,7 +291,7 @@ def test_weight_of_a_sum_is_that_of_what_is_in_it(site: Site) -> None:
     own, others = site.holds("a", 0, 1), [site.holds_deep(number) for number in (4, 6)]
     site.collects(1, (own, 1.0), (others[0], 2.0), (others[1], 0.5))
     ((_, asked),) = site.downs(Collect)
-    site.says(route("deep+"), Combined(asked.request, 0, 0, (6,), "fp32"), memoryview(b"50"))
+    site.says(route("deep+"), Combined(asked.request, 0, 0, (6,), "fp32"), a_sum(50))
     combined, mean = site.answer()
     assert set(combined.numbers) == {own, others[1]}
     assert mean == [(1, 1.0), (50, 0.5)]
@@ -297,10 +303,20 @@ def test_sums_of_two_relays_are_added_in_one_order(site: Site) -> None:
     parts = [site.holds_deep(0, at=at) for at in "de"]
     site.collects(1, (parts[0], 1.0), (parts[1], 2.0))
     asked = {where: each.request for where, each in site.downs(Collect)}
-    for name, value in (("e", b"6"), ("d", b"5")):
+    for name, value in (("e", 6), ("d", 5)):
         combined = Combined(asked[route(name)], 0, 0, (0,), "fp32")
-        site.says(route(name + "+"), combined, memoryview(value))
+        site.says(route(name + "+"), combined, a_sum(value))
     assert site.answer()[1] == [(5, 1.0), (6, 2.0)]
+
+
+def test_sum_of_a_wrong_size_is_left_out_as_if_nothing_had_come(site: Site) -> None:
+    site.deep()
+    site.offers("a")
+    own, other = site.holds("a", 0, 1), site.holds_deep(4)
+    site.collects(1, (own, 1.0), (other, 1.0))
+    ((_, asked),) = site.downs(Collect)
+    site.says(route("deep+"), Combined(asked.request, 0, 0, (4,), "fp32"), memoryview(b"50"))
+    assert set(site.answer()[0].numbers) == {own}
 
 
 def test_relay_behind_that_dies_while_it_is_asked_is_left_out(site: Site) -> None:

@@ -19,6 +19,8 @@ RECONNECT_MAX_MS = 2000
 # And until it gives up one that nothing answers: a machine that was asleep or off is found again soon,
 # where the system itself would ask at ever longer intervals, up to a minute.
 CONNECT_WITHIN_MS = 3000
+# Messages of a connection that wait in ZeroMQ, which is its own default; a relay has those of many.
+UNSENT = 1000
 
 # As plain numbers: the sums of enum members cost more than the sends.
 NOW = int(zmq.NOBLOCK)
@@ -72,14 +74,16 @@ class Connections:
         keys: Keys | None = None,
         *,
         names: Sequence[str] = ("control", "bulk"),
+        unsent: int = UNSENT,
     ) -> None:
-        self._keys = keys
+        self._keys, self._unsent = keys, unsent
         self._context = context
         self.is_shortened = False  # bulk goes through a Unix socket
         self._by_name = {name: self._connect(address) for name in names}
 
     def _connect(self, address: str) -> _Connection:
         socket = prepared(self._context.socket(zmq.DEALER), MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.SNDHWM, self._unsent)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_WITHIN_MS)
         socket.setsockopt(zmq.IPV6, int("[" in address))
         if self._keys is not None:

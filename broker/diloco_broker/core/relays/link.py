@@ -64,13 +64,12 @@ def attach(state: RunState, route: effects.Route, attach: messages.Attach) -> ef
 
 def peer_gone(state: RunState, event: events.PeerGone) -> effects.Effects:
     """A connection does not exist any more: a worker's, or a relay's with all that are behind it."""
-    relay, before = state.relays.on(event.route), state.relays.before(event.route)
+    # What could not be sent to somebody behind a relay could not be sent to the relay.
+    relay = state.relays.on(event.route) or state.relays.before(event.route)
     if relay is not None:
         yield from gone(state, relay, "its connection broke")
-        return
-    yield from liveness.connection_lost(state, event.route)
-    if before is not None:  # perhaps the relay's own is gone, too
-        yield effects.Send(before.control, messages.Notice("alive"))
+    else:
+        yield from liveness.connection_lost(state, event.route)
 
 
 def over(state: RunState, route: effects.Route, gone: messages.Gone) -> effects.Effects:
@@ -89,7 +88,11 @@ def combined(
     found = {n: asked.parts[n] for n in combined.numbers if n in asked.parts}
     if found:
         layout = state.versions[asked.fragment].layout
-        size = pushes.check_size(asked.index, payload, layout, combined.wire_dtype)
+        try:
+            size = pushes.check_sum(asked.index, payload, layout, combined.wire_dtype)
+        except ProtocolError as error:  # nothing else would come of what it was asked for
+            yield from gone(state, relay, f"it has sent what is no sum: {error}".rstrip("."))
+            return
         state.totals.bytes_up += size
     del state.relays.collecting[combined.request]
     missing = [due for number, due in asked.parts.items() if number not in found]

@@ -195,7 +195,7 @@ def lost(state: RunState, due: Due, index: int) -> Effects:
     """A relay does not hold a chunk any more: the rest may be counted, and the chunk comes again."""
     submission = due.push
     assert isinstance(submission, Submission)
-    submission.lose(index, due.kept.squares)
+    submission.lose(index, due.kept)
     if submission.worker_id not in state.members and not submission.is_chosen:
         state.submissions.drop(submission)
     yield from ()

@@ -205,6 +205,13 @@ def _check_base(state: RunState, push: messages.Push) -> None:
         )
 
 
+def check_sum(index: int, payload: Any, layout: FragmentLayout, wire: str) -> int:
+    """Bytes of a sum that a relay has sent; raises ProtocolError where it is no chunk."""
+    if wire not in WIRE_DTYPES:
+        raise ProtocolError(Code.BAD_CHUNK, f"There is no wire dtype {wire:.20}.")
+    return check_size(index, payload, layout, wire)
+
+
 def check_size(index: int, payload: Any, layout: FragmentLayout, wire: str) -> int:
     """Bytes of the chunk, which are as many as they may be."""
     if not 0 <= index < len(layout.spans):

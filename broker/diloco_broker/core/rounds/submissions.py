@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core.effects import Inspect, WholePush
+from diloco_broker.core.relays.relay import Kept
 from diloco_broker.core.rounds.round import Phase, PushInProgress, PushKey, Update
 
 
@@ -51,12 +52,13 @@ class Submission(PushInProgress):
         self.payloads[index] = payload
         self._settle(now)
 
-    def lose(self, index: int, squares: float) -> None:
-        """A chunk that a relay held, with this sum of squares, is not there any more."""
+    def lose(self, index: int, kept: Kept) -> None:
+        """A chunk that a relay held is not there any more."""
         self.arrived.discard(index)
         self.taken.discard(index)
         self.payloads[index] = None
-        self.squares = max(0.0, self.squares - squares)
+        self.squares = max(0.0, self.squares - kept.squares)
+        self.fingerprint = (self.fingerprint - kept.fingerprint) % 2**64
         self.whole_at = None
 
     def commit(self, now: float) -> None:

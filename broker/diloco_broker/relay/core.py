@@ -116,9 +116,8 @@ class Guest:
     is_bulk: bool  # what it says goes up on the connection for chunks
     session: bytes | None = None  # of the worker whose push came on it last
     first: Route | None = None  # of a relay behind this one: the first of its two connections
-    behind: set[bytes] = field(
-        default_factory=set
-    )  # what that relay calls those who spoke through it
+    # What that relay calls those who spoke through it.
+    behind: set[bytes] = field(default_factory=set)
     # The chunks of versions that it has of this connection.
     has: Cache[bool] = field(default_factory=Cache)
 
@@ -176,9 +175,8 @@ class Relay:
         self.terms: messages.Attached | None = None  # None while the hub has not let it in
         self._spans: tuple[tuple[ChunkSpan, ...], ...] = ()
         self._guests: dict[Route, Guest] = {}
-        self._relays: dict[
-            bytes, Route
-        ] = {}  # by token, the first connection of each behind this one
+        # By token, the first connection of each relay behind this one.
+        self._relays: dict[bytes, Route] = {}
         self._offers: dict[tuple[bytes, int], _Offer] = {}  # by session and fragment
         self._held: dict[int, _Chunk] = {}  # by number, which grows
         self._next = 0
@@ -192,9 +190,8 @@ class Relay:
 
     @property
     def held_bytes(self) -> int:
-        return sum(
-            memoryview(each.payload).nbytes for each in self._held.values() if each.at is None
-        )
+        """Of chunks that are held here, and not at a relay behind this one."""
+        return sum(each.payload.nbytes for each in self._held.values() if each.at is None)
 
     @property
     def guests(self) -> frozenset[Route]:

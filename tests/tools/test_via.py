@@ -22,7 +22,7 @@ from kit.top_screen import shown
 from kit.top_text import drawn
 
 DIRECT = worker("a")
-CREW = [DIRECT, worker("b", via="north"), worker("c", via="north/room1")]
+CREW = [DIRECT, worker("b", via="north"), worker("c", via="north-room1")]
 TEXTS: list[Callable[[dict[str, Any]], str]] = [
     as_text,
     lambda document: drawn(document, 140),
@@ -35,12 +35,12 @@ def test_column_is_there_where_some_worker_comes_through_a_relay(
     draw: Callable[[dict[str, Any]], str],
 ) -> None:
     text = draw(status(workers=CREW))
-    assert " via " in text.lower() and "north/room1" in text
+    assert " via " in text.lower() and "north-room1" in text
     assert " via " not in draw(status(workers=[DIRECT])).lower()
 
 
 def test_narrow_screen_keeps_it() -> None:
-    assert "north/room1" in drawn(status(workers=CREW), 80)
+    assert "north-room1" in drawn(status(workers=CREW), 80)
 
 
 def test_filter_finds_those_that_come_through_a_relay() -> None:

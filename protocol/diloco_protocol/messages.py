@@ -435,9 +435,9 @@ class Combined(Message):
 
 @dataclass(frozen=True)
 class Forget(Message):
-    """The hub will not ask for any chunk with a lower number."""
+    """The hub will not collect the chunks with these numbers."""
 
-    below: int
+    numbers: tuple[int, ...]
 
 
 # Broker to worker.

@@ -94,7 +94,7 @@ EVERY_KIND: list[Message] = [
     Gone(b"\0who"),
     Collect(3, 1, 2, (Part(4, 0.5), Part(2**64 - 1, 1.5))),
     Combined(3, 1, 2, (4, 5), "int4z"),
-    Forget(9),
+    Forget((9, 12)),
     Take(b"s", 4, "text", 100, 2, 7, 8, (0, 5, 9, 10), (Lot((1, 2), {"text": (0, 3)}),)),
     Welcome(
         b"s", "e", RunConfig("sync", 20), 4, "0" * 16, (None, VERSION), "tcp://127.0.0.1:1", (0, 1)

@@ -35,7 +35,7 @@ class Sums:
     def __init__(self, records: dict[Key, Record]) -> None:
         self._records = records
 
-    def look(self, span: ChunkSpan, payload: Delta | Sum, _: str) -> tuple[float | None, int]:
+    def inspect(self, span: ChunkSpan, payload: Delta | Sum, _: str) -> tuple[float | None, int]:
         if isinstance(payload, Sum):
             return 1.0, 0
         if not payload.is_finite:
@@ -49,7 +49,7 @@ class Sums:
         parts = tuple(part for each in terms for part in parts_of(each.payload, each.weight))
         return Sum(parts, span_bytes(span, dtype))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         pass
 
 
@@ -88,7 +88,7 @@ class RelayHost:
     def hears(self, connection: Connection, message: Message | Wrapped, payload: Any) -> None:
         if self.is_alive and connection.route in self._routes:
             via, inner = _unwrapped(message)
-            self._do(self.core.hears(connection.route, via, inner, payload))
+            self._do(self.core.receive(connection.route, via, inner, payload))
 
     # To the hub.
 
@@ -116,7 +116,7 @@ class RelayHost:
         if self.is_alive and connection in self.uplinks:
             via, inner = _unwrapped(message)
             bulk = connection is self.uplinks[1]
-            self._do(self.core.hears_hub(via, inner, payload, self.world.now, bulk=bulk))
+            self._do(self.core.receive_from_hub(via, inner, payload, self.world.now, bulk=bulk))
 
     def loses_touch(self, connection: Connection | None = None) -> None:
         """It finds out that its connection broke."""
@@ -144,25 +144,25 @@ class RelayHost:
             return
         if self._has_lost:
             self._has_lost = False
-            self._do(self.core.look_for_the_lost())
+            self._do(self.core.probe_all())
         self._do(self.core.tick(self.world.now))
         self.world.after(TICK_S, self._tick)
 
     def _do(self, commands: core.Commands) -> None:
         for command in commands:
             match command:
-                case core.Up(message, payload, via, bulk):
+                case core.SendUp(message, payload, via, bulk):
                     self.uplinks[bulk].up(_wrapped(via, message), payload)
-                case core.Down(route, message, payload, via):
+                case core.SendDown(route, message, payload, via):
                     connection = self._routes.get(route)
                     if connection is None or not connection.down(_wrapped(via, message), payload):
-                        self._do(self.core.over(route))
-                case core.End(route):
+                        self._do(self.core.closed(route))
+                case core.Close(route):
                     self._ends(route)
-                    self._do(self.core.over(route))
+                    self._do(self.core.closed(route))
                 case core.Reconnect():
                     self.loses_touch()
-                case core.Say(text):
+                case core.Log(text):
                     self.world.tell(self.name, text)
 
     def _ends(self, route: bytes) -> None:

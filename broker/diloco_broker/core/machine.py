@@ -33,7 +33,7 @@ from diloco_broker.core.operations import (
     holding,
     refusals,
 )
-from diloco_broker.core.relays import link
+from diloco_broker.core.relays import combining, link
 from diloco_broker.core.rounds import pushes, sequence
 from diloco_broker.core.rounds.modes import close_if_due, decision, name_of
 from diloco_broker.core.rounds.round import InvariantBroken, Phase
@@ -180,6 +180,7 @@ class Core:
         if state.ending.without is not None:
             asked_for += ending.settle(state)
             asked_for += close_if_due(state)
+        asked_for += combining.collect_due(state, event)
         if state.stopping is not None:
             asked_for += ending.finish_if_due(state, state.stopping)
         return asked_for

@@ -126,7 +126,7 @@ class RelayBroker(Service):
                     next_tick = now + TICK_S
                     self._tick(now)
                 if now >= self.sockets.next_look:
-                    self.sockets.look(self._core.guests, now)
+                    self.sockets.look(self._core.members, now)
             self._do(self._core.disconnected(self._stop[0]))
         finally:
             torch.set_num_threads(threads)
@@ -147,7 +147,7 @@ class RelayBroker(Service):
     def _tick(self, now: float) -> None:
         self.sockets.changed_keys(now)
         if self.sockets.lost_a_connection():
-            self._do(self._core.look_for_the_lost())
+            self._do(self._core.probe_all())
         if self._connections is None and now >= self._tries_at:
             self._connect(now)
         self._do(self._core.tick(now))
@@ -178,7 +178,7 @@ class RelayBroker(Service):
                 peer = Peer(Role.WORKER, via.peer or peer.name)
             permissions.check(peer, message)
             name = peer.name if peer is not None else None
-            self._do(self._core.hears(route, via, message, payload, name))
+            self._do(self._core.receive(route, via, message, payload, name))
         except ProtocolError as error:
             self.sockets.send(route, pack(Error(error.code, str(error))))
         except Exception:
@@ -235,7 +235,9 @@ class RelayBroker(Service):
             via, inner = unwrap(frames)
             message, payload = _read(inner, MAX_HEADER_BYTES, via)
             before = self._core.terms
-            self._do(self._core.hears_hub(via, message, payload, time.monotonic(), bulk=bulk))
+            self._do(
+                self._core.receive_from_hub(via, message, payload, time.monotonic(), bulk=bulk)
+            )
             if before is None and self._core.terms is not None:
                 self._follow_feed(self._core.terms.feed)
         except Exception:
@@ -288,20 +290,20 @@ class RelayBroker(Service):
     def _do(self, commands: core.Commands) -> None:
         for command in commands:
             match command:
-                case core.Up(message, payload, via, bulk):
+                case core.SendUp(message, payload, via, bulk):
                     self._send_up(_frames(message, payload, via), bulk=bulk)
-                case core.Down(route, message, payload, via):
+                case core.SendDown(route, message, payload, via):
                     frames = _frames(message, payload, via)
                     if not self.sockets.send(route, frames, piece_of(message)):
-                        self._do(self._core.over(route))
-                case core.End(route):
+                        self._do(self._core.closed(route))
+                case core.Close(route):
                     self.sockets.shut(route)
-                    self._do(self._core.over(route))
+                    self._do(self._core.closed(route))
                 case core.Reconnect(why):
                     self._start_over(why, "")
-                case core.Over(why):
+                case core.Stop(why):
                     self.request_stop(why)
-                case core.Say(text, is_trouble):
+                case core.Log(text, is_trouble):
                     logger.log(logging.WARNING if is_trouble else logging.INFO, "%s", text)
 
     def _send_up(self, frames: list[Any], *, bulk: bool) -> None:

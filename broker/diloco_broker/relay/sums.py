@@ -33,21 +33,21 @@ from diloco_protocol.tensors.codecs import (
 
 
 class TensorSums:
-    """See the head of this module; it is what `relay.core` calls `Sums`."""
+    """See the head of this module; it implements `relay.core.Sums`."""
 
     def __init__(self) -> None:
         self._reducer = StagedReducer("mean", CHUNK_ELEMENTS)
         self._scratch = Scratch(2, PIECE_ELEMENTS)
         self._residuals: dict[tuple[int, int], Tensor] = {}  # by fragment and index, fp32
 
-    def look(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
+    def inspect(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
         try:
             squares = self._reducer.squares(span, payload, wire_dtype)
         except ValueError:  # of another length than the chunk's, which the hub finds, too
             squares = None
         return squares, fingerprint_of(span.index, payload) if squares else 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._residuals.clear()
 
     def mean(self, fragment: int, span: ChunkSpan, terms: list[Term], wire_dtype: str) -> Any:

@@ -27,13 +27,13 @@ PAYLOAD = bytes(16)
 
 
 class NoSums:
-    def look(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
+    def inspect(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
         return 1.0, 1
 
     def mean(self, fragment: int, span: ChunkSpan, terms: list[core.Term], wire_dtype: str) -> Any:
         raise AssertionError("nobody asks for it")
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         pass
 
 
@@ -41,12 +41,12 @@ def a_relay() -> core.Relay:
     relay = core.Relay("north", count(1).__next__, NoSums())
     list(relay.connected(0.0))
     terms = Attached(b"token", True, "fp32", chunk_elements=4, fragments=((4 * CHUNKS, 0, 0),))
-    list(relay.hears_hub(None, terms, None, 0.0))
+    list(relay.receive_from_hub(None, terms, None, 0.0))
     return relay
 
 
 def says(relay: core.Relay, route: bytes, message: Message, payload: Any = None) -> list[Any]:
-    return list(relay.hears(route, None, message, payload))
+    return list(relay.receive(route, None, message, payload))
 
 
 def sends_all(relay: core.Relay, push_id: int, session: bytes = SESSION) -> None:
@@ -74,7 +74,7 @@ def test_chunk_that_comes_again_is_not_held_again() -> None:
     relay = a_relay()
     offers(relay, 1)
     grant = Grant(1, 0, Standing.NEW, credit=9)
-    list(relay.hears_hub(Via(b"control"), grant, None, 0.0))
+    list(relay.receive_from_hub(Via(b"control"), grant, None, 0.0))
     for _ in range(10):
         sends_all(relay, 1)
         offers(relay, 1)
@@ -88,9 +88,11 @@ def test_chunk_of_a_version_goes_to_a_relay_behind_this_one_once() -> None:
     version = VersionId("run", 1, 1)
     sent: list[bool] = []
     for worker in (b"a", b"b", b"c"):
-        list(relay.hears(b"deep-bulk", Via(worker), Heartbeat(SESSION, 1), None))
+        list(relay.receive(b"deep-bulk", Via(worker), Heartbeat(SESSION, 1), None))
         chunk, buffer = Chunk(0, 0, version=version), None if sent else memoryview(PAYLOAD)
-        (down,) = relay.hears_hub(Via(way(b"deep-bulk", worker)), chunk, buffer, 0.0, bulk=True)
-        assert isinstance(down, core.Down)
+        (down,) = relay.receive_from_hub(
+            Via(way(b"deep-bulk", worker)), chunk, buffer, 0.0, bulk=True
+        )
+        assert isinstance(down, core.SendDown)
         sent.append(down.payload is not None)
     assert sent == [True, False, False]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import events
 from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.errors import Code
 from diloco_protocol.messages import (
     Attach,
     Attached,
@@ -12,9 +17,12 @@ from diloco_protocol.messages import (
     Collect,
     Combined,
     Credit,
+    Error,
+    Forget,
     Held,
     Join,
     Message,
+    Probe,
     Standing,
     Welcome,
 )
@@ -25,18 +33,38 @@ from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 SIZE = 4 * CHUNK_ELEMENTS
 
 
+def two_at_a_relay(**options: Any) -> tuple[Stage, RelayPuppet, Puppet, Puppet]:
+    """Workers a and b of a relay, with the parameters, before their first push."""
+    config = BrokerConfig(
+        workers=2,
+        relays=True,
+        wire_dtype="fp32",
+        chunk_elements=CHUNK_ELEMENTS,
+        recover_wait=0.0,
+        **options,
+    )
+    stage = Stage(config)
+    a, b, north = stage.worker("a"), stage.worker("b"), RelayPuppet(stage, "north")
+    for worker in (a, b):
+        north.joins(worker)
+    stage.provide()
+    a.pulls()
+    b.pulls()
+    return stage, north, a, b
+
+
 class RelayPuppet:
     """A relay on the stage, and workers behind it."""
 
     def __init__(self, stage: Stage, name: str) -> None:
         self.stage = stage
         self.control, self.bulk = stage.route(), stage.route()
-        self.told_of = 0  # chunks
-        self._hears(self.control, Attach(name, 1))
+        self.held = 0  # chunks
+        self.hears(self.control, Attach(name, 1))
         (attached,) = (m for m in stage.inbox[self.control] if isinstance(m, Attached))
-        self._hears(self.bulk, Attach(name, 1, attached.token))
+        self.hears(self.bulk, Attach(name, 1, attached.token))
 
-    def _hears(self, route: bytes, message: Message, payload: object = None) -> None:
+    def hears(self, route: bytes, message: Message, payload: object = None) -> None:
         self.stage.happens(events.Received(route, message, payload))
 
     def joins(self, worker: Puppet) -> None:
@@ -49,8 +77,8 @@ class RelayPuppet:
     def holds(self, worker: Puppet, *indexes: int) -> None:
         for index in indexes:
             chunk = Chunk(worker.fragment, index, session=worker.session, push_id=worker.push_id)
-            worker.sends(chunk, Held(self.told_of, SIZE, 1.0), on=worker.bulk)
-            self.told_of += 1
+            worker.sends(chunk, Held(self.held, SIZE, 1.0), on=worker.bulk)
+            self.held += 1
 
     def asked(self) -> list[Collect]:
         return [m for m in self.stage.inbox[self.control] if isinstance(m, Collect)]
@@ -59,7 +87,12 @@ class RelayPuppet:
         for each in asked:
             numbers = tuple(part.number for part in each.parts)
             answer = Combined(each.request, each.fragment, each.index, numbers, "fp32")
-            self._hears(self.bulk, answer, Payload(SIZE))
+            self.hears(self.bulk, answer, Payload(SIZE))
+
+    def forgets(self) -> list[int]:
+        """Numbers of the chunks that the hub has released."""
+        inbox = self.stage.inbox[self.control]
+        return [number for m in inbox if isinstance(m, Forget) for number in m.numbers]
 
     def dies(self) -> None:
         self.stage.gone |= {self.control, self.bulk}
@@ -112,3 +145,47 @@ def test_relay_that_was_given_up_and_is_there_yet_has_to_connect_again() -> None
     north = RelayPuppet(stage, "north")
     stage.passes(stage.config.heartbeat_timeout + 1.0)
     assert stage.gone == {north.control, north.bulk}
+
+
+def test_chunks_of_an_abandoned_push_are_released_while_the_round_is_open() -> None:
+    stage, north, a, _ = two_at_a_relay(deterministic=True)
+    a.offers(1)
+    north.holds(a, 0, 1)
+    stage.passes(2.0)
+    assert not north.forgets()
+    a.offers(2)
+    stage.passes(2.0)
+    assert sorted(north.forgets()) == [0, 1]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_chunk_that_the_hub_does_not_need_is_released(deterministic: bool) -> None:
+    """It has arrived before, on another connection."""
+    stage, north, a, _ = two_at_a_relay(deterministic=deterministic)
+    a.offers(1)
+    north.holds(a, 0)
+    north.holds(a, 0)
+    stage.passes(2.0)
+    assert north.forgets() == [1]
+
+
+def test_relay_cannot_give_two_chunks_one_number() -> None:
+    _, north, a, b = two_at_a_relay()
+    a.offers(1)
+    b.offers(2)
+    north.holds(a, 0)
+    north.held -= 1
+    north.holds(b, 0)
+    assert b.got(Error).code == Code.BAD_CHUNK
+
+
+def test_many_relays_can_probe_the_hub_each_second() -> None:
+    stage = Stage(BrokerConfig(workers=1, relays=True))
+    relays = [RelayPuppet(stage, f"relay-{number}") for number in range(200)]
+    for _ in range(3):
+        stage.passes(1.0)
+        for relay in relays:
+            relay.hears(relay.control, Probe(0))
+    assert all(
+        sum(isinstance(m, Probe) for m in stage.inbox[relay.control]) == 3 for relay in relays
+    )

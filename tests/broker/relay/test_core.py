@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from diloco_broker.config import BrokerConfig
 from diloco_broker.relay import core
-from diloco_broker.relay.core import Command, Down, End, Reconnect, Term, Up
+from diloco_broker.relay.core import Close, Command, Reconnect, SendDown, SendUp, Term
 from diloco_protocol import VersionId, messages
 from diloco_protocol.chunks import ChunkSpan
 from diloco_protocol.errors import Code
@@ -34,20 +35,24 @@ def a_sum(value: int) -> memoryview:
     return memoryview(b"%016d" % value)
 
 
+def welcome(session: bytes) -> messages.Welcome:
+    return messages.Welcome(session, "epoch", BrokerConfig().run_config, 0)
+
+
 class Lists:
     """A buffer holds a number; a mean names what is in it."""
 
     def __init__(self) -> None:
         self.forgotten = 0
 
-    def look(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
+    def inspect(self, span: ChunkSpan, payload: Any, wire_dtype: str) -> tuple[float | None, int]:
         value = int(bytes(payload))
         return (None, 0) if value < 0 else (float(value * value), span.index)
 
     def mean(self, fragment: int, span: ChunkSpan, terms: list[Term], wire_dtype: str) -> Any:
         return [(int(bytes(each.payload)), each.weight) for each in terms]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.forgotten += 1
 
 
@@ -67,19 +72,19 @@ class Site:
         self.did = []
         for command in commands:
             self.did.append(command)
-            if isinstance(command, End):
-                self.did += list(self.relay.over(command.route))
+            if isinstance(command, Close):
+                self.did += list(self.relay.closed(command.route))
         return self.did
 
     def only(self, kind: type[C]) -> list[C]:
         return [each for each in self.did if isinstance(each, kind)]
 
-    def ups(self, kind: type[messages.Message]) -> list[Up]:
-        return [each for each in self.only(Up) if isinstance(each.message, kind)]
+    def ups(self, kind: type[messages.Message]) -> list[SendUp]:
+        return [each for each in self.only(SendUp) if isinstance(each.message, kind)]
 
     def downs(self, kind: type[M]) -> list[tuple[bytes, M]]:
         """Messages of this kind to the site, with their connections."""
-        sent = [(each.route, each.message) for each in self.only(Down)]
+        sent = [(each.route, each.message) for each in self.only(SendDown)]
         return [(where, each) for where, each in sent if isinstance(each, kind)]
 
     def hub(
@@ -92,10 +97,10 @@ class Site:
         bulk: bool = False,
     ) -> None:
         via = None if to is None else Via(to)
-        self.do(self.relay.hears_hub(via, message, payload, at, bulk=bulk))
+        self.do(self.relay.receive_from_hub(via, message, payload, at, bulk=bulk))
 
     def says(self, where: bytes, message: messages.Message, payload: Any = None) -> None:
-        self.do(self.relay.hears(where, None, message, payload))
+        self.do(self.relay.receive(where, None, message, payload))
 
     def offers(self, name: str, **given: Any) -> None:
         push = messages.Push(name.encode(), 1, 0, 2, "fp32", **given)
@@ -128,7 +133,7 @@ class Site:
         """The relay behind tells of a chunk with this number; what number the hub is told."""
         via = Via(route(who), None, Held(number, 8, 9.0))
         chunk = messages.Chunk(0, 0, who.encode(), 1)
-        self.do(self.relay.hears(route(at + "+"), via, chunk, via.held))
+        self.do(self.relay.receive(route(at + "+"), via, chunk, via.held))
         (up,) = self.ups(messages.Chunk)
         assert up.payload is None and up.via is not None and up.via.held is not None
         assert up.via.who == way(route(at + "+"), route(who))
@@ -155,43 +160,74 @@ def site() -> Site:
 def test_what_a_worker_says_goes_up_as_it_is_and_the_answer_comes_back(site: Site) -> None:
     join = messages.Join("a")
     site.says(route("a"), join)
-    assert site.did == [Up(join, None, Via(route("a")))]
+    assert site.did == [SendUp(join, None, Via(route("a")))]
     notice = messages.Notice("alive")
     site.hub(notice, to=route("a"))
-    assert site.did == [Down(route("a"), notice)]
+    assert site.did == [SendDown(route("a"), notice)]
     site.hub(notice, to=way(route("deep"), route("x")))
-    assert site.did == [Down(route("deep"), notice, None, Via(route("x")))]
+    assert site.did == [SendDown(route("deep"), notice, None, Via(route("x")))]
 
 
 def test_workers_are_put_off_until_the_hub_has_let_it_in() -> None:
     site = Site()
     site.do(site.relay.disconnected("it restarts"))
     site.says(route("a"), messages.Join("a"))
-    (down,) = site.only(Down)
+    (down,) = site.only(SendDown)
     assert isinstance(down.message, messages.Error)
     assert (down.message.code, down.message.retry) == (Code.STANDBY, True)
     site.says(route("b"), messages.Credit(1))
-    assert site.did == [End(route("b"))]
+    assert site.did == [Close(route("b"))]
 
 
 def test_hub_hears_of_each_connection_that_is_over(site: Site) -> None:
     site.offers("a")
-    site.do(site.relay.over(route("a")))
-    assert site.did == [Up(messages.Gone(route("a")))]
-    site.do(site.relay.over(route("a")))
+    site.do(site.relay.closed(route("a")))
+    assert site.did == [SendUp(messages.Gone(route("a")))]
+    site.do(site.relay.closed(route("a")))
     assert not site.did
 
 
 def test_connection_ends_where_the_hub_says_so(site: Site) -> None:
     site.offers("a")
     site.hub(messages.Gone(route("a")))
-    assert site.only(End) == [End(route("a"))]
+    assert site.only(Close) == [Close(route("a"))]
     site.hub(messages.Gone(way(route("deep"), route("x"))))
-    assert site.did == [Down(route("deep"), messages.Gone(route("x")))]
+    assert site.did == [SendDown(route("deep"), messages.Gone(route("x")))]
+
+
+def test_only_admitted_workers_and_relays_count_as_members(site: Site) -> None:
+    site.says(route("a"), messages.Join("a"))
+    site.says(route("a+"), messages.Credit(1, session=b"session"))
+    site.hub(messages.Error(Code.NOT_ALLOWED, "no"), to=route("a"))
+    assert not site.relay.members
+    site.hub(welcome(b"session"), to=route("a"))
+    assert site.relay.members == {route("a")}
+    site.says(route("a+"), messages.Credit(1, session=b"another"))
+    assert site.relay.members == {route("a")}
+    site.says(route("a+"), messages.Credit(1, session=b"session"))
+    assert site.relay.members == {route("a"), route("a+")}
+    site.deep()
+    assert site.relay.members == {route(name) for name in ("a", "a+", "deep", "deep+")}
+
+
+def test_session_of_a_closed_connection_admits_no_other(site: Site) -> None:
+    site.says(route("a"), messages.Join("a"))
+    site.hub(welcome(b"session"), to=route("a"))
+    site.do(site.relay.closed(route("a")))
+    site.says(route("a+"), messages.Credit(1, session=b"session"))
+    assert not site.relay.members
+
+
+def test_attaches_a_bounded_number_of_relays(site: Site) -> None:
+    for number in range(core.MOST_RELAYS):
+        site.says(route(f"{number}"), messages.Attach(f"{number}", 7))
+        assert site.downs(messages.Attached)
+    site.says(route("more"), messages.Attach("more", 7))
+    assert site.only(Close) == [Close(route("more"))]
 
 
 def test_only_a_relay_can_speak_for_others(site: Site) -> None:
-    site.do(site.relay.hears(route("a"), Via(route("b")), messages.Join("b"), None))
+    site.do(site.relay.receive(route("a"), Via(route("b")), messages.Join("b"), None))
     assert not site.did
 
 
@@ -261,10 +297,12 @@ def test_chunks_are_forgotten_when_the_hub_says_so(site: Site) -> None:
     site.offers("a")
     first, second = site.holds("a", 0, 11), site.holds("a", 1, 222)
     assert site.relay.held_bytes == 5
-    site.hub(Forget(second))
+    site.hub(Forget((first,)))
     assert site.relay.held_bytes == 3
     site.collects(1, (first, 1.0))
     assert site.answer()[0].numbers == ()
+    site.collects(2, (second, 1.0), index=1)
+    assert site.answer()[0].numbers == (second,)
 
 
 # Relays behind it.
@@ -324,9 +362,9 @@ def test_relay_behind_that_dies_while_it_is_asked_is_left_out(site: Site) -> Non
     site.offers("a")
     own, other = site.holds("a", 0, 1), site.holds_deep(4)
     site.collects(1, (own, 1.0), (other, 1.0))
-    site.do(site.relay.over(route("deep")))
+    site.do(site.relay.closed(route("deep")))
     assert site.answer()[0].numbers == (own,)
-    assert End(route("deep+")) in site.did
+    assert Close(route("deep+")) in site.did
     gone = [route("deep"), route("deep+"), way(route("deep+"), route("x"))]
     told = [each.message for each in site.ups(messages.Gone)]
     assert all(messages.Gone(each) in told for each in gone)
@@ -335,7 +373,7 @@ def test_relay_behind_that_dies_while_it_is_asked_is_left_out(site: Site) -> Non
 def test_relay_behind_that_died_before_is_not_asked(site: Site) -> None:
     site.deep()
     other = site.holds_deep(4)
-    site.do(site.relay.over(route("deep+")))
+    site.do(site.relay.closed(route("deep+")))
     site.collects(1, (other, 1.0))
     assert not site.downs(Collect)
     assert site.answer()[0].numbers == ()
@@ -344,8 +382,11 @@ def test_relay_behind_that_died_before_is_not_asked(site: Site) -> None:
 def test_relay_behind_forgets_what_this_one_does(site: Site) -> None:
     site.deep()
     numbers = [site.holds_deep(number) for number in (4, 6, 8)]
-    site.hub(Forget(numbers[2]))
-    assert site.did == [Down(route("deep"), Forget(7))]
+    site.hub(Forget((numbers[0], numbers[2])))
+    assert site.did == [SendDown(route("deep"), Forget((4, 8)))]
+    site.collects(1, (numbers[1], 1.0))
+    ((_, collect),) = site.downs(Collect)
+    assert [part.number for part in collect.parts] == [6]
 
 
 def test_relay_behind_hears_of_new_terms(site: Site) -> None:
@@ -359,7 +400,7 @@ def test_relay_behind_hears_of_new_terms(site: Site) -> None:
 
 def test_connection_with_a_token_that_was_not_given_is_ended(site: Site) -> None:
     site.says(route("x"), messages.Attach("deep", 7, b"made up"))
-    assert site.only(End) == [End(route("x"))]
+    assert site.only(Close) == [Close(route("x"))]
 
 
 # Versions.
@@ -372,10 +413,10 @@ def chunk_of(counter: int, index: int = 0) -> messages.Chunk:
 def test_chunk_of_a_version_comes_once_and_goes_to_each(site: Site) -> None:
     site.hub(chunk_of(3), b"values", to=route("a"), bulk=True)
     site.hub(chunk_of(3), to=route("b"), bulk=True)
-    assert site.did == [Down(route("b"), chunk_of(3), b"values")]
+    assert site.did == [SendDown(route("b"), chunk_of(3), b"values")]
     site.hub(chunk_of(4), b"newer", to=route("a"), bulk=True)
     site.hub(chunk_of(3), to=way(route("deep+"), route("x")), bulk=True)
-    assert site.did == [Down(route("deep+"), chunk_of(3), b"values", Via(route("x")))]
+    assert site.did == [SendDown(route("deep+"), chunk_of(3), b"values", Via(route("x")))]
 
 
 # The hub is gone.
@@ -387,9 +428,9 @@ def test_hub_that_is_silent_is_given_up_with_all_that_came_on_its_connections(si
     site.do(site.relay.tick(10.0))
     assert site.ups(messages.Probe) and not site.only(Reconnect)
     site.do(site.relay.tick(1000.0))
-    assert {each.route for each in site.only(End)} == {route("a"), route("a+")}
+    assert {each.route for each in site.only(Close)} == {route("a"), route("a+")}
     assert site.only(Reconnect)
-    assert site.relay.held_bytes == 0 and not site.relay.guests
+    assert site.relay.held_bytes == 0 and not site.relay.members
     site.do(site.relay.connected(1001.0))
     assert site.ups(messages.Attach)
     site.hub(TERMS, at=1001.0)
@@ -425,5 +466,5 @@ def test_residuals_go_with_the_model(site: Site) -> None:
 def test_run_that_is_over_is_over_for_relays_behind(site: Site) -> None:
     site.deep()
     site.hub(messages.Notice("shutdown", "all rounds are done"))
-    assert site.only(core.Over)
+    assert site.only(core.Stop)
     assert [where for where, _ in site.downs(messages.Notice)] == [route("deep")]

@@ -149,7 +149,7 @@ def test_residuals_are_forgotten_with_the_model() -> None:
     terms, _ = terms_of(span, [values(1), values(2)], "fp32")
     first = bytes(sums.mean(0, span, terms, "int4"))
     assert bytes(sums.mean(0, span, terms, "int4")) != first
-    sums.forget()
+    sums.reset()
     assert bytes(sums.mean(0, span, terms, "int4")) == first
 
 
@@ -168,11 +168,11 @@ def test_mean_beyond_the_range_gives_the_residual_up_and_stays_finite() -> None:
 def test_squares_are_those_of_what_was_sent(dtype: str) -> None:
     span = a_span()
     code = coded(span, values(3), dtype)
-    squares, fingerprint = TensorSums().look(span, code, dtype)
+    squares, fingerprint = TensorSums().inspect(span, code, dtype)
     expected = float(read(span, code, dtype).double().square().sum())
     assert squares == pytest.approx(expected, rel=1e-5)
-    assert fingerprint == TensorSums().look(span, code, dtype)[1]
-    assert fingerprint != TensorSums().look(span, coded(span, values(4), dtype), dtype)[1]
+    assert fingerprint == TensorSums().inspect(span, code, dtype)[1]
+    assert fingerprint != TensorSums().inspect(span, coded(span, values(4), dtype), dtype)[1]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -180,10 +180,10 @@ def test_squares_are_those_of_what_was_sent(dtype: str) -> None:
 def test_chunk_with_a_value_that_is_not_finite_has_no_squares(segment: Segment, bad: float) -> None:
     span, given = a_span(segment), values(1)
     given[-1] = bad
-    assert TensorSums().look(span, coded(span, given, "fp32"), "fp32")[0] is None
+    assert TensorSums().inspect(span, coded(span, given, "fp32"), "fp32")[0] is None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int4z", "top64"])
 def test_chunk_that_cannot_be_read_has_no_squares(dtype: str) -> None:
     span = a_span()
-    assert TensorSums().look(span, memoryview(b"xyz"), dtype)[0] is None
+    assert TensorSums().inspect(span, memoryview(b"xyz"), dtype)[0] is None

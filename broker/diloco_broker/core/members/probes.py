@@ -18,7 +18,7 @@ def answer(state: RunState, route: effects.Route, probe: Probe) -> effects.Effec
     if not 0 <= probe.answer <= LONGEST_PROBE:
         text = f"A probe is answered with {LONGEST_PROBE} bytes at most, not with {probe.answer}."
         raise ProtocolError(Code.BAD_HEADER, text)
-    if not state.probes.take(state.now):
+    if state.relays.on(route) is None and not state.probes.take(state.now):
         text = "Too many measure the way to this broker at the same time; try again in two minutes."
         raise ProtocolError(Code.NOT_ALLOWED, text)
     payload = _FILLING[: probe.answer] if probe.answer else None

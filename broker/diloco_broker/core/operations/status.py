@@ -386,13 +386,9 @@ def _dead(
 
 
 def _relays(state: RunState, now: float) -> tuple[feed.Relay, ...]:
-    held: Counter[str] = Counter()
-    for push in state.pushes_in_progress if state.relays else ():
-        for kept in push.kept.values():
-            held[kept.relay.name] += kept.nbytes
     workers = Counter(member.via for member in state.members)
     return tuple(
-        feed.Relay(each.name, workers[each.name], held[each.name], _age(each.heard_at, now))
+        feed.Relay(each.name, workers[each.name], each.held_bytes, _age(each.heard_at, now))
         for each in state.relays
     )
 

@@ -1,20 +1,17 @@
-"""What a relay says of itself: that it is here, what connections are over, the sums that it has made.
+"""A relay's own messages: it attaches, reports closed connections, and answers requests for sums.
 
-What it passes on is handled as if it came from the workers themselves; for the chunks that it holds see
-`rounds.pushes`.
+Messages that it forwards are handled as if the workers had sent them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.members import admission, liveness
-from diloco_broker.core.relays import terms
-from diloco_broker.core.relays.relay import Relay
-from diloco_broker.core.relays.relays import Due
+from diloco_broker.core.relays import combining, terms
+from diloco_broker.core.relays.relay import Relay, RemoteChunk
 from diloco_broker.core.rounds import pushes
 from diloco_broker.core.rounds.modes import rules_of
 from diloco_broker.core.state import RunState
@@ -25,21 +22,21 @@ from diloco_protocol.relays import way
 from diloco_protocol.roles import Peer, Role
 
 MOST_RELAYS = 256
-# A relay says something each second. Another process that has its name takes its place after this.
+# A relay sends a message each second. After this long without one, another process may take its name.
 SILENT_S = 3.0
 
 
 def attach(state: RunState, route: effects.Route, attach: messages.Attach) -> effects.Effects:
-    """A relay is here, on the first of its connections or the second."""
+    """A relay connects, with its control connection or its data connection."""
     if not state.config.relays:
-        text = "This broker takes no relays; start it with --relays."
+        text = "This broker accepts no relays; start it with --relays."
         raise ProtocolError(Code.NOT_ALLOWED, text)
     fence.check_join(state)
     relays = state.relays
     former = relays.named(attach.relay)
     if attach.token is not None:
         if former is None or former.token != attach.token or former.bulk is not None:
-            raise ProtocolError(Code.NOT_ALLOWED, "This relay is not known; attach it again.")
+            raise ProtocolError(Code.NOT_ALLOWED, "Unknown relay; attach it again.")
         relays.bind(former, route)
         return
     if not messages.is_worker_id(attach.relay):
@@ -49,22 +46,22 @@ def attach(state: RunState, route: effects.Route, attach: messages.Attach) -> ef
         raise ProtocolError(Code.NOT_ALLOWED, f"There are {MOST_RELAYS} relays already.")
     is_another = former is not None and former.life != attach.life
     if former is not None and is_another and state.now - former.heard_at < SILENT_S:
-        text = f"A relay named {attach.relay!r} is here already; give this one another --name."
+        text = f"Another relay is named {attach.relay!r}; give this one another --name."
         error = messages.Error(Code.ID_TAKEN, text, retry=True, about=attach.kind)
         yield effects.Send(route, error)
         return
     if former is not None:
-        yield from gone(state, former, "it is back on new connections")
+        yield from gone(state, former, "it reconnected")
     token = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     combines = terms.combines(state.config)
     relays.add(Relay(attach.relay, attach.life, route, token, state.now, combines))
-    yield effects.info(f"Relay {attach.relay} is here.")
+    yield effects.info(f"Relay {attach.relay} attached.")
     yield effects.Send(route, terms.of(state, token))
 
 
 def peer_gone(state: RunState, event: events.PeerGone) -> effects.Effects:
-    """A connection does not exist any more: a worker's, or a relay's with all that are behind it."""
-    # What could not be sent to somebody behind a relay could not be sent to the relay.
+    """A connection broke: a worker's, or a relay's with all connections through it."""
+    # A message to a worker could not be sent because its relay's connection broke.
     relay = state.relays.on(event.route) or state.relays.before(event.route)
     if relay is not None:
         yield from gone(state, relay, "its connection broke")
@@ -73,7 +70,7 @@ def peer_gone(state: RunState, event: events.PeerGone) -> effects.Effects:
 
 
 def over(state: RunState, route: effects.Route, gone: messages.Gone) -> effects.Effects:
-    """A connection of a relay is over."""
+    """A relay reports that one of its connections was closed."""
     if state.relays.on(route) is not None:
         yield from liveness.connection_lost(state, way(route, gone.who))
 
@@ -81,56 +78,57 @@ def over(state: RunState, route: effects.Route, gone: messages.Gone) -> effects.
 def combined(
     state: RunState, relay: Relay, combined: messages.Combined, payload: Any
 ) -> effects.Effects:
-    """A sum that was asked for."""
+    """A relay has answered a request for a sum."""
     asked = state.relays.collecting.get(combined.request)
     if asked is None or relay is not asked.relay:
-        return  # the relay was given up meanwhile
+        return  # the relay was declared dead in the meantime
     found = {n: asked.parts[n] for n in combined.numbers if n in asked.parts}
     if found:
         layout = state.versions[asked.fragment].layout
         try:
             size = pushes.check_sum(asked.index, payload, layout, combined.wire_dtype)
-        except ProtocolError as error:  # nothing else would come of what it was asked for
-            yield from gone(state, relay, f"it has sent what is no sum: {error}".rstrip("."))
+        except ProtocolError as error:  # a second request would be answered the same way
+            yield from gone(state, relay, f"it sent an invalid sum: {error}".rstrip("."))
             return
         state.totals.bytes_up += size
     del state.relays.collecting[combined.request]
-    missing = [due for number, due in asked.parts.items() if number not in found]
-    yield from _lost(state, asked.index, missing)
-    rules, dtype = rules_of(state), combined.wire_dtype
-    yield from rules.combined(state, replace(asked, parts=found), payload, dtype)
+    for number, chunk in asked.parts.items():
+        if number not in found:
+            yield from _lost(state, chunk)
+    answered = replace(asked, parts=found)
+    yield from combining.combined(state, answered, payload, combined.wire_dtype)
 
 
 def gone(state: RunState, relay: Relay, why: str) -> effects.Effects:
-    """A relay is gone: so are the connections through it, and the chunks that it held."""
+    """Drop a dead relay with the connections through it and the chunks that it held."""
     yield effects.warning(f"Relay {relay.name} is gone: {why}.")
     for route in (relay.control, relay.bulk):
-        if route is not None:  # perhaps it has only slept, and does not know: so it connects again
+        if route is not None:  # a relay that was only suspended has to reconnect
             yield effects.Disconnect(route)
-    asked = state.relays.remove(relay)
+    unanswered = state.relays.remove(relay)
     for member in state.members:
         if member.relay is relay:
             yield from liveness.connection_lost(state, member.control)
-    for push in state.pushes_in_progress:
-        for index in [index for index, kept in push.kept.items() if kept.relay is relay]:
-            yield from _lost(state, index, [Due(push, push.kept.pop(index))])
-    for each in asked:
-        yield from _lost(state, each.index, list(each.parts.values()))
-        yield from rules_of(state).combined(state, replace(each, parts={}), None, "")
+    for chunk in relay.held.values():
+        if chunk.push.remote.pop(chunk.index, None) is not None:
+            yield from _lost(state, chunk)
+    for asked in unanswered:
+        for chunk in asked.parts.values():
+            yield from _lost(state, chunk)
+        yield from combining.combined(state, replace(asked, parts={}), None, "")
 
 
-def _lost(state: RunState, index: int, due: Sequence[Due]) -> effects.Effects:
-    """These chunks will not come. Workers that believe them to be here offer their pushes again."""
-    for each in due:
-        yield from rules_of(state).lost(state, each, index)
-        member = state.members.named(each.push.worker_id)
-        if member is not None and member.liveness.disconnected_at is None:
-            text = "A relay that held a part of your push is gone; join again."
-            yield member.tell(messages.Rejoin(state.epoch, text))
+def _lost(state: RunState, chunk: RemoteChunk) -> effects.Effects:
+    """A chunk will not arrive. Its worker, which may believe that it has, joins and offers it again."""
+    yield from rules_of(state).lost(state, chunk)
+    member = state.members.named(chunk.push.worker_id)
+    if member is not None and member.liveness.disconnected_at is None:
+        text = "A relay that held a part of your push is gone; join again."
+        yield member.tell(messages.Rejoin(state.epoch, text))
 
 
 def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
-    """Keys were taken back: relays that had one are gone at once, as are workers."""
+    """Keys were revoked: drop the relays and workers that used one."""
     for relay in list(state.relays):
         if Peer(Role.RELAY, relay.name) in event.peers:
             yield from gone(state, relay, "its key was revoked")
@@ -138,7 +136,7 @@ def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
 
 
 def tick(state: RunState, *, lost: bool) -> effects.Effects:
-    """Give up relays that are silent; where a connection was lost, find out whether it was one's."""
+    """Drop silent relays, release chunks, and probe relays where some connection was `lost`."""
     timeout = state.config.heartbeat_timeout
     for relay in list(state.relays):
         silent = state.now - relay.heard_at
@@ -146,3 +144,4 @@ def tick(state: RunState, *, lost: bool) -> effects.Effects:
             yield from gone(state, relay, f"nothing was heard from it for {silent:.0f} s")
         elif lost:
             yield effects.Send(relay.control, messages.Notice("alive"))
+    yield from combining.release_unused(state)

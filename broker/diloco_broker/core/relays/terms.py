@@ -1,4 +1,4 @@
-"""What relays are told of the run."""
+"""The terms of the run that a relay needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco_protocol.messages import Attached
 def combines(config: BrokerConfig) -> bool:
     """Whether relays hold chunks and send means of them.
 
-    Other aggregates, and asynchronous mode, need each push by itself.
+    Asynchronous mode, and aggregates other than the mean, need each push separately.
     """
     return not config.is_async and config.aggregate == "mean"
 
@@ -29,6 +29,6 @@ def of(state: RunState, token: bytes) -> Attached:
 
 
 def tell_all(state: RunState) -> effects.Effects:
-    """The model is known, or another one is: relays have to know how long its chunks are."""
+    """Send relays the chunk sizes of a model that is now known, or has changed."""
     for relay in state.relays:
         yield effects.Send(relay.control, of(state, relay.token))

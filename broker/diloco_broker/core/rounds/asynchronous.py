@@ -53,7 +53,7 @@ class AsyncUpdate(StagedUpdate):
 
 
 find, done, commit = collect.find, collect.done, collect.commit
-kept, combined, lost = collect.kept, collect.combined, collect.lost
+lost = collect.lost
 tell = lines.applied
 
 

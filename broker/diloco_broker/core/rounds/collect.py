@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
 
-from diloco_broker.core.effects import AggregateAndStep, Effect, Effects, WholePush
+from diloco_broker.core.effects import AggregateAndStep, Effect, Effects
 from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.relays.relay import Kept
-from diloco_broker.core.relays.relays import Collecting, Due, by_relay
+from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_broker.core.rounds import grants
-from diloco_broker.core.rounds.round import PushInProgress
-from diloco_broker.core.rounds.submissions import StagedUpdate, Submission
+from diloco_broker.core.rounds.submissions import Submission
 from diloco_broker.core.state import RunState
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import Commit, Push
@@ -136,7 +133,7 @@ def merge(
     fragment: int,
     groups: Sequence[Sequence[Submission]],
     factor: Callable[[int], float] = lambda _: 1.0,
-) -> Effects:
+) -> Iterator[AggregateAndStep]:
     """Make a version of the fragment; each group makes one gradient. `factor` is that of a submission's
     values, by its staleness."""
     versions = state.versions[fragment]
@@ -145,57 +142,15 @@ def merge(
         submission.staleness = versions.staleness(submission.push)
     count = state.begin_version(fragment, len(groups))
     wholes = tuple(tuple(s.merged(factor(s.staleness)) for s in group) for group in groups)
-    is_at_relays = any(s.kept for group in groups for s in group)
     for index in range(versions.layout.chunks):
-        at_relays = by_relay(groups[0], index) if is_at_relays else ()
-        if at_relays:
-            assert isinstance(state.round, StagedUpdate)
-            state.round.gradients, state.round.awaited[index] = count, len(at_relays)
-        for pushes in at_relays:
-            yield state.relays.ask(fragment, index, pushes)
-        if not at_relays:
-            yield AggregateAndStep(fragment, index, wholes, count)
+        yield AggregateAndStep(fragment, index, wholes, count)
 
 
-def kept(state: RunState, push: PushInProgress, index: int) -> Effects:
-    """A relay holds a chunk: to a submission it is as good as here, until it is merged."""
-    assert isinstance(push, Submission)
-    held = push.kept[index]
-    push.take(index, held, held.squares, held.fingerprint, state.run_time)
-    yield from ()
-
-
-def combined(state: RunState, asked: Collecting, payload: Any, dtype: str) -> Effects:
-    """The mean of what a relay holds of a chunk; with the last one the outer step is taken."""
-    update, index = state.round, asked.index
-    assert isinstance(update, StagedUpdate)
-    if asked.parts:
-        weight = sum(push.weight for push, _ in asked.parts.values())
-        sum_ = WholePush(
-            worker_id=asked.relay.name,
-            push_id=asked.request,
-            weight=weight,
-            scale=1.0,
-            norm=0.0,
-            wire_dtype=dtype,
-            payloads={index: payload},
-        )
-        update.sums.setdefault(index, []).append(sum_)
-    update.awaited[index] -= 1
-    if update.awaited[index]:
-        return
-    del update.awaited[index]
-    own = [s.merged(1.0) for s in update.chosen if not isinstance(s.payloads[index], Kept)]
-    # In an order that does not depend on which of them came first.
-    sums = sorted(update.sums.pop(index, ()), key=lambda each: each.worker_id)
-    yield AggregateAndStep(update.fragment, index, ((*own, *sums),), update.gradients)
-
-
-def lost(state: RunState, due: Due, index: int) -> Effects:
-    """A relay does not hold a chunk any more: the rest may be counted, and the chunk comes again."""
-    submission = due.push
+def lost(state: RunState, chunk: RemoteChunk) -> Effects:
+    """A relay has lost a chunk: the rest may be counted, and the worker sends the chunk again."""
+    submission = chunk.push
     assert isinstance(submission, Submission)
-    submission.lose(index, due.kept)
+    submission.lose(chunk)
     if submission.worker_id not in state.members and not submission.is_chosen:
         state.submissions.drop(submission)
     yield from ()

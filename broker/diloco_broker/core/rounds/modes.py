@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import CountedPush, Effects
 from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.members.members import Member
 from diloco_broker.core.members.start import Start
-from diloco_broker.core.relays.relays import Collecting, Due
+from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_broker.core.rounds import asynchronous, staged, streaming
 from diloco_broker.core.rounds.decision import Decision, Limits, Reason, Tally, decide
 from diloco_broker.core.rounds.round import Phase, PushInProgress, Update
@@ -45,14 +45,8 @@ class Rules(Protocol):
     def refused(self, state: RunState, event: WorkRefused) -> Effects:
         """A chunk was not finite."""
 
-    def kept(self, state: RunState, push: PushInProgress, index: int) -> Effects:
-        """A relay holds this chunk of a push, which it has looked at."""
-
-    def combined(self, state: RunState, asked: Collecting, payload: Any, dtype: str) -> Effects:
-        """A relay has sent the mean of the parts of `asked`; without parts nothing comes of it."""
-
-    def lost(self, state: RunState, due: Due, index: int) -> Effects:
-        """A relay does not hold a chunk any more."""
+    def lost(self, state: RunState, chunk: RemoteChunk) -> Effects:
+        """A relay has lost a chunk that it held."""
 
     def commit(self, state: RunState, member: Member, commit: Commit) -> None:
         """A worker has sent every chunk of a push."""

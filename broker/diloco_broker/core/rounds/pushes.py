@@ -13,7 +13,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.data import units
 from diloco_broker.core.members import liveness, seeding
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.relays.relays import keep
+from diloco_broker.core.relays import combining
 from diloco_broker.core.rounds import grants
 from diloco_broker.core.rounds.modes import rules_of
 from diloco_broker.core.rounds.round import PushInProgress
@@ -75,8 +75,8 @@ def chunk(
     layout = state.versions[push.fragment].layout
     size = check_size(chunk.index, payload, layout, push.wire_dtype)
     is_held, lane = isinstance(payload, messages.Held), member.lane_of(route)
-    if is_held and not _may_hold(state, member, route, is_seeding):
-        raise ProtocolError(Code.BAD_CHUNK, "This chunk has to be sent, and not to be held.")
+    if is_held:
+        combining.check(state, member, route, push, payload)
     if not upload.may_come(lane):
         text = f"Chunk {chunk.index} came without credit; wait for an ack."
         raise ProtocolError(Code.BAD_CHUNK, text)
@@ -99,30 +99,22 @@ def chunk(
         key = (member.worker_id, push.push_id)
         yield effects.StoreInitial(push.fragment, chunk.index, payload, *key)
     elif is_held:
-        yield from _is_held(state, member, found, chunk.index, payload)
+        yield from _remote_chunk(state, member, found, chunk.index, payload)
     else:
         state.chunks_waiting += 1
         yield found.work(chunk.index, payload)
 
 
-def _is_held(
-    state: RunState, member: Member, found: PushInProgress, index: int, held: messages.Held
+def _remote_chunk(
+    state: RunState, member: Member, push: PushInProgress, index: int, held: messages.Held
 ) -> effects.Effects:
-    """A chunk has come as far as a relay, which has looked at it."""
-    upload, relay = member.uploads.of(found.push.fragment), member.relay
-    assert upload is not None and relay is not None
-    if held.squares is None or not 0 <= held.squares < math.inf:
-        yield from rules_of(state).refused(state, events.WorkRefused(found.work(index, held)))
+    """A relay holds a chunk and has inspected it."""
+    upload = member.uploads.of(push.push.fragment)
+    if upload is None or not combining.is_usable(held):
+        yield from rules_of(state).refused(state, events.WorkRefused(push.work(index, held)))
         return
-    keep(relay, found, index, held)
+    combining.hold(state, member, push, index, held)
     yield grants.acknowledge(state, member, upload, index)
-    yield from rules_of(state).kept(state, found, index)
-
-
-def _may_hold(state: RunState, member: Member, route: effects.Route, is_seeding: bool) -> bool:
-    """Whether the relay that this route goes through may hold chunks of this worker."""
-    relay = state.relays.before(route)
-    return relay is not None and relay is member.relay and relay.combines and not is_seeding
 
 
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
@@ -133,12 +125,15 @@ def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.
 
 def done(state: RunState, event: events.WorkDone) -> effects.Effects:
     state.chunks_waiting -= 1
+    if not event.work.worker_id:
+        return combining.added(state, event)
     return rules_of(state).done(state, event)
 
 
 def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
     state.chunks_waiting -= 1
-    return rules_of(state).refused(state, event)
+    for each in (event,) if event.work.worker_id else combining.refused(state, event):
+        yield from rules_of(state).refused(state, each)
 
 
 def _check_push(state: RunState, push: messages.Push) -> None:

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from diloco_broker.core.effects import CountedPush, Fold, Inspect
-from diloco_broker.core.relays.relay import Kept
+from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
 
@@ -50,8 +50,8 @@ class PushInProgress(ABC):
     taken: Bitmap = field(init=False)  # chunks received and found finite
     squares: float = field(default=0.0, init=False)  # sum of the squared parameters in these
     fingerprint: int = field(default=0, init=False)  # of these together; 0 while all are zeros
-    # By index, chunks that have come as far as a relay, which was not asked for them.
-    kept: dict[int, Kept] = field(default_factory=dict, init=False)
+    # Chunks that a relay holds and that have not been collected, by index.
+    remote: dict[int, RemoteChunk] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.push.chunks)
@@ -76,10 +76,14 @@ class PushInProgress(ABC):
         self.squares += squares
         self.fingerprint = (self.fingerprint + fingerprint) % 2**64  # chunks come in any order
 
+    def hold(self, chunk: RemoteChunk, now: float) -> None:
+        """A relay holds this chunk, and has found it finite. `now` is run time."""
+        self.remote[chunk.index] = chunk
+
     @property
     @abstractmethod
     def is_whole(self) -> bool:
-        """Nothing of it is missing any more."""
+        """Every chunk has arrived and is finite. A chunk that a relay holds counts as arrived."""
 
     @abstractmethod
     def work(self, index: int, payload: Any) -> Fold | Inspect:
@@ -90,8 +94,10 @@ class PushInProgress(ABC):
             raise InvariantBroken(f"{self.key} counts a chunk again", self.worker_id)
         if not all(i in self.arrived for i in self.taken):
             raise InvariantBroken(f"{self.key} has what never arrived", self.worker_id)
-        if not all(i in self.arrived for i in self.kept):
-            raise InvariantBroken(f"{self.key} has what no relay told of", self.worker_id)
+        if not all(i in self.arrived for i in self.remote):
+            raise InvariantBroken(
+                f"{self.key} has a remote chunk that never arrived", self.worker_id
+            )
 
 
 @dataclass

@@ -181,7 +181,6 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     yield from checkpoints.save_if_due(state, ended.number + 1)
     yield from open_round(state, ended.number + 1)
     yield from rules_of(state).released(state)
-    yield from state.relays.forget(state.pushes_in_progress)
     units.released(state)
     yield from ending.refuse_the_rest(state)
 

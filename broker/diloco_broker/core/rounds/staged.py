@@ -22,6 +22,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, info, nothing
 from diloco_broker.core.events import WorkRefused
 from diloco_broker.core.members.members import Member
+from diloco_broker.core.relays import combining
 from diloco_broker.core.rounds import collect, grants, lines, norms
 from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.rounds.round import Barrier, Phase
@@ -106,8 +107,7 @@ class StagedRound(StagedUpdate):
         assert len(workers) == len(set(workers)), "two submissions of a worker are merged"
 
 
-find, done, commit = collect.find, collect.done, collect.commit
-kept, combined, lost = collect.kept, collect.combined, collect.lost
+find, done, commit, lost = collect.find, collect.done, collect.commit, collect.lost
 tell = lines.closed
 tick = released = nothing  # nobody waits for room
 
@@ -217,7 +217,8 @@ def close(state: RunState) -> Effects:
     kept = yield from norms.refuse_too_large(state, whole)
     if len(kept) == len(whole):
         round_.close(kept)
-        yield from collect.merge(state, round_.fragment, [round_.chosen])
+        steps = collect.merge(state, round_.fragment, [round_.chosen])
+        yield from combining.with_sums(state, steps, round_.chosen)
         yield from _tell_the_late(state, round_)
 
 

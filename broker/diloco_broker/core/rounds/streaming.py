@@ -27,11 +27,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from diloco_broker.core.effects import Effects, Fold, Inspect, Step, nothing
+from diloco_broker.core.effects import Effects, Fold, Step, nothing
 from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.members.members import Member
-from diloco_broker.core.relays.relay import Relay
-from diloco_broker.core.relays.relays import Collecting, Due, Relays
+from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_broker.core.rounds import grants, lines
 from diloco_broker.core.rounds.decision import Tally
 from diloco_broker.core.rounds.round import Barrier, Phase, PushInProgress, PushKey, Update
@@ -61,8 +60,7 @@ class Contribution(PushInProgress):
     @property
     def is_whole(self) -> bool:
         settled = self.before | self.taken
-        # What a relay holds is as good as here, unless the relay dies.
-        return settled.is_full or all(index in self.kept for index in settled.missing())
+        return settled.is_full or all(index in self.remote for index in settled.missing())
 
     def work(self, index: int, payload: Any) -> Fold:
         push, dtype = self.push, self.push.wire_dtype
@@ -84,10 +82,6 @@ class StreamingRound(Update):
     # Contributions that owe each chunk; only while it is closing.
     owed: list[int] = field(default_factory=list, init=False)
     stepping: Bitmap = field(init=False)  # chunks given out for the outer step
-    # While it is closing: by relay, contributions under way whose workers are behind it.
-    through: dict[Relay, list[Contribution]] = field(default_factory=dict, init=False)
-    # Sums of relays that are being added, by request.
-    sums: dict[int, Collecting] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,9 +156,9 @@ class StreamingRound(Update):
         return ready
 
     def lost(self, contribution: Contribution, index: int) -> list[int]:
-        """A chunk that arrived is not there any more. Returns the chunks that are ready through it."""
+        """A chunk that arrived was lost. Returns the chunks that are ready through it."""
         contribution.arrived.discard(index)
-        # Who is still under way owes it as before.
+        # A contribution under way owes it as before.
         return [] if contribution.ended is None else self._settle((index,))
 
     def leave(self, worker_id: str) -> list[int]:
@@ -264,11 +258,6 @@ def check(state: RunState, member: Member, push: Push) -> None:
 
 def offer(state: RunState, member: Member, push: Push) -> Effects:
     """A worker offers a push: take it into the round, or tell it to wait for its own."""
-    yield from _offer(state, member, push)
-    yield from _collect_all(state, _round(state))
-
-
-def _offer(state: RunState, member: Member, push: Push) -> Effects:
     round_, before = _round(state), state.standing(member, push)
     known = round_.contributions.get((member.worker_id, push.push_id))
     if known is None:
@@ -332,52 +321,36 @@ def done(state: RunState, event: WorkDone) -> Effects:
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment
     key = (work.worker_id, work.push_id)
-    asked = round_.sums.pop(work.push_id, None) if not work.worker_id else None
-    if asked is None:
-        ready = round_.folded(key, work.index, event.squares, event.fingerprint)
-        yield from grants.acknowledge_work(state, work)
-    else:
-        ready = []
-        for push, kept in asked.parts.values():
-            ready += round_.folded(push.key, work.index, kept.squares, kept.fingerprint)
-    if ready:
-        yield from _step(state, round_, ready)
-    if asked is not None:
-        for push, _ in asked.parts.values():
-            yield from _let_in(state, round_, push.worker_id)
-    elif round_.contributions[key].ended is Ended.VOIDED:
+    ready = round_.folded(key, work.index, event.squares, event.fingerprint)
+    yield from grants.acknowledge_work(state, work)
+    yield from _step(state, round_, ready)
+    if round_.contributions[key].ended is Ended.VOIDED:
         yield from _let_in(state, round_, work.worker_id)
-    elif round_.through and not ready:
-        # A chunk of a worker behind a relay that came as it is.
-        yield from _collect_all(state, round_)
+
+
+def sum_folded(state: RunState, part: RemoteChunk) -> Effects:
+    """A sum that contains this chunk has been added to the closing round."""
+    round_ = _round(state)
+    ready = round_.folded(part.push.key, part.index, part.squares, part.fingerprint)
+    yield from _step(state, round_, ready)
 
 
 def refused(state: RunState, event: WorkRefused) -> Effects:
     """A chunk was not finite: the push is void from there on, the round goes on."""
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment
-    if work.worker_id:
-        yield from _is_void(state, round_, (work.worker_id, work.push_id), work)
-    else:  # a sum overflowed
-        for push, _ in round_.sums.pop(work.push_id).parts.values():
-            yield from _is_void(state, round_, push.key, work)
-    yield from _collect_all(state, round_)
-
-
-def _is_void(
-    state: RunState, round_: StreamingRound, key: PushKey, work: Fold | Inspect
-) -> Effects:
+    key = (work.worker_id, work.push_id)
     is_news = round_.contributions[key].ended is not Ended.VOIDED
     ready = round_.refused(key, work.index)
     if is_news:
         text = (
-            f"Chunk {work.index} of the pseudo-gradient of {key[0]} has values that are "
+            f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are "
             "not finite or cannot be read; the push is void from there on, the round goes on without it."
         )
         taken = round_.contributions[key].arrived
         yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text, taken=taken)
     yield from _step(state, round_, ready)
-    yield from _let_in(state, round_, key[0])
+    yield from _let_in(state, round_, work.worker_id)
 
 
 def _let_in(state: RunState, round_: StreamingRound, worker_id: str) -> Effects:
@@ -404,63 +377,12 @@ def close(state: RunState) -> Effects:
     ready = round_.close()
     state.begin_version(round_.fragment, 1)
     yield from _step(state, round_, ready)
-    yield from _collect_all(state, round_)
 
 
-# Chunks that relays hold: once the round is closing, a relay is asked for the mean of a chunk when no
-# more of it comes there. What it holds counts as owed until then.
-
-
-def kept(state: RunState, push: PushInProgress, index: int) -> Effects:
-    yield from _collect(_round(state), state.relays, push.kept[index].relay, (index,))
-
-
-def _collect_all(state: RunState, round_: StreamingRound) -> Effects:
-    """Something has changed besides what relays hold."""
-    if round_.phase is Phase.OPEN or not state.relays:
-        return
-    round_.through = {}
-    for each in round_.pushes:
-        member = state.members.named(each.worker_id)
-        if each.ended is None and member is not None and member.relay is not None:
-            round_.through.setdefault(member.relay, []).append(each)
-    held: dict[Relay, set[int]] = {}
-    for each in round_.pushes:
-        for index, kept in each.kept.items():
-            held.setdefault(kept.relay, set()).add(index)
-    for relay, indexes in held.items():
-        yield from _collect(round_, state.relays, relay, sorted(indexes))
-
-
-def _collect(
-    round_: StreamingRound, relays: Relays, relay: Relay, indexes: Iterable[int]
-) -> Effects:
-    """Ask a relay for those of these chunks of which no more comes there."""
-    if round_.phase is Phase.OPEN:
-        return
-    under_way = round_.through.get(relay, ())
-    for index in indexes:
-        if any(index not in each.held for each in under_way):
-            continue
-        there = [c for c in round_.pushes if index in c.kept and c.kept[index].relay is relay]
-        if there:
-            there.sort(key=lambda each: each.key)
-            yield relays.ask(round_.fragment, index, there)
-
-
-def combined(state: RunState, asked: Collecting, payload: Any, dtype: str) -> Effects:
-    if not asked.parts:
-        return
-    weight = sum(push.weight for push, _ in asked.parts.values())
-    _round(state).sums[asked.request] = asked
-    state.chunks_waiting += 1
-    yield Fold(asked.fragment, asked.index, "", asked.request, weight, dtype, payload)
-
-
-def lost(state: RunState, due: Due, index: int) -> Effects:
-    round_, contribution = _round(state), due.push
+def lost(state: RunState, chunk: RemoteChunk) -> Effects:
+    round_, contribution = _round(state), chunk.push
     assert isinstance(contribution, Contribution)
-    yield from _step(state, round_, round_.lost(contribution, index))
+    yield from _step(state, round_, round_.lost(contribution, chunk.index))
 
 
 def _step(state: RunState, round_: StreamingRound, indexes: Iterable[int]) -> Effects:
@@ -473,7 +395,6 @@ def _step(state: RunState, round_: StreamingRound, indexes: Iterable[int]) -> Ef
 def leave(state: RunState, worker_id: str) -> Effects:
     round_ = _round(state)
     yield from _step(state, round_, round_.leave(worker_id))
-    yield from _collect_all(state, round_)
 
 
 do_without = leave  # each round has contributions of its own

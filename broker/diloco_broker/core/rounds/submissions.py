@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core.effects import Inspect, WholePush
-from diloco_broker.core.relays.relay import Kept
+from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_broker.core.rounds.round import Phase, PushInProgress, PushKey, Update
 
 
@@ -52,13 +52,17 @@ class Submission(PushInProgress):
         self.payloads[index] = payload
         self._settle(now)
 
-    def lose(self, index: int, kept: Kept) -> None:
-        """A chunk that a relay held is not there any more."""
-        self.arrived.discard(index)
-        self.taken.discard(index)
-        self.payloads[index] = None
-        self.squares = max(0.0, self.squares - kept.squares)
-        self.fingerprint = (self.fingerprint - kept.fingerprint) % 2**64
+    def hold(self, chunk: RemoteChunk, now: float) -> None:
+        super().hold(chunk, now)
+        self.take(chunk.index, chunk, chunk.squares, chunk.fingerprint, now)
+
+    def lose(self, chunk: RemoteChunk) -> None:
+        """A relay has lost a chunk that it held."""
+        self.arrived.discard(chunk.index)
+        self.taken.discard(chunk.index)
+        self.payloads[chunk.index] = None
+        self.squares = max(0.0, self.squares - chunk.squares)
+        self.fingerprint = (self.fingerprint - chunk.fingerprint) % 2**64
         self.whole_at = None
 
     def commit(self, now: float) -> None:
@@ -127,10 +131,6 @@ class StagedUpdate(Update):
     """An update made of whole submissions: those `chosen`, once it is closing."""
 
     chosen: tuple[Submission, ...] = field(default=(), init=False)
-    # By chunk, the sums of relays that are there, and how many are not.
-    sums: dict[int, list[WholePush]] = field(default_factory=dict, init=False)
-    awaited: dict[int, int] = field(default_factory=dict, init=False)
-    gradients: int = field(default=0, init=False)  # of the fragment before it
 
     @property
     def pushes(self) -> tuple[Submission, ...]:
@@ -139,4 +139,3 @@ class StagedUpdate(Update):
     def check_invariants(self) -> None:
         assert bool(self.chosen) == (self.phase is Phase.CLOSING)
         assert all(s.push.fragment == self.fragment for s in self.chosen)
-        assert all(self.awaited.values())

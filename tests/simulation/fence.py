@@ -164,13 +164,13 @@ class StandbyProcess(Process):
     def do(self, commands: standby.Commands) -> None:
         for command in commands:
             match command:
-                case standby.ToHub(message):
+                case standby.SendToHub(message):
                     self.fence.send(self, self.fence.hub, message)
-                case standby.Answer(route, message):
+                case standby.Send(route, message):
                     self.fence.send(self, self._peers[route], message)
                 case standby.TakeOver(term, why):
                     self.fence.takes_over(term, why)
-                case standby.Say(text):
+                case standby.Log(text):
                     self.world.tell("standby", text)
 
     def ticks(self) -> None:
@@ -185,11 +185,11 @@ class StandbyProcess(Process):
             return
         if isinstance(sender, HubProcess):
             if sender is self.fence.hub:  # an earlier life's connection is closed
-                self.do(self.core.hears_hub(message, self.now))
+                self.do(self.core.receive_from_hub(message, self.now))
             return
         route = b"%d" % id(sender)
         self._peers[route] = sender
-        self.do(self.core.hears_guest(route, message, self.now))
+        self.do(self.core.receive(route, message, self.now))
 
 
 class Worker(Process):

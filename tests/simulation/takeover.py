@@ -164,23 +164,23 @@ class Follower(Host):
             self.world.after(TICK_S, self._tick)
 
     def takes(self, received: events.Received) -> None:
-        self.do(self.core.hears_guest(received.route, received.message, self.world.now))
+        self.do(self.core.receive(received.route, received.message, self.world.now))
 
     def hears_hub(self, message: Message) -> None:
         if self.is_alive and self.run.taken_over is None:
-            self.do(self.core.hears_hub(message, self.world.now))
+            self.do(self.core.receive_from_hub(message, self.world.now))
 
     def do(self, commands: standby.Commands) -> None:
         for command in commands:
             match command:
-                case standby.ToHub(message):
+                case standby.SendToHub(message):
                     self.run.link.send(message)
-                case standby.Answer(route, message):
+                case standby.Send(route, message):
                     self.send(effects.Send(route, message))
                 case standby.TakeOver(term, why):
                     self.world.tell("standby", f"takes over: {why}")
                     self.run.takes_over(term)
-                case standby.Say(text):
+                case standby.Log(text):
                     self.world.tell("standby", text)
 
 

@@ -1,9 +1,9 @@
-"""What a standby decides: whether it vouches for its hub, and when it takes over. Pure.
+"""The state machine of a standby: it promises its hub not to take over, and decides when it does.
 
-It promises its hub not to take over for a while, again and again. When it hears the hub no more, its
-last promise runs out. Workers that hear the hub no more come to it, and each that may vote for it does
-(`diloco_worker.session.connection`). Once the last promise is over and a majority of the hub's workers
-have voted, no lease of the hub's can hold, and it takes over. `standby.lease` has the rules.
+The standby renews its promise as long as it hears the hub. When the hub falls silent, the last promise
+expires. Workers that have lost the hub connect to the standby and vote for it
+(`diloco_worker.session.connection`). Once the promise has expired and a majority of the hub's workers
+have voted, no lease of the hub can hold, and the standby takes over. `standby.lease` has the rules.
 
 `now` is an argument, random numbers are handed in. Methods yield commands for the shell, in order.
 """
@@ -20,102 +20,101 @@ from diloco_broker.standby.lease import SAFETY, Ballot, majority
 from diloco_protocol import messages
 from diloco_protocol.errors import Code
 
-# Between two greetings while the hub is not heard.
+# Seconds between two greetings while the hub is silent.
 GREET_S = 0.5
-# In lease lengths: silence after which the hub counts as lost. It speaks three times in a lease.
-UNHEARD_AFTER = 0.7
-# Seconds between two requests for the votes of the workers that are here.
+# In lease lengths: silence after which the hub counts as lost. It sends three messages in a lease.
+LOST_AFTER = 0.7
+# Seconds between two requests for the votes of waiting workers.
 ASK_S = 0.2
-# In lease lengths: a worker that stayed for so long is sent to check whether it can reach the hub.
+# In lease lengths: a worker that has waited this long is sent to check whether it can reach the hub.
 STAYS_FOR = 4.0
-# Seconds of silence after which a worker is not here any more; it sends a join every second.
+# Seconds of silence after which a worker no longer waits; it sends a join every second.
 GONE_AFTER_S = 5.0
-# After a takeover that could not be written down, until the next attempt.
-AGAIN_S = 1.0
-# How long the hub has, before a planned takeover, to finish its round and save. Then it is done without.
+# Seconds until the next attempt after a takeover could not be recorded on disk.
+RETRY_S = 1.0
+# Seconds that the hub has to finish its round and save before a planned takeover; then it goes ahead.
 SETTLES_WITHIN_S = 60.0
-MOST_HERE = 10_000
+# Waiting workers, and relays, that are remembered.
+MOST_WAITING = 10_000
 _FORCED = "An operator declared the hub gone."
 
 
 @dataclass(frozen=True)
-class ToHub:
+class SendToHub:
     """Send the hub a message."""
 
     message: messages.Message
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Send a message to a connection that is not the hub's."""
+class Send:
+    """Send a message on a connection that is not the hub's."""
 
     route: Route
     message: messages.Message
 
 
 @dataclass(frozen=True)
-class Follow:
-    """Operators have changed settings of the run at the hub: go on with these."""
+class FollowSettings:
+    """Adopt the settings of the run that operators have changed at the hub."""
 
     settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TakeOver:
-    """This is the run's broker from now on, with that term. `why` is a sentence."""
+    """Become the run's broker, with this term. `why` is a sentence."""
 
     term: int
     why: str
 
 
 @dataclass(frozen=True)
-class Say:
-    """A sentence for people."""
-
+class Log:
     text: str
-    is_trouble: bool = False
+    is_warning: bool = False
 
 
-Command = ToHub | Answer | Follow | TakeOver | Say
+Command = SendToHub | Send | FollowSettings | TakeOver | Log
 Commands = Iterator[Command]
 
 
 @dataclass
-class Guest:
-    """A worker that came here, since the hub does not let it in."""
+class Waiting:
+    """A worker that waits here because it cannot join the hub."""
 
-    came_at: float
+    since: float
     heard_at: float
 
 
 class Standby:
-    """See the head of this module.
+    """The core of a standby; see the module's docstring.
 
     Args:
-        name: its name for good, which the hub remembers.
-        hub: where that is, for people.
+        name: its permanent name, which the hub remembers.
+        hub: the hub's address, for messages.
         draw: returns an unpredictable number below 2**64.
         now: seconds of the machine's clock, as in every later call.
 
     Attributes:
-        saved: the number of the newest checkpoint that it has of the hub; None without one.
-        misfit: why it could not go on from that with its options, a sentence; None if it could.
+        saved: the number of the newest checkpoint that was copied from the hub; None without one.
+        misfit: why that cannot be resumed with the standby's options, a sentence; None if it can.
     """
 
     saved: int | None = None
     misfit: str | None = None
-    term: int | None = None  # the hub's; None before it was heard
+    term: int | None = None  # the hub's; None before its first message
     is_over = False  # it has taken over
     _wanted_at: float | None = None  # when an operator asked for a takeover
     _wants = ""
-    _refused = ""  # what the hub said last
+    _refused = ""  # the hub's last error
     _is_forced = False
 
     def __init__(self, name: str, hub: str, draw: Callable[[], int], now: float) -> None:
         self.name, self.hub = name, hub
-        self.ballot = Ballot(draw, 0.0)  # as long as the hub's lease, once that was heard
-        self.guests: dict[Route, Guest] = {}
-        self.relays: dict[Route, float] = {}  # and when each was heard
+        self.ballot = Ballot(draw, 0.0)  # gets the length of the hub's lease
+        self.waiting: dict[Route, Waiting] = {}
+        self.relays: dict[Route, float] = {}  # when each was last heard
         self.settings: Mapping[str, Any] = {}  # the hub's
         self._draw, self._life = draw, draw()
         self._began_at = self._greets_at = now
@@ -123,23 +122,23 @@ class Standby:
 
     # The hub.
 
-    def hears_hub(self, message: messages.Message, now: float) -> Commands:
-        """A message came from the hub."""
+    def receive_from_hub(self, message: messages.Message, now: float) -> Commands:
+        """Handle a message of the hub."""
         match message:
             case messages.Lease() if message.life == self._life:
-                yield from self._hears_lease(message, now)
+                yield from self._renew(message, now)
             case messages.Error(text=text) if text != self._refused:
                 self._refused = text
-                yield Say(f"The hub at {self.hub} refuses this standby: {text}", is_trouble=True)
+                yield Log(f"The hub at {self.hub} rejects this standby: {text}", is_warning=True)
 
-    def _hears_lease(self, lease: messages.Lease, now: float) -> Commands:
+    def _renew(self, lease: messages.Lease, now: float) -> Commands:
         if self.is_over or lease.term < (self.term or 0):
             return
-        if self.term is None:  # an earlier life may have promised something
+        if self.term is None:  # an earlier incarnation may have made a promise
             self._promised_until = now + SAFETY * lease.seconds
-            yield Say(f"This is the standby of {self.hub}; the lease is {lease.seconds:g} s.")
+            yield Log(f"Connected to the hub at {self.hub}; the lease is {lease.seconds:g} s.")
         elif not self.hears(now):
-            yield Say("The hub is heard again.")
+            yield Log("The hub is reachable again.")
         self.term, self._heard_at = lease.term, now
         if lease.seconds != self.ballot.seconds:  # earlier votes were for another length
             self.ballot = Ballot(self.ballot.draw, lease.seconds, self.ballot.voters)
@@ -147,7 +146,7 @@ class Standby:
             self.ballot.voters = frozenset(lease.voters)
         if lease.settings != self.settings:
             self.settings = lease.settings
-            yield Follow(lease.settings)
+            yield FollowSettings(lease.settings)
         if lease.is_over:
             yield from self._take_over("The hub has stepped down.", now)
             return
@@ -158,8 +157,8 @@ class Standby:
             self._promised_until = max(self._promised_until, now + SAFETY * lease.seconds)
             yield self._promise(lease.nonce)
 
-    def _promise(self, nonce: int | None = None) -> ToHub:
-        return ToHub(messages.Promise(self.name, self._life, nonce, self._wants))
+    def _promise(self, nonce: int | None = None) -> SendToHub:
+        return SendToHub(messages.Promise(self.name, self._life, nonce, self._wants))
 
     def _want(self, lease: messages.Lease, now: float) -> str:
         if self._wanted_at is None or self.misfit is not None:
@@ -172,13 +171,13 @@ class Standby:
         self._heard_at = -math.inf
 
     def hears(self, now: float) -> bool:
-        """Is the hub heard?"""
-        return now - self._heard_at < UNHEARD_AFTER * self.ballot.seconds
+        """Whether the hub is reachable."""
+        return now - self._heard_at < LOST_AFTER * self.ballot.seconds
 
     # Workers and operators.
 
-    def hears_guest(self, route: Route, message: messages.Message, now: float) -> Commands:
-        """A connection that is not the hub's sent a message."""
+    def receive(self, route: Route, message: messages.Message, now: float) -> Commands:
+        """Handle a message of a worker, a relay or an operator."""
         match message:
             case messages.Join():
                 yield from self._joins(route, now)
@@ -187,84 +186,83 @@ class Standby:
             case messages.Attach() | messages.Probe() if route in self.relays:
                 self.relays[route] = now
             case messages.Vote(voter=voter, nonce=nonce):
-                at, guest = self.ballot.drawn_at(nonce), self.guests.get(route)
-                if at is not None and guest is not None:
-                    guest.heard_at = now
+                at, worker = self.ballot.drawn_at(nonce), self.waiting.get(route)
+                if at is not None and worker is not None:
+                    worker.heard_at = now
                     self.ballot.vote(voter, at)
             case messages.Control(action="status", request=request):
                 said = self.situation(now)
-                yield Answer(route, messages.Result(request, True, said, self.data(now)))
+                yield Send(route, messages.Result(request, True, said, self.data(now)))
             case messages.Control(action="promote", request=request):
                 force = message.arguments.get("force", False)
                 ok, text = self._promote(force, now)
                 is_over = {"is_over": bool(force)} if ok else {}
-                yield Answer(route, messages.Result(request, ok, text, is_over))
+                yield Send(route, messages.Result(request, ok, text, is_over))
                 if ok and force:
                     yield from self._take_over(_FORCED, now)
             case messages.Control(action=action, request=request):
                 text = (
-                    "This is a standby, which knows status and promote. For "
-                    f"{action!r:.60} ask the hub at {self.hub}."
+                    f"A standby only answers status and promote; send {action!r:.60} to {self.hub}."
                 )
-                yield Answer(route, messages.Result(request, False, text))
+                yield Send(route, messages.Result(request, False, text))
             case _:
                 yield self._refusal(route, message.kind)
 
-    def _refusal(self, route: Route, kind: str) -> Answer:
+    def _refusal(self, route: Route, kind: str) -> Send:
         text = f"This is the standby of {self.hub}, which has the run."
-        return Answer(route, messages.Error(Code.STANDBY, text, retry=True, about=kind))
+        return Send(route, messages.Error(Code.STANDBY, text, retry=True, about=kind))
 
-    def _attaches(self, route: Route, now: float) -> Answer:
-        """A relay comes, whose workers may join here and vote while the hub is not heard."""
-        if self.term is None or self.hears(now) or len(self.relays) >= MOST_HERE:
+    def _attaches(self, route: Route, now: float) -> Send:
+        """Accept a relay, whose workers may wait and vote here while the hub is lost."""
+        if self.term is None or self.hears(now) or len(self.relays) >= MOST_WAITING:
             return self._refusal(route, "attach")
         self.relays[route] = now
         token = self._draw().to_bytes(8, "big")
-        return Answer(route, messages.Attached(token, combines=False, wire_dtype="fp32"))
+        return Send(route, messages.Attached(token, combines=False, wire_dtype="fp32"))
 
     def _joins(self, route: Route, now: float) -> Commands:
-        guest = self.guests.get(route)
-        has_stayed = guest is not None and now - guest.came_at > STAYS_FOR * self.ballot.seconds
-        is_full = guest is None and len(self.guests) >= MOST_HERE
+        worker = self.waiting.get(route)
+        has_stayed = worker is not None and now - worker.since > STAYS_FOR * self.ballot.seconds
+        is_full = worker is None and len(self.waiting) >= MOST_WAITING
         if self.term is None or self.hears(now) or has_stayed or is_full:
-            self.guests.pop(route, None)
+            self.waiting.pop(route, None)
             yield self._refusal(route, "join")
             return
-        if guest is None:  # one that joins in a flood is asked no more often than another
-            self.guests[route] = guest = Guest(now, now)
+        if worker is None:  # repeated joins get no further request
+            self.waiting[route] = worker = Waiting(now, now)
             yield self._asks(route, self.ballot.nonce(now))
-        guest.heard_at = now
+        worker.heard_at = now
         text = f"{self.situation(now)} Stay here."
-        yield Answer(route, messages.Error(Code.NO_MODEL, text, retry=True, about="join"))
+        yield Send(route, messages.Error(Code.NO_MODEL, text, retry=True, about="join"))
 
-    def _asks(self, route: Route, nonce: int) -> Answer:
+    def _asks(self, route: Route, nonce: int) -> Send:
         notice = messages.Notice("standby", nonce=nonce, seconds=self.ballot.seconds)
-        return Answer(route, notice)
+        return Send(route, notice)
 
     # Taking over.
 
     def tick(self, now: float) -> Commands:
-        """Time has passed."""
+        """Greet a silent hub, ask for votes, and take over if that is allowed."""
         if self.is_over:
             return
         if now >= self._greets_at and not self.hears(now):
             self._greets_at = now + GREET_S
             yield self._promise()
-        self.guests = {r: g for r, g in self.guests.items() if now - g.heard_at < GONE_AFTER_S}
+        self.waiting = {r: w for r, w in self.waiting.items() if now - w.heard_at < GONE_AFTER_S}
         self.relays = {r: at for r, at in self.relays.items() if now - at < GONE_AFTER_S}
         if self._is_forced:
             yield from self._take_over(_FORCED, now)
             return
         if self.term is None or self.hears(now):
             return
-        if now >= self._asks_at and self.guests:
+        if now >= self._asks_at and self.waiting:
             self._asks_at, nonce = now + ASK_S, self.ballot.nonce(now)
-            for route in self.guests:
+            for route in self.waiting:
                 yield self._asks(route, nonce)
         has_majority = self.ballot.supported_at >= now - self.ballot.seconds
         if now >= self._promised_until and has_majority:
             here, of = self._counted(now)
-            why = f"The hub is gone, and {here} of its {of} workers are here."
+            why = f"The hub is lost, and {here} of its {of} workers voted for this standby."
             yield from self._take_over(why, now)
 
     def _take_over(self, why: str, now: float) -> Commands:
@@ -273,61 +271,61 @@ class Standby:
             yield TakeOver((self.term or 0) + 1, why)
 
     def cannot_take_over(self, now: float) -> None:
-        """The takeover could not be written down: this stays a standby, and tries again."""
-        self.is_over, self._again_at = False, now + AGAIN_S
+        """The takeover could not be recorded on disk: stay a standby, and retry."""
+        self.is_over, self._again_at = False, now + RETRY_S
 
     def _counted(self, now: float) -> tuple[int, int]:
-        """How many of the hub's workers have a vote here that counts, and how many there are."""
+        """The number of valid votes of the hub's workers, and the number of these workers."""
         return self.ballot.votes_since(now - self.ballot.seconds), len(self.ballot.voters)
 
     def _promote(self, force: object, now: float) -> tuple[bool, str]:
-        """An operator asks for a takeover. Returns whether it is possible, and the answer."""
+        """An operator requests a takeover. Returns whether it is possible, and the answer."""
         if not isinstance(force, bool):
-            return False, f"force is {force!r:.40}; it must be true or false."
+            return False, f"force must be true or false, got {force!r:.40}."
         if self.misfit is not None:
             return False, f"This standby cannot take over: {self.misfit}"
         if force:
             self._is_forced = True
-            return True, "This standby takes over, on the word that the hub is gone."
+            return True, "Taking over, forced by the operator."
         if self._wanted_at is None:
             self._wanted_at = now
         text = self.situation(now)
         if not self.hears(now):
-            text += " With promote --force it does at once: only where the hub is gone for good."
+            text += " promote --force does it at once; use it only if the hub will not come back."
         return True, text
 
-    # For people.
+    # Status.
 
     def situation(self, now: float) -> str:
-        """How things stand, in some sentences."""
+        """The state of the takeover, in sentences."""
         cannot = "" if self.misfit is None else f" This standby cannot take over: {self.misfit}"
         return self._stands(now) + cannot
 
     def _stands(self, now: float) -> str:
         if self.term is None:
             waits = now - self._began_at
-            return f"This standby has not heard its hub at {self.hub} yet, for {waits:.0f} s."
+            return f"This standby has been waiting {waits:.0f} s for its hub at {self.hub}."
         if self.hears(now):
             if self._wanted_at is None:
                 return f"This is the standby of {self.hub}, which has the run."
             return (
-                f"The hub at {self.hub} finishes its round and saves; then this standby takes over."
+                f"The hub at {self.hub} finishes its round and saves; then the standby takes over."
             )
         here, of = self._counted(now)
         if not of:
             return (
-                f"The hub at {self.hub} is not heard, and had no workers. If it is gone for good, say "
-                "so: promote --force."
+                f"The hub at {self.hub} is unreachable and had no workers. If it will not come back, "
+                "use promote --force."
             )
         until = self._promised_until - now
-        soon = f"in {until:.1f} s at the soonest, and " if until > 0 else ""
+        soon = f"in {until:.1f} s at the earliest, " if until > 0 else ""
         return (
-            f"The hub at {self.hub} is not heard. This standby takes over {soon}once {majority(of)} of "
-            f"its {of} workers are here; {here} of them {'is' if here == 1 else 'are'}."
+            f"The hub at {self.hub} is unreachable. The standby takes over {soon}once {majority(of)} "
+            f"of its {of} workers have voted for it; {here} {'has' if here == 1 else 'have'}."
         )
 
     def data(self, now: float) -> dict[str, Any]:
-        """The same for programs."""
+        """The same as JSON-compatible values."""
         here, of = self._counted(now)
         return {
             "standby": self.name,

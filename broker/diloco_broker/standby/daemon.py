@@ -41,13 +41,13 @@ from diloco_protocol.relays import first_step, wrapped
 logger = logging.getLogger("diloco.standby")
 
 TICK_S = 0.05
-# Messages that are taken in a turn: of those who come here, and of the hub, which sends a few a second.
+# Messages handled in a turn: of workers and operators, and of the hub, which sends a few a second.
 MESSAGES_A_TURN = 256
 BATCH = 64
 NOW = int(zmq.NOBLOCK)
-# Between two words to the hub that was replaced, which may be started again at any time.
+# Seconds between two messages to the hub that was replaced, which may be restarted at any time.
 TELL_S = 1.0
-# Options that do not belong to the run: each broker has its own.
+# Options that belong to a broker, not to the run.
 OF_A_PLACE = frozenset((
     "bind", "feed", "keys", "ipc", "insecure", "save_dir", "keep", "audit", "tape", "resume", "fresh",
     "recover", "recover_wait", "tensor_threads", "max_workers", "max_parameters", "standby", "lease",
@@ -55,27 +55,27 @@ OF_A_PLACE = frozenset((
 
 
 def differences(hub: Mapping[str, Any], ours: BrokerConfig) -> list[str]:
-    """A sentence for each option of the run that a standby was not given as its hub was.
+    """One sentence for each option of the run that differs between a standby and its hub.
 
-    `hub` has the hub's options as its checkpoints have them. What operators may set is not compared: the
-    standby follows that.
+    `hub` has the hub's options from its checkpoint. Settings that operators may change are not compared:
+    the standby follows them.
     """
     others = OF_A_PLACE | ours.settings.keys()
     return [
-        f"The hub was started with --{name.replace('_', '-')} {hub[name]}, this standby with {value}, "
-        "which it would go on with. Start it again with the hub's."
+        f"The hub was started with --{name.replace('_', '-')} {hub[name]}, this standby with {value}. "
+        "Restart the standby with the hub's options."
         for name, value in vars(ours).items()
         if name not in others and hub.get(name, value) != value
     ]
 
 
 class HubLink(Dealer):
-    """The connection to the hub, of one thread: what is said while there is none is dropped."""
+    """The connection to the hub, for one thread; messages sent while it is down are dropped."""
 
     OPTIONS: ClassVar[Mapping[int, int]] = {
         **Dealer.OPTIONS,
-        # Milliseconds between attempts to connect (a hub that was started again waits for its standby),
-        # and until one is given up that nothing answers.
+        # Milliseconds between attempts to connect (a restarted hub waits for its standby), and until an
+        # attempt times out.
         zmq.RECONNECT_IVL: 100,
         zmq.RECONNECT_IVL_MAX: 500,
         zmq.CONNECT_TIMEOUT: 2000,
@@ -107,7 +107,7 @@ class HubLink(Dealer):
                 logger.warning("The hub sent a message that cannot be read: %s", error)
 
     def broke(self) -> bool:
-        """Has the connection broken since this was asked last? What keeps it from coming up is said."""
+        """Whether the connection has broken since the last call. Logs why it cannot be made."""
         self._monitor.has_disconnected = False
         while self._monitor.look():  # the next attempt may find another hub there
             pass
@@ -118,20 +118,20 @@ class HubLink(Dealer):
 
 
 class StandbyBroker(Service):
-    """A standby: `run()` it in this thread, or `start()` and `stop()` it in one of its own.
+    """A standby: `run()` it in this thread, or `start()` and `stop()` it in its own.
 
-    The sockets are bound when it is made, so `address` and `feed_address` are known at once. They stay
-    the same when it takes over. One that has taken over before is the hub from the start on.
+    The constructor binds the sockets, so `address` and `feed_address` are known at once and survive a
+    takeover. A standby that took over before it was restarted is the hub from the start.
 
     Args:
-        config: the options of the broker that it may become: those of the hub, but for addresses, keys
-            and `save_dir`, which it needs: there it keeps the hub's checkpoints.
+        config: the options of the broker that it may become: the hub's, except addresses, keys and
+            `save_dir`, the folder for copies of the hub's checkpoints, which is required.
         hub: the hub's control address.
-        keys: those that the hub asks for, of an operator.
+        keys: an operator's, if the hub requires keys.
 
     Raises:
-        UsageError: an address cannot be bound, there is no `save_dir`, something else saves there, or
-            the options begin a run or resume another one.
+        UsageError: an address cannot be bound, `save_dir` is missing or in use, or the options begin a
+            run or resume another one.
     """
 
     thread_name = "diloco-standby"
@@ -158,7 +158,7 @@ class StandbyBroker(Service):
         self._tried: Path | None = None  # the copy with which the options were tried
         self._said = ""  # last, of what cannot be written down
         self._opened = ExitStack()
-        # It has no standby of its own before it is started again with --standby.
+        # It has no standby of its own until it is restarted with --standby.
         self.config = replace(config, standby=False)
         if self._record.term is not None:
             self._broker = Broker(self.config, term=self._record.term)
@@ -188,7 +188,7 @@ class StandbyBroker(Service):
 
     @property
     def is_hub(self) -> bool:
-        """Has it taken over?"""
+        """Whether it has taken over."""
         return self._broker is not None
 
     @property
@@ -219,10 +219,10 @@ class StandbyBroker(Service):
         if self._broker is not None:
             self._broker.close()
 
-    # As long as it follows the hub: who comes here is answered, nothing is served.
+    # Following the hub.
 
     def _follow(self) -> Broker | None:
-        """Returns what it has become; None where it was asked to end."""
+        """Follow the hub until the takeover. Returns the broker; None if it was asked to stop."""
         self._mirror.start()
         next_tick = 0.0
         while self._takes_over is None:
@@ -246,7 +246,7 @@ class StandbyBroker(Service):
                 self._do(self._core.tick(now))
                 self._sockets.changed_keys(now)
             if now >= self._sockets.next_look:
-                self._sockets.look(self._core.guests.keys() | self._core.relays.keys(), now)
+                self._sockets.look(self._core.waiting.keys() | self._core.relays.keys(), now)
         self._opened.close()
         return self._taken_over(self._takes_over)
 
@@ -261,36 +261,36 @@ class StandbyBroker(Service):
                 found = Received(incoming.route, message, peer=incoming.peer)
             if isinstance(found, Received):
                 permissions.check(found.peer, found.message)
-                self._do(self._core.hears_guest(found.route, found.message, self._clock()))
+                self._do(self._core.receive(found.route, found.message, self._clock()))
         except ProtocolError as error:
             self._answer(incoming.route, Error(error.code, str(error)))
         except Exception:
-            logger.exception("A message could not be handled; its sender is told.")
+            logger.exception("Could not handle a message; sent an error to its sender.")
             text = "The standby could not handle this message; its log has more."
             self._answer(incoming.route, Error(Code.BAD_HEADER, text))
 
     def _hear_hub(self, message: Message) -> None:
         try:
-            self._do(self._core.hears_hub(message, self._clock()))
+            self._do(self._core.receive_from_hub(message, self._clock()))
         except Exception:
-            logger.exception("A message of the hub could not be handled.")
+            logger.exception("Could not handle a message of the hub.")
 
     def _do(self, commands: core.Commands) -> None:
         for command in commands:
             match command:
-                case core.ToHub(message):
+                case core.SendToHub(message):
                     self._link.say(message)
-                case core.Answer(route, message):
+                case core.Send(route, message):
                     self._answer(route, message)
-                case core.Follow(settings):
+                case core.FollowSettings(settings):
                     self._follow_settings(settings)
                 case core.TakeOver(term=term):
                     if self._writes_down(term=max(term, self._term_of_copy() + 1)):
                         self._takes_over = command
                     else:
                         self._core.cannot_take_over(self._clock())
-                case core.Say(text, is_trouble):
-                    logger.log(logging.WARNING if is_trouble else logging.INFO, "%s", text)
+                case core.Log(text, is_warning):
+                    logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
 
     def _answer(self, route: bytes, message: Message) -> None:
         step = first_step(route)
@@ -300,23 +300,21 @@ class StandbyBroker(Service):
             self._sockets.send(step[0], wrapped(step[1], message))
 
     def _follow_settings(self, settings: Mapping[str, Any]) -> None:
-        """A takeover goes on with what operators have set at the hub; it must outlive this process."""
+        """Adopt and record the settings that operators have changed at the hub."""
         ours = self.config.settings
         theirs = {name: value for name, value in settings.items() if name in ours}
         try:
             self.config = replace(self.config, **theirs)
         except UsageError as error:
-            logger.warning(
-                "This standby keeps its settings; the hub's do not go with it: %s", error
-            )
+            logger.warning("Cannot adopt the hub's settings, keeping ours: %s", error)
             return
         for name in [name for name in theirs if theirs[name] != ours[name]]:
-            logger.info("This standby has %s %s as its hub.", name, theirs[name])
+            logger.info("Adopted %s %s from the hub.", name, theirs[name])
         if theirs != self._record.settings:
             self._writes_down(settings=theirs)
 
     def _writes_down(self, **changes: Any) -> bool:
-        """On the disk before anybody is told. False where that does not take it."""
+        """Record on disk before announcing anything. Returns False if that fails."""
         record = replace(self._record, **changes)
         try:
             write_standby(self._folder, record)
@@ -324,21 +322,21 @@ class StandbyBroker(Service):
             text = f"{self._folder} cannot be written: {error.strerror or error}."
             if text != self._said:
                 self._said = text
-                logger.error("A takeover has to be written down; it tries again: %s", text)
+                logger.error("Cannot record the takeover; retrying: %s", text)
             return False
         self._record = record
         return True
 
     def _look_at_copy(self) -> None:
-        """Could a broker go on from the newest one with these options?"""
+        """Check whether a broker could resume the newest copy with our options."""
         newest, before = self._mirror.newest, self._core.misfit
         if newest is None or newest == self._tried:
             return
         try:
             found = checkpoint.load_record(newest)
         except (Damaged, OSError):
-            return  # another copy comes
-        if self._tried is None:  # in time to mend it
+            return  # wait for the next copy
+        if self._tried is None:  # early enough to fix it
             for text in differences(found.config, self.config):
                 logger.warning("%s", text)
         self._tried, self._core.saved, self._core.misfit = newest, found.number, None
@@ -350,23 +348,23 @@ class StandbyBroker(Service):
             if text != before:
                 logger.error("This standby cannot take over: %s", text)
 
-    # Once it has taken over.
+    # After the takeover.
 
     def _taken_over(self, command: core.TakeOver) -> Broker:
         term = self._record.term or command.term
-        logger.warning("This standby takes over, with term %d. %s", term, command.why)
+        logger.warning("Taking over with term %d. %s", term, command.why)
         try:
             self._broker = broker = Broker(self.config, term=term)
         except Exception:
-            # Nobody was let in, so it has not taken over: the next start may do it.
+            # No worker was admitted, so the takeover is void; the next start may repeat it.
             self._writes_down(term=None)
             raise
-        if self._stop is not None:  # before it was there to be told
+        if self._stop is not None:  # requested before the broker existed
             broker.request_stop(self._stop[0], restarting=self._stop[1])
         return broker
 
     def _term_of_copy(self) -> int:
-        """The hub's term as its newest checkpoint here has it."""
+        """The hub's term in the newest copy of its checkpoints."""
         for path in checkpoint.found(self._folder)[:1]:
             with contextlib.suppress(Damaged, KeyError, TypeError, ValueError):
                 return int(checkpoint.read_manifest(path).get("term", 0))
@@ -383,7 +381,7 @@ class StandbyBroker(Service):
             tells.join()
 
     def _tell_the_hub(self, is_over: threading.Event) -> None:
-        """The hub that was replaced hears so whenever it can be reached."""
+        """Tell the replaced hub whenever it is reachable."""
         said = Promise(self._record.name, 1, wants="over", term=self._record.term or 0)
         with contextlib.closing(HubLink(self.hub, self._keys)) as link:
             while not is_over.wait(TELL_S):

@@ -20,40 +20,40 @@ TIMES = 3.0
 # The standby is silent after this part of the length.
 SILENT_AFTER = 0.5
 _OTHER = (
-    "This hub has another standby ({}). If that is gone for good, say so to the hub with diloco-broker "
-    "promote, and start this one again."
+    "This hub has another standby ({}). If that will not come back, run diloco-broker promote against "
+    "the hub and restart this standby."
 )
 
 
 def may_release(state: RunState) -> bool:
-    """May a version be released now?"""
+    """Whether a version may be released now."""
     return state.standby is None or state.standby.holds
 
 
 def holds_rounds(state: RunState) -> bool:
-    """Does no round close, for want of a lease, or because the standby is about to take over?"""
+    """Whether rounds stay open: the hub has no lease, or the standby is about to take over."""
     lease = state.standby
     return lease is not None and (lease.is_on_hold or not lease.holds)
 
 
 def check_join(state: RunState) -> None:
-    """Raises ProtocolError where a worker should look for another broker."""
+    """Raise ProtocolError if workers should look for another broker."""
     lease = state.standby
     if lease is not None and not lease.lets_in:
-        raise ProtocolError(Code.STANDBY, f"This broker lets nobody in: it {why_not(lease)}.")
+        raise ProtocolError(Code.STANDBY, f"This broker admits no workers: it {why_not(lease)}.")
 
 
 def why_not(lease: Lease) -> str:
-    """Why no version is released, as the end of a sentence that begins with the broker."""
+    """Why no version is released, as a predicate of the broker."""
     if lease.superseded_by is not None:
-        return "was replaced by its standby, which has the run now"
+        return "was replaced by its standby"
     if not lease.standby:
-        return "waits for its standby, which has not come yet"
-    return "waits for a word of its standby, which may have taken over"
+        return "waits for its standby to connect"
+    return "has lost its standby, which may have taken over"
 
 
 def tick(state: RunState) -> effects.Effects:
-    """Time has passed: nonces are sent, and a change of the lease is said."""
+    """Send nonces that are due, and log when the lease is won or lost."""
     lease = state.standby
     if lease is None:
         return
@@ -78,13 +78,13 @@ def tick(state: RunState) -> effects.Effects:
 
 
 def sends_away(state: RunState) -> list[Member]:
-    """Workers that are sent away now, since the lease lapsed a while ago."""
+    """Workers to send away because the lease lapsed a while ago."""
     lease = state.standby
     return [] if lease is None or lease.lets_in else list(state.members)
 
 
 def _speak(state: RunState, lease: Lease, route: effects.Route) -> effects.Effect:
-    """Send the standby a nonce, who votes, and what operators have set."""
+    """Send the standby a nonce, the voter set, and the settings of operators."""
     lease.speaks_at = lease.now + lease.seconds / TIMES
     lease.ballot.propose(frozenset(m.voter for m in state.members if m.voter is not None))
     said = messages.Lease(
@@ -101,7 +101,7 @@ def _speak(state: RunState, lease: Lease, route: effects.Route) -> effects.Effec
 
 
 def _settled(state: RunState) -> int | None:
-    """Number of the checkpoint that has everything; 0 where none is wanted, None before it is there."""
+    """Number of the checkpoint that contains everything; 0 if none is needed, None until it exists."""
     round_ = state.round
     if round_ is None or state.config.save_dir is None:
         return 0
@@ -109,12 +109,12 @@ def _settled(state: RunState) -> int | None:
 
 
 def promise(state: RunState, route: effects.Route, said: messages.Promise) -> effects.Effects:
-    """The standby speaks."""
+    """A standby greets the hub, or answers a nonce."""
     lease = state.standby
     if lease is None:
-        text = "This broker is no hub with a standby; start it with --standby."
+        text = "This broker accepts no standby; start it with --standby."
         raise ProtocolError(Code.NOT_ALLOWED, text)
-    if said.wants == "over" and said.term > state.term:  # under any name: it has the run
+    if said.wants == "over" and said.term > state.term:  # whatever its name
         yield from _is_superseded(lease, said.term)
         return
     knew, before, is_new = lease.standby, lease.wants, route != lease.route
@@ -126,9 +126,7 @@ def promise(state: RunState, route: effects.Route, said: messages.Promise) -> ef
     elif said.nonce is not None:
         lease.promised(said.nonce)
     if said.wants == "hold" and before != "hold":
-        yield effects.info(
-            "The standby is about to take over: no round closes, and the run is saved."
-        )
+        yield effects.info("The standby is about to take over; holding rounds and saving the run.")
     yield from _save(state, lease, is_other=lease.standby != knew)
     if said.nonce is None or is_new or said.wants != before:
         yield _speak(state, lease, route)
@@ -138,14 +136,14 @@ def _is_superseded(lease: Lease, term: int) -> effects.Effects:
     if lease.superseded_by is None:
         lease.superseded_by = term
         yield effects.warning(
-            f"The standby takes over with term {term}: this hub releases nothing any more. Stop it, and "
-            "start it as a standby of the other if you like."
+            f"The standby takes over with term {term}: this hub releases no more versions. Stop it; it "
+            "can be restarted as a standby of the new hub."
         )
 
 
 def _save(state: RunState, lease: Lease, *, is_other: bool) -> effects.Effects:
-    """Write down what the standby is to go on with, or which standby this hub has: it must know whose
-    word it needs when it is started again."""
+    """Save before a planned takeover, and when another standby connects: a restarted hub must know which
+    standby's promise it needs."""
     round_ = state.round
     if round_ is None or state.config.save_dir is None:
         return
@@ -158,7 +156,7 @@ def _save(state: RunState, lease: Lease, *, is_other: bool) -> effects.Effects:
 
 
 def left(state: RunState, member: Member) -> None:
-    """A worker leaves: once the run is over, that counts as its vote from then on."""
+    """A worker leaves: once the run is over, that is a permanent vote for this hub."""
     if state.standby is not None and state.ending.is_over and member.voter is not None:
         state.standby.left(member.voter)
 

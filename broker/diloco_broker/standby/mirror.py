@@ -1,9 +1,9 @@
-"""Keeping the newest checkpoint of a hub in a folder here, over the wire.
+"""Copying the newest checkpoint of a hub over the network.
 
-A thread asks the hub each second which its newest checkpoint is, and copies it as brokers write theirs:
-beside its place, each file checked and flushed, then renamed. So a copy that was interrupted never looks
-like a checkpoint. A file that is here already, with the same sum, is linked and does not come again; a
-copy that the line has interrupted goes on where it was, while the hub keeps the checkpoint for it.
+A thread asks the hub each second for its newest checkpoint, and copies it the way brokers write theirs:
+into a temporary folder, each file checked and flushed, then renamed. So an interrupted copy never looks
+like a checkpoint. A local file with the same checksum is linked instead of copied; a copy that a broken
+connection interrupted is resumed while the hub keeps that checkpoint.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from diloco_protocol.records import from_plain
 
 logger = logging.getLogger("diloco.standby")
 
-# Pieces that are on their way at a time: 4 MiB cover a round trip of 0.3 s at 100 Mb/s.
+# Pieces in flight: 4 MiB cover a round trip of 0.3 s at 100 Mb/s.
 WINDOW = 4
-# Seconds between two questions for the newest checkpoint.
+# Seconds between two requests for the newest checkpoint.
 POLL_S = 1.0
-# How long an answer may take before the connection is made anew.
+# Seconds without an answer before the mirror reconnects.
 ANSWER_WITHIN_S = 10.0
-# Between two looks whether to end.
+# Seconds between two checks whether to stop.
 LOOK_S = 0.2
-# How long `close` waits for the thread, which may be in the middle of a write.
+# Seconds that `close` waits for the thread, which may be in the middle of a write.
 CLOSE_WITHIN_S = 10.0
 _SUM = re.compile(r"[0-9a-f]{64}")
 
 
 class CopyFailed(Exception):
-    """The copy cannot be finished; a sentence."""
+    """The copy failed; the text is a sentence."""
 
 
 class Outdated(CopyFailed):
-    """The hub keeps this checkpoint no longer, or has none yet: ask for the newest again."""
+    """The hub has removed this checkpoint, or has none yet; ask for the newest again."""
 
 
 class _Lost(CopyFailed):
-    """The hub does not answer, or not with a result: what has come so far is good."""
+    """The hub does not answer; the pieces received so far stay valid."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ class Listing:
 
 
 def listing_of(result: Result) -> Listing:
-    """What the answer to the action `checkpoint` says.
+    """Parse the answer to the action `checkpoint`.
 
     Raises:
         Outdated: there is no checkpoint yet.
-        CopyFailed: the hub refuses, or says what no hub says.
+        CopyFailed: the hub refused, or the answer is invalid.
     """
     _check_refusal(result)
     try:
         listing = from_plain(Listing, dict(result.data), "the hub's list", lenient=True)
     except ProtocolError as error:
-        raise CopyFailed(f"{error} Is the hub of another release?") from None
+        raise CopyFailed(f"{error} Is the hub another release?") from None
     names = [each.name for each in listing.files]
     are_files = all(
         (FILE.fullmatch(each.name) or each.name == MANIFEST)
@@ -97,7 +97,7 @@ def listing_of(result: Result) -> Listing:
     )
     is_complete = names[-1:] == [MANIFEST] and len(set(names)) == len(names)
     if not (NAME.fullmatch(listing.checkpoint) and are_files and is_complete):
-        raise CopyFailed(f"The hub lists {listing.checkpoint!r:.80}, which is no checkpoint.")
+        raise CopyFailed(f"The hub listed an invalid checkpoint, {listing.checkpoint!r:.80}.")
     return listing
 
 
@@ -107,19 +107,19 @@ def _check_refusal(result: Result) -> None:
 
 
 class Copy:
-    """One checkpoint on its way here, into a folder beside its place.
+    """A checkpoint that is being copied into a temporary folder.
 
-    The hub is not believed blindly: pieces of another place or length, files with another sum, and a
-    manifest that names others end the copy.
+    The hub is not trusted: pieces with another offset or length, files with another checksum, and a
+    manifest that names other files end the copy.
 
     Args:
-        listing: what is copied.
-        folder: of the checkpoints here.
-        here: files that need not come, by their sums: they are linked.
+        listing: the checkpoint.
+        folder: of the local checkpoints.
+        here: local files by checksum, which are linked.
 
     Attributes:
         coming: the files that are not linked.
-        missing: their pieces that have not come, in order: file and offset.
+        missing: their missing pieces, in order: file and offset.
     """
 
     def __init__(self, listing: Listing, folder: Path, here: Mapping[str, Path]) -> None:
@@ -127,13 +127,13 @@ class Copy:
         self._aside = folder / f".{listing.checkpoint}.{os.getpid()}"
         try:
             self._begin(here)
-        except OSError:  # a file system without links, or the file is gone
+        except OSError:  # the file system has no hard links, or a file was removed
             self._begin({})
 
     def _begin(self, here: Mapping[str, Path]) -> None:
         self.drop()
         self._aside.mkdir(parents=True)
-        # The manifest says which checkpoint it is; it always comes.
+        # The manifest identifies the checkpoint and is always copied.
         linked = [each for each in self.listing.files[:-1] if each.sha256 in here]
         for each in linked:
             os.link(here[each.sha256], self._aside / each.name)
@@ -141,16 +141,16 @@ class Copy:
         self.missing = deque(
             (each, offset)
             for each in self.coming
-            # An empty file is asked for, too: it has to be made.
+            # An empty file is requested, too, so that it is created.
             for offset in range(0, max(each.bytes, 1), PIECE_BYTES)
         )
 
     def arrives(self, result: Result) -> int:
-        """The first of the missing pieces; returns its length.
+        """Write the first missing piece; returns its length.
 
         Raises:
-            Outdated: the hub keeps this checkpoint no longer.
-            CopyFailed: it is not that piece.
+            Outdated: the hub has removed this checkpoint.
+            CopyFailed: the answer is not that piece.
             OSError: it cannot be written.
         """
         _check_refusal(result)
@@ -158,51 +158,50 @@ class Copy:
         piece, wanted = result.data.get("bytes"), min(PIECE_BYTES, file.bytes - offset)
         is_it = result.data.get("offset") == offset
         if not (is_it and isinstance(piece, bytes) and len(piece) == wanted):
-            raise CopyFailed(f"Another piece came than that of {file.name} from {offset} on.")
+            raise CopyFailed(f"Received another piece than that of {file.name} at {offset}.")
         with open(self._aside / file.name, "ab") as written:
             written.write(piece)
         self.missing.popleft()
         return wanted
 
     def finish(self, place: Path) -> None:
-        """All is here: check it, and make it a checkpoint. Raises CopyFailed, Damaged or OSError."""
+        """Check the copy and rename it to `place`. Raises CopyFailed, Damaged or OSError."""
         plain = checkpoint.read_manifest(self._aside)
         listed = {
             each.name: {"bytes": each.bytes, "sha256": each.sha256} for each in self.listing.files
         }
         del listed[MANIFEST]
         if plain["files"] != listed:
-            raise CopyFailed(f"The manifest of {place.name} names other files than the hub.")
+            raise CopyFailed(f"The manifest of {place.name} names other files than the hub listed.")
         came = [each.name for each in self.coming]
         checkpoint.check_files(self._aside, {"files": {n: listed[n] for n in listed if n in came}})
         for name in came:
             with open(self._aside / name, "rb") as file:
                 os.fsync(file.fileno())
         checkpoint.sync_folder(self._aside)
-        if place.exists():  # damaged, or the hub's of the same name is another one
+        if place.exists():  # damaged, or another checkpoint with the same name
             shutil.rmtree(place)
         self._aside.rename(place)
         checkpoint.sync_folder(place.parent)
 
     def drop(self) -> None:
-        """Leave nothing behind."""
+        """Remove the temporary folder."""
         shutil.rmtree(self._aside, ignore_errors=True)
 
 
 class Mirror:
-    """See the head of this module. `start` it once and `close` it once, or use it in a `with`.
+    """The copying thread. `start` it once and `close` it once, or use it in a `with`.
 
     Args:
         address: the hub's control address.
-        save_dir: where checkpoints go. The folder is this mirror's until it is closed: two brokers
-            never write to one.
-        keys: where the hub asks for keys, that of an operator.
-        keep: how many checkpoints of the run stay there.
+        save_dir: the folder for the copies, locked until `close`.
+        keys: an operator's, if the hub requires keys.
+        keep: how many checkpoints of the run are kept.
 
     Attributes:
-        newest: the last checkpoint that was copied whole, or found here and compared with the hub's.
-        problem: why there is none, or none newer, a sentence; None while all is well.
-        bytes_copied: that have come, all together.
+        newest: the last complete copy.
+        problem: why there is none, or no newer one, a sentence; None if there is no problem.
+        bytes_copied: in total.
 
     Raises:
         UsageError: another broker saves to this folder.
@@ -218,10 +217,10 @@ class Mirror:
         self.bytes_copied = 0
         self._keys, self._keep = keys, keep
         self._lock = FolderLock(save_dir)
-        self._here: dict[str, Path] = {}  # files that are sound, by sum
-        self._copy: Copy | None = None  # that has come in part
-        self._requests = 0  # that have been made
-        self._least = 0  # answers to earlier ones are of a copy that was given up
+        self._here: dict[str, Path] = {}  # intact files, by checksum
+        self._copy: Copy | None = None  # the incomplete one
+        self._requests = 0  # made so far
+        self._least = 0  # answers to earlier requests belong to an abandoned copy
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._main, name="diloco-mirror", daemon=True)
 
@@ -230,12 +229,12 @@ class Mirror:
         return self
 
     def close(self) -> None:
-        """Stop copying, and give the folder free. What was copied in part is removed."""
+        """Stop copying, remove an incomplete copy, and unlock the folder."""
         self._is_ending.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_WITHIN_S)
         if self._thread.is_alive():
-            logger.error("The copy to %s does not end; the disk may hang.", self.save_dir)
+            logger.error("The copy to %s does not stop; the disk may hang.", self.save_dir)
         else:
             self._drop()
         self._lock.release()
@@ -263,8 +262,8 @@ class Mirror:
             except OSError as error:
                 self._has_problem(f"{self.save_dir} cannot be written: {error.strerror or error}.")
             except Exception as error:
-                logger.exception("A checkpoint could not be copied; it is tried again.")
-                self._has_problem(f"A checkpoint could not be copied: {error!r:.200}.")
+                logger.exception("Could not copy a checkpoint; retrying.")
+                self._has_problem(f"Could not copy a checkpoint: {error!r:.200}.")
             self._is_ending.wait(POLL_S)
 
     def _has_problem(self, text: str) -> None:
@@ -273,7 +272,7 @@ class Mirror:
         self.problem = text
 
     def _look(self, dealer: Dealer) -> None:
-        """Ask for the newest checkpoint, and copy it where it is not here."""
+        """Ask for the newest checkpoint, and copy it unless it is here."""
         self._least = self._requests + 1
         if self._copy is not None:
             listing = self._copy.listing
@@ -287,8 +286,8 @@ class Mirror:
             self.problem = None
         else:
             self._has_problem(
-                f"A broker that is started with {self.save_dir} would go on from {newest.name}, which "
-                "is no checkpoint of the hub; move it away."
+                f"A broker with --save-dir {self.save_dir} would resume {newest.name}, which is not a "
+                "checkpoint of the hub; move it away."
             )
 
     def _take(self, dealer: Dealer, listing: Listing) -> None:
@@ -300,14 +299,14 @@ class Mirror:
         if not all(self._here.get(each.sha256) == place / each.name for each in listing.files):
             self._fetch(dealer, listing, place)
         self.newest = place
-        if checkpoint.found(self.save_dir)[0] == place:  # else it would be this one that goes
+        if checkpoint.found(self.save_dir)[0] == place:  # otherwise `retire` would remove this one
             run = str(checkpoint.read_manifest(place).get("run"))
             checkpoint.retire(self.save_dir, run, self._keep)
 
     def _fetch(self, dealer: Dealer, listing: Listing, place: Path) -> None:
         copy = self._copy = self._copy or Copy(listing, self.save_dir, self._here)
         try:
-            asked = 0  # of the missing pieces, the first ones
+            asked = 0  # missing pieces that have been requested
             while copy.missing:
                 for file, offset in itertools.islice(copy.missing, asked, WINDOW):
                     self._ask(dealer, "piece", checkpoint=place.name, file=file.name, offset=offset)
@@ -315,28 +314,28 @@ class Mirror:
                 self.bytes_copied += copy.arrives(self._answer(dealer))
                 asked -= 1
             copy.finish(place)
-        except (_Lost, UsageError):  # the latter: the hub does not take this key now
+        except (_Lost, UsageError):  # the latter if the hub rejects our key now
             raise
         except BaseException:
             self._drop()
             raise
         self._copy = None
         self._here = {each.sha256: place / each.name for each in listing.files}
-        logger.info("%s of the hub is here; %d of its files came.", place.name, len(copy.coming))
+        logger.info("Copied %s of the hub, %d files.", place.name, len(copy.coming))
 
     def _drop(self) -> None:
         if self._copy is not None:
             self._copy.drop()
         self._copy = None
 
-    # Asking.
+    # Requests.
 
     def _ask(self, dealer: Dealer, action: str, **arguments: object) -> None:
         self._requests += 1
         dealer.send(Control(action, self._requests, arguments))
 
     def _answer(self, dealer: Dealer) -> Result:
-        """The next answer: the hub reads in the order in which it was asked. Refusals may come first."""
+        """The next answer; the hub answers requests in order, apart from errors."""
         until = time.monotonic() + ANSWER_WITHIN_S
         while time.monotonic() < until and not self._is_ending.is_set():
             found = dealer.receive(min(until, time.monotonic() + LOOK_S))
@@ -350,7 +349,7 @@ class Mirror:
 
 
 def _sound_files(place: Path) -> dict[str, Path]:
-    """The files of a checkpoint here, by their sums; none of one that is not sound."""
+    """The files of a local checkpoint by checksum; empty if it is damaged."""
     try:
         plain = checkpoint.read_manifest(place)
         checkpoint.check_files(place, plain)

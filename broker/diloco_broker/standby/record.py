@@ -1,4 +1,4 @@
-"""What a standby remembers in its folder: its name, its hub's settings, whether it has taken over."""
+"""The file in which a standby records its name, its hub's settings, and its takeover."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ FILE = "standby.json"
 
 @dataclass(frozen=True)
 class StandbyRecord:
-    """`name` is what its hub knows it by, `term` that with which it has taken over; None: it has not.
-
-    `settings` are those of the run that operators may change, as its hub had them last.
-    """
+    """`term` is that of its takeover, None before one; `settings` are the hub's last ones."""
 
     name: str
     term: int | None = None
@@ -29,7 +26,7 @@ class StandbyRecord:
 
 
 def read_standby(folder: Path) -> StandbyRecord | None:
-    """What is remembered there; None where nothing is. Raises UsageError for a file that is damaged."""
+    """Read the record; None if there is none. Raises UsageError if it is damaged."""
     path = folder / FILE
     try:
         record = from_plain(StandbyRecord, json.loads(path.read_text()), FILE, lenient=True)
@@ -40,13 +37,13 @@ def read_standby(folder: Path) -> StandbyRecord | None:
         return None
     except (OSError, ValueError, ProtocolError) as error:
         raise UsageError(
-            f"{path} cannot be read ({error!s:.200}), and says whether this standby has the run; if it "
-            "has not, remove the file, and say diloco-broker promote to the hub."
+            f"{path} cannot be read ({error!s:.200}). It records whether this standby has taken over; "
+            "if it has not, remove the file and run diloco-broker promote against the hub."
         ) from None
 
 
 def write_standby(folder: Path, record: StandbyRecord) -> None:
-    """Remember it, on the disk when this returns; raises OSError."""
+    """Write the record and flush it to disk; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{FILE}.{os.getpid()}"
     with open(aside, "w") as file:

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 import pytest
 
 from diloco_broker.standby.core import (
-    AGAIN_S,
+    RETRY_S,
     STAYS_FOR,
-    Answer,
     Command,
     Commands,
-    Follow,
-    Say,
+    FollowSettings,
+    Log,
+    Send,
+    SendToHub,
     Standby,
     TakeOver,
-    ToHub,
 )
 from diloco_broker.standby.lease import SAFETY
 from diloco_protocol.errors import Code
@@ -58,11 +58,11 @@ class Desk:
         return greeting
 
     def promises(self) -> list[Promise]:
-        found = [each.message for each in self.commands if isinstance(each, ToHub)]
+        found = [each.message for each in self.commands if isinstance(each, SendToHub)]
         return [each for each in found if isinstance(each, Promise)]
 
     def answers(self, kind: type[M]) -> list[M]:
-        found = [each.message for each in self.commands if isinstance(each, Answer)]
+        found = [each.message for each in self.commands if isinstance(each, Send)]
         return [each for each in found if isinstance(each, kind)]
 
     def hears_hub(self, **said: Any) -> None:
@@ -73,7 +73,7 @@ class Desk:
             "seconds": L,
             "voters": VOTERS,
         }
-        self.does(self.standby.hears_hub(Lease(**(usual | said)), self.now))
+        self.does(self.standby.receive_from_hub(Lease(**(usual | said)), self.now))
 
     def passes(self, seconds: float) -> None:
         """Time goes on in steps; what was done in all of them is kept."""
@@ -86,18 +86,18 @@ class Desk:
     def comes(self, voter: int) -> list[Notice]:
         """A worker asks to be let in."""
         join = Join(f"w{voter}", voter=voter)
-        self.does(self.standby.hears_guest(b"%d" % voter, join, self.now))
+        self.does(self.standby.receive(b"%d" % voter, join, self.now))
         return self.answers(Notice)
 
     def votes(self, voter: int) -> None:
         """It comes, and votes at once."""
         (asked,) = self.comes(voter)
         vote = Vote(b"", voter, asked.nonce or 0)
-        self.does(self.standby.hears_guest(b"%d" % voter, vote, self.now))
+        self.does(self.standby.receive(b"%d" % voter, vote, self.now))
 
     def asks(self, action: str, **arguments: Any) -> Result:
         control = Control(action, 1, arguments)
-        self.does(self.standby.hears_guest(b"operator", control, self.now))
+        self.does(self.standby.receive(b"operator", control, self.now))
         (result,) = self.answers(Result)
         return result
 
@@ -187,7 +187,7 @@ def test_an_old_nonce_or_one_of_nobody_is_no_vote(alone: Desk) -> None:
     alone.votes(13)
     for voter, nonce in ((11, asked.nonce or 0), (12, 1 << 40)):
         vote = Vote(b"", voter, nonce)
-        alone.does(alone.standby.hears_guest(b"%d" % voter, vote, alone.now))
+        alone.does(alone.standby.receive(b"%d" % voter, vote, alone.now))
     alone.passes(0.1)
     assert not alone.taken_over
 
@@ -206,7 +206,7 @@ def test_votes_do_not_count_for_longer_than_they_were_asked_for(desk: Desk) -> N
 def test_settings_of_the_hub_are_followed_once(desk: Desk) -> None:
     for settings, count in (({"outer_lr": 0.5}, 1), ({"outer_lr": 0.5}, 0), ({"outer_lr": 0.6}, 1)):
         desk.hears_hub(settings=settings)
-        found = [each.settings for each in desk.commands if isinstance(each, Follow)]
+        found = [each.settings for each in desk.commands if isinstance(each, FollowSettings)]
         assert found == [settings] * count
 
 
@@ -225,7 +225,7 @@ def test_who_joins_in_a_flood_is_asked_no_more_often(alone: Desk) -> None:
     asked = [alone.comes(11) for _ in range(500)]
     assert len(asked[0]) == 1 and not any(asked[1:])
     vote = Vote(b"", 11, asked[0][0].nonce or 0)
-    alone.does(alone.standby.hears_guest(b"11", vote, alone.now))
+    alone.does(alone.standby.receive(b"11", vote, alone.now))
     alone.votes(12)
     alone.passes(0.1)
     assert alone.taken_over == [1]
@@ -301,7 +301,7 @@ def test_a_takeover_that_cannot_be_written_down_is_tried_again(alone: Desk) -> N
     alone.passes(0.1)
     assert alone.taken_over == [1]
     alone.standby.cannot_take_over(alone.now)
-    alone.passes(AGAIN_S - 0.1)
+    alone.passes(RETRY_S - 0.1)
     assert not alone.taken_over
     alone.passes(0.2)
     assert alone.taken_over == [1]
@@ -311,7 +311,7 @@ def test_a_takeover_on_somebodys_word_is_tried_again_too() -> None:
     desk = Desk()
     desk.asks("promote", force=True)
     desk.standby.cannot_take_over(desk.now)
-    desk.passes(AGAIN_S + 0.1)
+    desk.passes(RETRY_S + 0.1)
     assert desk.taken_over == [1]
 
 
@@ -323,8 +323,10 @@ def test_other_actions_are_the_hubs(desk: Desk) -> None:
 
 def test_a_hub_that_refuses_it_is_said_once(desk: Desk) -> None:
     for count in (1, 0):
-        desk.does(desk.standby.hears_hub(Error(Code.NOT_ALLOWED, "There is another."), desk.now))
-        assert len([each for each in desk.commands if isinstance(each, Say)]) == count
+        desk.does(
+            desk.standby.receive_from_hub(Error(Code.NOT_ALLOWED, "There is another."), desk.now)
+        )
+        assert len([each for each in desk.commands if isinstance(each, Log)]) == count
 
 
 def test_an_earlier_hub_is_not_listened_to(desk: Desk) -> None:

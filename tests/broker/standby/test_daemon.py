@@ -139,7 +139,7 @@ def test_a_standby_whose_disk_is_full_stays_one_and_tries_again(
 
         full.setattr(daemon, "write_standby", refuses)
         operator.ask("promote", force=True)
-        wait_for(lambda: "tries again: " in caplog.text)
+        wait_for(lambda: "retrying: " in caplog.text)
         assert not standby.is_hub
         assert "hears_hub" in operator.ask("status").data
     wait_for(lambda: standby.is_hub)
@@ -155,7 +155,7 @@ def test_a_message_that_cannot_be_handled_ends_no_standby(
         standby.start()
         wait_for(lambda: holds_lease(hub))
         with monkeypatch.context() as odd, Operator(standby.address) as operator:
-            for name in ("hears_guest", "hears_hub"):
+            for name in ("receive", "receive_from_hub"):
                 odd.setattr(core.Standby, name, lambda *_: iter([1 // 0]))
             assert not operator.ask("status").ok
             wait_for(lambda: not holds_lease(hub))

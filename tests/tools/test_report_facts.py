@@ -26,7 +26,7 @@ from kit.report_pages import action, facts_of, page
 AT = 1_700_000_000.0
 # On a machine that is busy an example may take seconds.
 UNHURRIED = settings(suppress_health_check=[HealthCheck.too_slow])
-DIED = "its connection closed and it did not come back"
+DIED = "its connection broke and it did not reconnect"
 
 
 def in_life(epoch: str, *lines: dict[str, Any]) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def fails(stage: Stage, last: Puppet) -> None:
 
 
 WENT: dict[str, Callable[[Stage, Puppet], object]] = {
-    "its connection closed and it did not come back": lambda stage, last: last.dies(),
+    "its connection broke and it did not reconnect": lambda stage, last: last.dies(),
     "its training ended with an error": fails,
     "an operator removed it": lambda stage, last: stage.kicks("b"),
 }

@@ -84,7 +84,7 @@ def test_push_of_a_worker_that_stands_still_is_waited_for_once_it_has_begun() ->
 def test_worker_that_goes_on_is_expected_from_the_next_round() -> None:
     stage, a, b, beating = standing()
     beating.beats("b")
-    assert stage.said("b trains again")
+    assert stage.said("b resumed training")
     assert stage.expected == {"a"}, "this one closes without it"
     a.pushes(11)
     assert stage.expected == {"a", "b"}

@@ -119,7 +119,7 @@ def test_round_does_not_close_without_those_whose_connections_broke_meanwhile(
     b.pushes(12)
     assert stage.version().counter == 2
     assert stage.reports[-1].averaged == 2
-    assert stage.said("The broker stood still for 60 s")
+    assert stage.said("suspended for 60 s")
 
 
 def test_worker_that_died_meanwhile_is_not_waited_for_longer_than_a_return_takes() -> None:
@@ -145,7 +145,7 @@ def test_long_step_of_a_torch_optimizer_is_named_where_it_can_be_the_cause(
     stage, _ = a_run("a")
     stage.happens(Surroundings(has_own_optimizer=has_own_optimizer))
     stage.stands_still(7.0)
-    (text,) = stage.said("stood still")
+    (text,) = stage.said("suspended")
     assert ("a step of its torch optimizer took that long" in text) == has_own_optimizer
 
 

@@ -44,7 +44,7 @@ def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> 
     b.delivers([0, 1])
     text = broken_by(stage, "a")
     first, where, *rest = text.splitlines()
-    assert first == "('a', 3) has what never arrived"
+    assert first == "('a', 3) has taken what never arrived"
     assert where.startswith("  in round 1 (closing, fragment 0), at the event: ")
     assert where.endswith("WorkDone of b, fragment 0, chunk 1, push 4")
     own, of_round = "\n".join(rest).split("  before it, in this round:\n")

@@ -1,4 +1,4 @@
-"""Who takes part: workers that join, come back on a new connection, and go."""
+"""Admission: workers that join, reconnect, leave, or are removed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from diloco_protocol.manifest import Manifest, differences, summarise
 from diloco_protocol.roles import Role
 
 Scalar = str | int | float | None
-MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worker
-# How long the answer to "are you alive?" counts when another worker asks for the same id.
+MAX_EXTRA_LENGTH = 2000  # characters: it is published each second for each worker
+# Seconds for which a ping of a worker is valid evidence when another one asks for its id.
 CONTEST_S = 30.0
 
 
@@ -33,9 +33,9 @@ def join(
     manifest: Manifest,
     plan: tuple[int, ...] | None = None,
 ) -> effects.Effects:
-    """A worker asks to take part, for the first time or again on new connections.
+    """Admit a worker, or a member on a new connection.
 
-    `plan`: what the user's function has made of its model, once that was asked.
+    `plan` is the result of the user's split function, once that was called.
     """
     manifest = state.model.as_known(manifest)
     _check_sound(state, join, manifest)
@@ -47,7 +47,7 @@ def join(
     elif member is not None and not member.comes_back_as(join):
         yield from _contest(member, route, state.now)
     else:
-        # Of more fragments than there are, the frozen one included, nobody has a version.
+        # The run has so many fragments, with the frozen one; ignore versions of others.
         known = join.versions[: state.config.num_fragments + 1]
         yield from _let_in(state, route, replace(join, versions=known), manifest, plan)
 
@@ -67,7 +67,7 @@ def _let_in(
     else:
         state.versions.forget(member.bulk)
         state.members.renew(member, join, session, route, state.now)
-        yield effects.info(f"{join.worker_id} is back on a new connection.")
+        yield effects.info(f"{join.worker_id} reconnected.")
     member.relay = state.relays.before(route)
     if state.model.manifest != manifest:
         layout = state.model.settle_manifest(manifest, plan, state.run_config, join.digest)
@@ -92,9 +92,8 @@ def _is_new(state: RunState, member: Member, join: messages.Join) -> effects.Eff
         yield effects.info(remark)
     if not mode_of(config).has_rounds and len(state.members) > config.workers:
         yield effects.warning(
-            f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
-            f"the outer optimizer counts on {config.workers}. Start it with --workers "
-            f"{len(state.members)}."
+            f"{len(state.members)} workers joined, but the outer optimizer is set up for "
+            f"{config.workers}; start the broker with --workers {len(state.members)}."
         )
 
 
@@ -122,20 +121,20 @@ def _welcome(
 
 
 def _first_round(state: RunState, member: Member) -> int:
-    """The first round expected of this worker; it is entered in the open one where that waits."""
+    """The first round that waits for this worker: the open one if that is below its floor."""
     round_ = state.round
     if round_ is None:
-        # At least: an estimate that is too high would make the worker leave rounds out.
+        # A lower bound: with a number that is too high the worker would skip rounds.
         return state.model.resumed_number or 0
     if round_.barrier is None:
-        return round_.number  # it says only which fragment to begin with
+        return round_.number  # it only determines the first fragment
     if state.below_floor:
         round_.barrier.expect(member.worker_id)
     return round_.number + (member.worker_id not in round_.barrier.expected)
 
 
 def _check_sound(state: RunState, join: messages.Join, manifest: Manifest) -> None:
-    """Raise ProtocolError for a worker that could take part in no run of this broker."""
+    """Raise ProtocolError for a worker that no run of this broker could admit."""
     if state.stopping is not None:
         what = "restarts" if state.stopping.restarting else "is stopping because the run is over"
         raise ProtocolError(Code.STOPPING, f"The broker {what}: {state.stopping.reason}.")
@@ -147,22 +146,21 @@ def _check_sound(state: RunState, join: messages.Join, manifest: Manifest) -> No
         )
     for name, pairs in (("extra", join.extra), ("wants", join.wants)):
         if not all(isinstance(value, Scalar) for value in pairs.values()):
-            text = f"`{name}` may hold texts, numbers, true, false and nil only."
+            text = f"The values of `{name}` must be strings, numbers, booleans or nil."
             raise ProtocolError(Code.BAD_HEADER, text)
     if len(join.host) > MAX_HOST_LENGTH or len(str(dict(join.extra))) > MAX_EXTRA_LENGTH:
         raise ProtocolError(
             Code.BAD_HEADER,
-            f"`host` may have {MAX_HOST_LENGTH} characters and `extra`, which displays show, "
-            f"{MAX_EXTRA_LENGTH}; send less.",
+            f"`host` may have at most {MAX_HOST_LENGTH} characters, `extra` at most {MAX_EXTRA_LENGTH}.",
         )
     fence.check_join(state)
     room.check_number(state, join)
     if not 1 <= join.processes <= messages.MOST_PROCESSES:
-        text = f"A worker has 1 to {messages.MOST_PROCESSES} processes, this one {join.processes}."
+        text = f"`processes` must be 1 to {messages.MOST_PROCESSES}, got {join.processes}."
         raise ProtocolError(Code.BAD_HEADER, text)
     unsound = [version for version in join.versions if version and not version.is_valid]
     if unsound:
-        text = f"The worker says that it holds {unsound[0]!r:.200}, which cannot name a version."
+        text = f"The worker claims an invalid version, {unsound[0]!r:.200}."
         raise ProtocolError(Code.BAD_HEADER, text)
     problems = manifest.problems()
     if problems:
@@ -190,9 +188,9 @@ def _check_fit(state: RunState, join: messages.Join, manifest: Manifest) -> None
 
 
 def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...] | None:
-    """The fragment of each tensor; None where the user's function says it.
+    """The fragment of each tensor; None if the user's function has to compute it.
 
-    Raises ProtocolError where the model cannot be split so.
+    Raises ProtocolError if the model cannot be split.
     """
     if state.model.manifest == manifest:
         return state.model.plan
@@ -226,7 +224,7 @@ def _check_manifest(state: RunState, manifest: Manifest) -> None:
 
 
 def _contest(member: Member, route: effects.Route, now: float) -> effects.Effects:
-    """Another worker wants this id: find out whether the one that has it is alive."""
+    """Another worker asks for this id: find out whether the current one is alive."""
     life, figures = member.liveness, member.figures
     age = now - life.last_seen
     if life.contested_at is not None and now - life.contested_at > CONTEST_S:
@@ -243,8 +241,8 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
         if life.contested_at is None:
             life.contest(now)
         text = (
-            f"A worker named {member.worker_id!r} was heard {age:.1f} s ago; if it is gone, its "
-            "place will be free soon."
+            f"A worker named {member.worker_id!r} sent a message {age:.1f} s ago; if it is dead, the id "
+            "will be free soon."
         )
         yield member.tell(messages.Notice("ping"))
     error = messages.Error(Code.ID_TAKEN, text, retry=not is_alive, about="join")
@@ -252,7 +250,7 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
 
 
 def remove(state: RunState, member: Member, why: str) -> effects.Effects:
-    """A worker is gone; what it delivered stays, what it owed is not waited for."""
+    """Remove a worker: what it delivered counts, and rounds stop waiting for the rest."""
     state.members.remove(member)
     state.shards.leave(member.worker_id)
     orders.gone(state, member.worker_id)
@@ -264,7 +262,7 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
 
 
 def kick(state: RunState, member: Member) -> effects.Effects:
-    """Remove a worker that an operator does not want; it is told."""
+    """Remove a worker at the request of an operator, and notify it."""
     text = f"{member.worker_id} was removed from the run by an operator."
     yield member.tell(messages.Notice("kicked", text))
     yield from remove(state, member, "an operator removed it")
@@ -272,7 +270,7 @@ def kick(state: RunState, member: Member) -> effects.Effects:
 
 
 def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
-    """Keys were taken back: those who trained under them are gone at once."""
+    """Keys were revoked: remove the workers that use them."""
     for peer in sorted(event.peers, key=str):
         yield effects.warning(f"The key of {peer} was revoked.")
         member = state.members.named(peer.name) if peer.role is Role.WORKER else None

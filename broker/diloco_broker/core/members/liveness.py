@@ -1,4 +1,4 @@
-"""Who is alive: heartbeats, workers that stand still, broken connections, deaths."""
+"""Liveness: heartbeats, stalled workers, broken connections, deaths."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from diloco_broker.core.versions import pulls
 from diloco_broker.standby import fence
 from diloco_protocol import messages
 
-# A worker that was silent for so long is sent a word, so that a broken connection shows itself.
+# Seconds of silence after which a worker is probed: sending shows whether its connection is broken.
 PROBE_AFTER_S = 1.0
-# When a connection was closed, each worker is sent a word to find out whose; so many at a time.
+# When some connection was closed, all workers are probed, at most this many in a tick.
 PROBES_A_TICK = 64
-# Observers send no heartbeats; one that is gone is found out by sending it a word now and then.
+# Seconds between two probes of an observer, which sends no heartbeats.
 PROBE_OBSERVERS_S = 10.0
-# After the broker has stood still, a worker whose connection broke has at least so long to come back: it
-# tries again every 2 s, and a connection that nothing has answered is given up after 3 s.
+# Seconds that a worker has to reconnect after the broker was suspended: it retries every 2 s, and an
+# unanswered connection times out after 3 s.
 BACK_WITHIN_S = 6.0
 
 
 def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.Effects:
-    """A sign of life, with the step count: a training loop that hangs shows in it."""
+    """A heartbeat, whose step count shows whether the training loop hangs."""
     figures, life = member.figures, member.liveness
     has_moved = figures.take(beat, state.now)
     life.beat(state.now, has_moved=has_moved)
@@ -47,26 +47,26 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
 
 
 def _stall(state: RunState, member: Member, what: str) -> effects.Effects:
-    """A worker does not train: others go on without it, unless their round needs more workers."""
+    """A worker stalled: the others continue without it unless their round needs more workers."""
     member.liveness.stall()
     follows = tuple(sequence.stall(state, member.worker_id))
     goes_on = state.round is not None and not state.below_floor
-    waits = "; the others do not wait for it until it goes on" if goes_on else ""
+    waits = "; rounds continue without it" if goes_on else ""
     yield effects.warning(f"{what}{waits}.")
     yield from follows
 
 
 def mark_active(state: RunState, member: Member) -> effects.Effects:
-    """A worker makes progress. One that stood still is expected again: from the next round, or at once
-    below the floor."""
+    """A worker makes progress. A stalled one is expected again from the next round, or at once if the
+    round is below its floor."""
     if member.liveness.move(state.now):
         step = member.figures.step
-        yield effects.info(f"{member.worker_id} trains again, at step {step}.")
+        yield effects.info(f"{member.worker_id} resumed training at step {step}.")
         yield from sequence.expect_all(state)
 
 
 def connection_lost(state: RunState, route: effects.Route) -> effects.Effects:
-    """A connection does not exist any more; its worker has a moment to come back."""
+    """A connection broke; its worker has `disconnect_grace` seconds to reconnect."""
     state.versions.forget(route)
     member = state.members.on_route(route)
     if member is not None and route != member.control:
@@ -77,18 +77,18 @@ def connection_lost(state: RunState, route: effects.Route) -> effects.Effects:
 
 
 def stood_still(state: RunState, event: events.StoodStill) -> effects.Effects:
-    """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
+    """The broker was suspended: deadlines have not moved, but connections may have broken."""
     state.back_at = state.now
     own = ", or a step of its torch optimizer took that long" if state.has_own_optimizer else ""
     yield effects.warning(
-        f"The broker stood still for {event.seconds:.0f} s: its process was stopped, or its machine "
+        f"The broker was suspended for {event.seconds:.0f} s: its process was stopped, or its machine "
         f"slept or was overloaded{own}. That time counts against no worker; workers whose connections "
-        f"broke meanwhile have {BACK_WITHIN_S:g} s to come back."
+        f"broke have {BACK_WITHIN_S:g} s to reconnect."
     )
 
 
 def tick(state: RunState, event: events.Tick) -> effects.Effects:
-    """Time has passed: who is dead, who should be tried?"""
+    """Evict dead workers, and probe silent ones."""
     now = state.now
     state.absences.tick(now)
     if event.lost:
@@ -107,11 +107,11 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
     for member in state.members:
         silent = now - member.liveness.last_seen
         if _is_given_up(state, member):
-            yield from _evict(state, member, "its connection closed and it did not come back")
+            yield from _evict(state, member, "its connection broke and it did not reconnect")
         elif timeout and silent > timeout and not may_be_on_its_way(state):
-            yield from _evict(state, member, f"nothing was heard from it for {silent:.0f} s")
+            yield from _evict(state, member, f"no message for {silent:.0f} s")
         elif silent > PROBE_AFTER_S and now - member.liveness.probed_at > PROBE_AFTER_S:
-            # A dead connection shows only when something is sent on it.
+            # A dead connection fails only when something is sent on it.
             member.liveness.probed_at = now
             yield member.tell(messages.Notice("alive"))
     yield from fence.tick(state)
@@ -134,20 +134,20 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
 
 
 def _is_given_up(state: RunState, member: Member) -> bool:
-    """Has its connection been broken for longer than it may be?"""
+    """Whether its connection has been broken for longer than `disconnect_grace`."""
     broken, grace = member.liveness.disconnected_at, state.config.disconnect_grace
     is_over = broken is not None and state.now >= broken + grace
     return is_over and not may_be_on_its_way(state)
 
 
 def may_be_on_its_way(state: RunState) -> bool:
-    """Has the broker stood still, and so lately that a worker may still be coming back to it?"""
+    """Whether the broker was suspended so recently that workers may still be reconnecting."""
     return state.back_at is not None and state.now < state.back_at + BACK_WITHIN_S
 
 
 def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     state.totals.deaths += 1
-    yield effects.warning(f"{member.worker_id} counts as dead: {why}.")
+    yield effects.warning(f"{member.worker_id} is dead: {why}.")
     seeding.lost(state, member)
     yield from admission.remove(state, member, why)
     state.absences.died(member, why, state.now)

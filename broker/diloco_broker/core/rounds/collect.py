@@ -1,4 +1,4 @@
-"""Collecting pushes until they are whole: what staged and asynchronous rounds share."""
+"""Collecting pushes until they are complete, for staged and asynchronous rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diloco_protocol.messages import Commit, Push
 def begin(
     state: RunState, member: Member, push: Push, *, sharing: int, number: int | None = None
 ) -> Effects:
-    """Give a new push its place in the pool of its fragment. Arguments are as in `grants.grant`."""
+    """Enter a new push into the pool of its fragment. Arguments are as in `grants.grant`."""
     before, weight = state.standing(member, push), state.weight_of(push)
     submission = Submission(member.worker_id, push, before, weight, progress_at=state.run_time)
     state.submissions.pool(push.fragment)[submission.key] = submission
@@ -28,7 +28,7 @@ def begin(
 
 
 def is_known(state: RunState, member: Member, push: Push) -> bool:
-    """Is this push here already, or in the current version?"""
+    """Whether this push is in the pool, or in the current version."""
     is_here = find(state, member.worker_id, push) is not None
     return is_here or state.standing(member, push).is_full
 
@@ -36,10 +36,10 @@ def is_known(state: RunState, member: Member, push: Push) -> bool:
 def comes_again(
     state: RunState, member: Member, push: Push, *, sharing: int, number: int | None = None
 ) -> Generator[Effect, None, bool]:
-    """Answer a push that is here already, or in the current version. Returns False for any other."""
+    """Answer a push that is known (see `is_known`). Returns False for any other."""
     known = find(state, member.worker_id, push)
     if known is not None and known.is_chosen and not known.is_whole:
-        text = "A relay has lost a part of this push; the rest is counted, that part comes next."
+        text = "A relay lost a part of this push; the rest is being counted, send that part later."
         yield from grants.wait(member, push, text, number)
     elif known is not None:
         if known.is_chosen and number is not None:
@@ -54,14 +54,14 @@ def comes_again(
 
 
 def abandon_others(state: RunState, member: Member, push: Push) -> None:
-    """A worker that comes with another push of the fragment has given up the unfinished ones."""
+    """Drop unfinished pushes of a fragment whose worker offers another one."""
     for other in _others(state, member, push):
         if not (other.is_whole or other.is_chosen):
             state.submissions.drop(other)
 
 
 def has_whole(state: RunState, member: Member, push: Push) -> bool:
-    """Is another whole submission of this worker and fragment waiting to be merged?"""
+    """Whether another complete submission of this worker and fragment waits to be merged."""
     return any(s.is_whole and not s.is_chosen for s in _others(state, member, push))
 
 
@@ -74,7 +74,7 @@ def _others(state: RunState, member: Member, push: Push) -> list[Submission]:
 
 
 def find(state: RunState, worker_id: str, push: Push) -> Submission | None:
-    """The submission that this push is on its way to be; None when it is given up."""
+    """The submission of this push; None if it was dropped."""
     return state.submissions.find(push.fragment, worker_id, push.push_id)
 
 
@@ -86,9 +86,9 @@ def done(state: RunState, event: WorkDone) -> Effects:
 
 
 def _at_work(state: RunState, event: WorkDone | WorkRefused) -> Submission | None:
-    """The submission that a chunk is for.
+    """The submission that a chunk belongs to; None if that was dropped in the meantime.
 
-    None when that was given up meanwhile; if the same push has begun again, the chunk comes again.
+    A push that was dropped and has begun again receives the chunk again.
     """
     work = event.work
     submission = state.submissions.find(work.fragment, work.worker_id, work.push_id)
@@ -96,31 +96,31 @@ def _at_work(state: RunState, event: WorkDone | WorkRefused) -> Submission | Non
 
 
 def refused(state: RunState, event: WorkRefused) -> Generator[Effect, None, bool]:
-    """A chunk was not finite: nothing of its push counts. Returns whether that is news."""
+    """A chunk was not finite: drop its push. Returns False if that was done before."""
     work, submission = event.work, _at_work(state, event)
     if submission is None:
         return False
     state.submissions.drop(submission)
     text = (
-        f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are not "
-        "finite or cannot be read; nothing of it counts, the run goes on without it."
+        f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} is not finite or cannot be "
+        "read; the push is dropped, and the run continues without it."
     )
     yield from grants.refuse(state, work.fragment, submission.key, Code.NON_FINITE, text)
     return True
 
 
 def commit(state: RunState, member: Member, commit: Commit) -> None:
-    """Its worker has sent every chunk; some may still be on their way on the other connection."""
+    """Its worker has sent every chunk; some may still be in flight on the data connection."""
     submission = state.submissions.find(commit.fragment, member.worker_id, commit.push_id)
     if submission is not None and not submission.is_whole:
         submission.commit(state.run_time)
 
 
 def leave(state: RunState, worker_id: str) -> None:
-    """A worker is gone: what is whole counts, what is not is forgotten.
+    """A worker died or left: drop its incomplete submissions; complete ones count.
 
-    What is being merged stays known until the version is out, also where a relay has lost a part of it:
-    its worker may be back before, and sends only that part again.
+    A submission that is being merged stays in the pool until its version is released, also if a relay
+    lost a part of it: its worker may return first, and sends only that part again.
     """
     for submission in list(state.submissions):
         is_settled = submission.is_whole or submission.is_chosen
@@ -134,8 +134,10 @@ def merge(
     groups: Sequence[Sequence[Submission]],
     factor: Callable[[int], float] = lambda _: 1.0,
 ) -> Iterator[AggregateAndStep]:
-    """Make a version of the fragment; each group makes one gradient. `factor` is that of a submission's
-    values, by its staleness."""
+    """Make a version of the fragment; each group makes one gradient.
+
+    `factor` maps the staleness of a submission to the factor of its values.
+    """
     versions = state.versions[fragment]
     for submission in (each for group in groups for each in group):
         submission.is_chosen = True
@@ -157,6 +159,6 @@ def lost(state: RunState, chunk: RemoteChunk) -> Effects:
 
 
 def forget(state: RunState, merged: Sequence[Submission]) -> None:
-    """These are in a version that is out: they need no room any more."""
+    """Drop submissions whose version is released."""
     for submission in merged:
         state.submissions.drop(submission)

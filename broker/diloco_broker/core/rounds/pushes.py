@@ -1,6 +1,6 @@
-"""Pushes as they come in: checked, given to the mode of the run, their chunks taken in one by one.
+"""Incoming pushes and their chunks: checked, then handed to the mode of the run.
 
-Every check comes before the first change, so a refused push or chunk leaves the state as it was.
+All checks precede the first change, so a refused push or chunk leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from diloco_protocol.chunks import FragmentLayout, Segment
 from diloco_protocol.dtypes import WIRE_DTYPES, least_bytes, span_bytes, travels_in
 from diloco_protocol.errors import Code, ProtocolError
 
-# A weight is a count of tokens or samples; more than this in one round is a mistake. So is less than
-# that: fp32 would lose what it multiplies.
+# A weight is a number of tokens or samples. A larger one is a mistake; with a smaller one fp32 would
+# underflow.
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
 
 
 def push(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
-    """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
+    """A worker offers a push: grant it, or defer it."""
     _check_push(state, push)
     if push.purpose is messages.Purpose.DONATION:
         yield from seeding.offered(state, member, push)
@@ -39,7 +39,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     _check_base(state, push)
     has_units = units.check(state, member, push)
     rules_of(state).check(state, member, push)
-    if push.ledger is not None:  # of a seed worker only; it would be kept with the push
+    if push.ledger is not None:  # only a seed worker needs it
         push = replace(push, ledger=None)
     if member.uploads.is_new(push):
         yield from liveness.mark_active(state, member)
@@ -58,15 +58,15 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
 def chunk(
     state: RunState, member: Member, route: effects.Route, chunk: messages.Chunk, payload: Any
 ) -> effects.Effects:
-    """One chunk of a push: hand it to the mode unless it is there already."""
+    """A chunk of a push: hand it to the mode unless it has arrived before."""
     if not member.takes_chunks_on(route):
-        return  # another of its lanes is lost: it comes back, and offers the push again
+        return  # another of its data connections broke: it will rejoin and offer the push again
     upload = member.uploads.of(chunk.fragment)
     if upload is None or upload.push.push_id != chunk.push_id:
         raise ProtocolError(
             Code.BAD_CHUNK,
-            f"Chunk {chunk.index} of fragment {chunk.fragment} belongs to no push under way; "
-            "send a push and wait for its grant.",
+            f"Chunk {chunk.index} of fragment {chunk.fragment} belongs to no granted push; send a push "
+            "and wait for its grant.",
         )
     if upload.is_void:
         return
@@ -78,7 +78,7 @@ def chunk(
     if is_held:
         combining.check(state, member, route, push, payload)
     if not upload.may_come(lane):
-        text = f"Chunk {chunk.index} came without credit; wait for an ack."
+        text = f"No credit for chunk {chunk.index}; wait for an ack."
         raise ProtocolError(Code.BAD_CHUNK, text)
     first = state.seeding.versions.get(push.fragment) if is_seeding else None
     found = None if is_seeding else rules_of(state).find(state, member.worker_id, push)
@@ -87,7 +87,7 @@ def chunk(
     elif found is not None:
         arrived = found.before if chunk.index in found.before else found.arrived
     else:
-        return  # it was under way when its push was over
+        return  # it was in flight when its push ended
     member.account.bytes_up += size
     state.totals.bytes_up += 0 if is_held else size
     upload.comes(chunk.index, lane)
@@ -139,7 +139,7 @@ def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
 def _check_push(state: RunState, push: messages.Push) -> None:
     fragments = state.versions.fragments
     if not 0 <= push.fragment < len(fragments):
-        raise ProtocolError(Code.BAD_PUSH, f"There is no fragment {push.fragment} in this run.")
+        raise ProtocolError(Code.BAD_PUSH, f"This run has no fragment {push.fragment}.")
     layout = fragments[push.fragment].layout
     chunks = layout.chunks
     if push.chunks != chunks or not chunks:
@@ -149,11 +149,11 @@ def _check_push(state: RunState, push: messages.Push) -> None:
     if is_gradient and layout.lengths[Segment.BUFFERS] and push.buffers != messages.BUFFERS:
         raise ProtocolError(
             Code.BAD_PUSH,
-            f"The float buffers of this push travel as {push.buffers:.20}, this broker takes them as "
+            f"This push has float buffers as {push.buffers:.20}, this broker expects them as "
             f"{messages.BUFFERS}; install the same release at both ends.",
         )
-    # Each gradient is decoded as it came: a worker may have a dtype of its own, and a delta that was
-    # frozen before a restart keeps its.
+    # Each push has its own dtype: a worker may override the run's, and a delta that was frozen before a
+    # restart keeps its dtype.
     allowed = ("fp32",) if push.purpose is messages.Purpose.DONATION else WIRE_DTYPES
     if push.wire_dtype not in allowed:
         text = f"The push is in {push.wire_dtype:.20}, it must be in {' or '.join(allowed)}."
@@ -201,16 +201,16 @@ def _check_base(state: RunState, push: messages.Push) -> None:
 
 
 def check_sum(index: int, payload: Any, layout: FragmentLayout, wire: str) -> int:
-    """Bytes of a sum that a relay has sent; raises ProtocolError where it is no chunk."""
+    """Bytes of a relay's sum; raises ProtocolError if it is not a valid chunk."""
     if wire not in WIRE_DTYPES:
-        raise ProtocolError(Code.BAD_CHUNK, f"There is no wire dtype {wire:.20}.")
+        raise ProtocolError(Code.BAD_CHUNK, f"Unknown wire dtype {wire:.20}.")
     return check_size(index, payload, layout, wire)
 
 
 def check_size(index: int, payload: Any, layout: FragmentLayout, wire: str) -> int:
-    """Bytes of the chunk, which are as many as they may be."""
+    """Bytes of the chunk; raises ProtocolError if its index or size is invalid."""
     if not 0 <= index < len(layout.spans):
-        text = f"There is no chunk {index}; fragment {layout.fragment} has {layout.chunks}."
+        text = f"Invalid chunk {index}; fragment {layout.fragment} has {layout.chunks} chunks."
         raise ProtocolError(Code.BAD_CHUNK, text)
     span = layout.spans[index]
     size = int(payload.nbytes)

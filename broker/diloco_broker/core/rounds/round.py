@@ -1,7 +1,7 @@
-"""What is made next: one update of one fragment, by a round of workers or by pushes on their own.
+"""Updates: each makes one version of one fragment, from a round of workers or from single pushes.
 
-A round waits for workers at a *barrier*. Asynchronous mode has none: there an update is made of the
-pushes that are ready.
+A round waits for workers at a *barrier*. Asynchronous mode has none: an update takes the pushes that are
+ready.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PushKey = tuple[str, int]  # (worker id, push id)
 
 
 class InvariantBroken(AssertionError):
-    """Something does not hold that must between two events; in the part of `worker_id`, if of one."""
+    """A condition that must hold between events is violated; `worker_id` is empty or names a worker."""
 
     def __init__(self, text: str, worker_id: str = "") -> None:
         super().__init__(text)
@@ -30,7 +30,7 @@ class InvariantBroken(AssertionError):
 
 
 class Phase(str, Enum):
-    """CLOSING: it is settled who contributes, and the outer step is being taken."""
+    """CLOSING: the contributions are fixed, and the outer step is being taken."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -38,18 +38,18 @@ class Phase(str, Enum):
 
 @dataclass(eq=False)
 class PushInProgress(ABC):
-    """A push that was taken in and is not over. Two are the same only if they are one object."""
+    """An accepted, unfinished push. Instances compare by identity."""
 
     worker_id: str
     push: Push
-    before: Bitmap  # chunks that need not come: what they bring is counted already
-    weight: float  # its share in a mean
-    # Versions between its base and the one that it goes into; 0 until that is settled.
+    before: Bitmap  # chunks that are already counted and need not be sent
+    weight: float  # in a weighted mean
+    # Versions between its base and the one that contains it; 0 until that is known.
     staleness: int = field(default=0, kw_only=True)
-    arrived: Bitmap = field(init=False)  # chunks received, taken or waiting to be
+    arrived: Bitmap = field(init=False)  # chunks received, inspected or not
     taken: Bitmap = field(init=False)  # chunks received and found finite
     squares: float = field(default=0.0, init=False)  # sum of the squared parameters in these
-    fingerprint: int = field(default=0, init=False)  # of these together; 0 while all are zeros
+    fingerprint: int = field(default=0, init=False)  # of these; 0 while all are zeros
     # Chunks that a relay holds and that have not been collected, by index.
     remote: dict[int, RemoteChunk] = field(default_factory=dict, init=False)
 
@@ -67,14 +67,14 @@ class PushInProgress(ABC):
 
     @property
     def norm(self) -> float:
-        """Euclidean length of the parameters taken; what its worker says of it is in the push."""
+        """Euclidean norm of the taken chunks; the push has the one that its worker reported."""
         return math.sqrt(self.squares)
 
     def looked_at(self, index: int, squares: float, fingerprint: int) -> None:
-        """A chunk was found finite: it counts, unless the push is given up."""
+        """A chunk was found finite: it counts unless the push is dropped."""
         self.taken.add(index)
         self.squares += squares
-        self.fingerprint = (self.fingerprint + fingerprint) % 2**64  # chunks come in any order
+        self.fingerprint = (self.fingerprint + fingerprint) % 2**64  # chunks arrive in any order
 
     def hold(self, chunk: RemoteChunk, now: float) -> None:
         """A relay holds this chunk, and has found it finite. `now` is run time."""
@@ -87,13 +87,13 @@ class PushInProgress(ABC):
 
     @abstractmethod
     def work(self, index: int, payload: Any) -> Fold | Inspect:
-        """What is to be done with a chunk that has just come."""
+        """The tensor work for a chunk that has arrived."""
 
     def check_invariants(self) -> None:
         if any(i in self.before for i in self.arrived):
             raise InvariantBroken(f"{self.key} counts a chunk again", self.worker_id)
         if not all(i in self.arrived for i in self.taken):
-            raise InvariantBroken(f"{self.key} has what never arrived", self.worker_id)
+            raise InvariantBroken(f"{self.key} has taken what never arrived", self.worker_id)
         if not all(i in self.arrived for i in self.remote):
             raise InvariantBroken(
                 f"{self.key} has a remote chunk that never arrived", self.worker_id
@@ -102,7 +102,7 @@ class PushInProgress(ABC):
 
 @dataclass
 class Barrier:
-    """Whom the rounds of one fragment wait for. Only the methods here change it."""
+    """The workers that the rounds of one fragment wait for. Only its methods change it."""
 
     expected: set[str] = field(default_factory=set)  # workers that the open round waits for
     # Workers whose push for the open or coming round was refused: it does not wait for them.
@@ -121,26 +121,28 @@ class Barrier:
         self.skipped.add(worker_id)
 
     def has_begun(self, worker_id: str) -> None:
-        """A push of it was taken in, after others were refused perhaps."""
+        """A push of it was accepted, perhaps after others were refused."""
         self.skipped.discard(worker_id)
 
     def end(self) -> None:
-        """The round is over; refusals count for this one only."""
+        """The round has ended; refusals do not affect the next one."""
         self.skipped.clear()
 
 
 @dataclass
 class Update(ABC):
-    """One update, from when it opens until its version is released."""
+    """An update, from its opening until its version is released."""
 
     number: int  # updates before it, of all fragments
     fragment: int
     size: int  # chunks of its fragment
     opened_at: float  # run time
-    barrier: Barrier | None = None  # whom it waits for; None in asynchronous mode
+    barrier: Barrier | None = None  # None in asynchronous mode
     phase: Phase = field(default=Phase.OPEN, init=False)
-    stepped: Bitmap = field(init=False)  # chunks of which the outer step has been taken
-    is_lack_known: bool = field(default=False, init=False)  # workers know that it lacks others
+    stepped: Bitmap = field(init=False)  # chunks whose outer step has been taken
+    is_lack_known: bool = field(
+        default=False, init=False
+    )  # workers were told that others are missing
 
     def __post_init__(self) -> None:
         self.stepped = Bitmap(self.size)
@@ -148,30 +150,30 @@ class Update(ABC):
     @property
     @abstractmethod
     def begun(self) -> set[str]:
-        """Workers that are not waited for any longer: their push has begun, or was refused."""
+        """Workers that the round no longer waits for: their push has begun, or was refused."""
 
     @property
     @abstractmethod
     def participating(self) -> set[str]:
-        """Workers whose push is under way or whole."""
+        """Workers whose push is in progress or complete."""
 
     @property
     @abstractmethod
     def pushes(self) -> Iterable[PushInProgress]:
-        """Those that its version contains, whole or in part."""
+        """The pushes that its version contains, completely or in part."""
 
     @abstractmethod
     def has_all_of(self, worker_id: str) -> bool:
-        """Is a push of this worker here that misses nothing?"""
+        """Whether all chunks of a push of this worker have arrived."""
 
     @property
     def has_work_to_look_at(self) -> bool:
-        """Is a push here, of which nothing but our own look at it is missing?"""
+        """Whether a push has arrived completely but has not been inspected completely."""
         return False
 
     @property
     def averaged(self) -> int:
-        """Workers of whom a whole push is in it."""
+        """The number of workers with a complete push in it."""
         return len({each.worker_id for each in self.pushes if each.is_whole})
 
     def counted(self) -> tuple[CountedPush, ...]:
@@ -191,7 +193,7 @@ class Update(ABC):
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Raise AssertionError when something does not hold that must between two events."""
+        """Raise AssertionError if a condition that must hold between events is violated."""
 
     @property
     def missing(self) -> set[str]:

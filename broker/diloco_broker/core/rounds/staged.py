@@ -1,16 +1,16 @@
-"""Staged rounds: submissions are kept until whole, and merged together, a round at a time.
+"""Staged rounds: submissions are kept until they are complete, and merged when the round closes.
 
-Used with a quorum, in deterministic order, with a bound on how long a push may be, or where an
-aggregate needs whole submissions. A worker may send before its round is open; what is not whole
-when a round closes is carried into the next round of the fragment, or dropped, as the run has it
-(`--late`), and its worker is told either way. The rules of a round:
+Used with a quorum, in deterministic order, with a limit on the norm of a push, or where an aggregate
+needs complete submissions. A worker may send before its round is open. A submission that is incomplete
+when a round closes is deferred to the next round of the fragment, or dropped (`--late`); its worker is
+notified either way. The rules:
 
-- It is OPEN until every expected worker's submission is whole and at least `floor` are; with a quorum K
-  also once K are whole and `grace` seconds have passed since. K never exceeds those who could still
-  come, nor falls below the floor.
-- Then it is CLOSING with the whole submissions it has chosen, at most one of each worker, in the order
-  of worker ids. Nothing that happens to a worker changes these any more.
-- A worker whose push was refused is *skipped*: not waited for in that round.
+- A round is OPEN until the submissions of all expected workers, and at least `floor`, are complete; with
+  a quorum K also once K have been complete for `grace` seconds. K never exceeds the number of workers
+  that can still contribute, nor falls below the floor.
+- Then it is CLOSING with the complete submissions that it has chosen, at most one of each worker, in the
+  order of worker ids. Later events of a worker do not change the choice.
+- A worker whose push was refused is *skipped*: the round does not wait for it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from diloco_protocol.messages import Notice, Push
 
 @dataclass
 class StagedRound(StagedUpdate):
-    """A round over whole submissions; see the head of this module."""
+    """A round over complete submissions."""
 
     barrier: Barrier
     pool: Pool = field(default_factory=dict)  # the submissions of its fragment
     quorum: int | None = None
-    quorum_at: float | None = None  # when `quorum` of them were whole (run time)
+    quorum_at: float | None = None  # when `quorum` of them were complete (run time)
 
     @property
     def begun(self) -> set[str]:
@@ -58,7 +58,7 @@ class StagedRound(StagedUpdate):
         return any(s.is_sent and not s.is_whole for s in self.pool.values())
 
     def whole(self) -> list[Submission]:
-        """The first whole submission of each worker, in the order of worker ids."""
+        """The first complete submission of each worker, in the order of worker ids."""
         first: dict[str, Submission] = {}
         for submission in self.pool.values():
             other = first.get(submission.worker_id)
@@ -69,7 +69,7 @@ class StagedRound(StagedUpdate):
         return [first[worker_id] for worker_id in sorted(first)]
 
     def look(self, now: float, *, floor: int, quorum: int | None) -> None:
-        """Note when as many are whole as a quorum asks for."""
+        """Note when a quorum is complete."""
         if quorum != self.quorum:
             self.quorum, self.quorum_at = quorum, None
         if self.quorum_at is None and self._has_quorum(floor):
@@ -109,11 +109,11 @@ class StagedRound(StagedUpdate):
 
 find, done, commit, lost = collect.find, collect.done, collect.commit, collect.lost
 tell = lines.closed
-tick = released = nothing  # nobody waits for room
+tick = released = nothing  # neither time nor free memory matters here
 
 
 def asked_for_by(config: BrokerConfig) -> str:
-    """The option that needs whole submissions; empty when none does."""
+    """The option that needs complete submissions; empty if none does."""
     if config.quorum is not None:
         return "--quorum"
     if config.deterministic:
@@ -124,7 +124,7 @@ def asked_for_by(config: BrokerConfig) -> str:
 
 
 def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
-    """Each worker may have a submission of each fragment waiting."""
+    """Each worker may have one pending submission of each fragment."""
     return config.workers, "worker", sum(sizes)
 
 
@@ -134,7 +134,7 @@ def _round(state: RunState) -> StagedRound:
 
 
 def open_round(state: RunState, number: int) -> Effects:
-    """Open a round with what is in its fragment's pool, and with pushes that waited for earlier ones."""
+    """Open a round with the pool of its fragment, and with the pushes that were deferred to it."""
     if state.round is not None:
         collect.forget(state, _round(state).chosen)
     fragment, size = state.coming(number)
@@ -155,8 +155,8 @@ def open_round(state: RunState, number: int) -> Effects:
 
 
 def check(state: RunState, member: Member, push: Push) -> None:
-    """Refuse a push that comes too late, where late work is dropped."""
-    # Of one that is counted in part a relay has lost the rest, which still belongs to it.
+    """Refuse a late push, if late pushes are dropped."""
+    # A push that is counted in part is not late: a relay has lost the rest.
     is_new = not collect.is_known(state, member, push) and not state.standing(member, push)
     if is_new and state.config.late == "drop" and _is_late(state, push):
         raise ProtocolError(
@@ -167,7 +167,7 @@ def check(state: RunState, member: Member, push: Push) -> None:
 
 
 def offer(state: RunState, member: Member, push: Push) -> Effects:
-    """A worker offers a push: take it into the pool of its fragment."""
+    """Enter an offered push into the pool of its fragment."""
     coming = state.next_round_of(push.fragment)
     sharing = len(state.members)
     if (yield from collect.comes_again(state, member, push, sharing=sharing, number=coming)):
@@ -187,20 +187,20 @@ def _begin(state: RunState, member: Member, push: Push) -> Effects:
 
 
 def _is_late(state: RunState, push: Push) -> bool:
-    """Has a round of its fragment closed, or begun to, since its base was handed out?"""
+    """Whether a round of its fragment has closed, or begun to, since its base was released."""
     round_ = _round(state)
     is_closing = round_.phase is Phase.CLOSING and round_.fragment == push.fragment
     return is_closing or state.versions[push.fragment].staleness(push) > 0
 
 
 def refused(state: RunState, event: WorkRefused) -> Effects:
-    """A chunk was not finite: nothing of its push counts, and its round does not wait for another."""
+    """A chunk was not finite: drop the push; its round does not wait for another."""
     if (yield from collect.refused(state, event)):
         state.skip(event.work.worker_id, event.work.fragment)
 
 
 def look(state: RunState) -> Effects:
-    """Note when a quorum is reached."""
+    """Note when a quorum is complete."""
     yield from ()
     _round(state).look(state.run_time, floor=state.floor, quorum=state.config.quorum)
 
@@ -210,8 +210,10 @@ def tally(state: RunState) -> Tally:
 
 
 def close(state: RunState) -> Effects:
-    """Merge what is whole; what is not is carried or dropped. If one is too large it is refused instead,
-    since without it it may not be time."""
+    """Merge the complete submissions, and defer or drop the others.
+
+    A submission that is too large is refused instead: without it the round may not be due.
+    """
     round_ = _round(state)
     whole = round_.whole()
     kept = yield from norms.refuse_too_large(state, whole)
@@ -228,10 +230,12 @@ def _tell_the_late(state: RunState, round_: StagedRound) -> Effects:
         worker_id, push = submission.worker_id, submission.push
         if state.config.late == "drop" and not submission.is_whole:
             state.submissions.drop(submission)
-            text = f"Round {round_.number} closed without {worker_id}, whose late push is dropped."
+            text = f"Round {round_.number} closed without {worker_id}; dropped its late push."
             yield from grants.refuse(state, push.fragment, submission.key, Code.LATE, text)
             continue
-        text = f"Round {round_.number} closed without {worker_id}; its push goes into {following}."
+        text = (
+            f"Round {round_.number} closed without {worker_id}; deferred its push to {following}."
+        )
         yield info(text)
         member = state.members.named(worker_id)
         if member is not None:

@@ -1,23 +1,22 @@
-"""Streaming rounds: pushes enter the open round, their chunks are added up as they come.
+"""Streaming rounds: pushes enter the open round, and their chunks are added as they arrive.
 
-The default of synchronous mode. Of what has arrived only one accumulator is kept, and the few chunks
-that came last. So a push counts chunk by chunk: a round that closes while a worker dies takes what it
-has delivered, and the memory needed does not depend on the number of workers. The rules, all of them:
+The default of synchronous mode. The broker keeps one accumulator and the few chunks that arrived last,
+so its memory does not depend on the number of workers, and a push counts chunk by chunk: a round that
+closes while a worker dies keeps the chunks that it delivered. The rules:
 
 - A round is OPEN until every expected worker has begun its push and at least `floor` contribute; then
   it is CLOSING, and it ends when every chunk has been stepped.
-- A worker that dies or leaves while the round is open leaves the expected set at once. While it is
-  closing, a death only means that the chunks it has not delivered are not waited for. So a closing
-  round always ends.
-- A chunk is *owed* by a contribution until it has been folded. While the round is closing, a chunk that
-  nobody owes any more is ready. It is normalised by the weight that actually reached it.
+- A worker that dies or leaves an open round leaves the expected set at once. A closing round stops
+  waiting for the chunks that a dead worker has not delivered. So a closing round always ends.
+- A contribution *owes* a chunk until the chunk has been folded. In a closing round, a chunk that no
+  contribution owes is ready. It is normalised by the weight that reached it.
 - A chunk that an earlier version contains (`before`) is not owed again: each (worker, push id, chunk)
   counts once.
-- A worker whose push was refused before it began is *skipped*: not waited for in that round.
+- A worker whose push was refused before it began is *skipped*: the round does not wait for it.
 - A worker has one live contribution in a round, and one vote on each chunk. Another push id abandons an
-  unfinished contribution; what had arrived of it stays, since it was honest work, and the new push
-  brings only the other chunks. (Both in full would count the same steps twice: a worker that was killed
-  in the middle of an upload makes them again.)
+  unfinished contribution; the chunks that had arrived still count, and the new push delivers only the
+  others. (Both in full would count the same steps twice: a worker that is killed during an upload
+  repeats them.)
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from diloco_protocol.messages import Commit, Push
 
 
 class Ended(str, Enum):
-    """Why a contribution will deliver nothing more."""
+    """Why a contribution will deliver no more chunks."""
 
     GONE = "gone"
     VOIDED = "voided"
@@ -50,12 +49,12 @@ class Ended(str, Enum):
 
 @dataclass(eq=False)
 class Contribution(PushInProgress):
-    """One push in one round; the chunks taken have been added to the round's sums.
+    """A push in a round; its taken chunks have been added to the round's sums.
 
     `before` are chunks that an earlier version contains, or an earlier push of its worker in this round.
     """
 
-    ended: Ended | None = None  # why nothing more will come; None while the worker is at it
+    ended: Ended | None = None  # None while its worker may deliver more
 
     @property
     def is_whole(self) -> bool:
@@ -67,7 +66,7 @@ class Contribution(PushInProgress):
         return Fold(push.fragment, index, *self.key, self.weight, dtype, payload)
 
     def owed(self) -> Iterable[int]:
-        """Chunks that are to be folded yet."""
+        """Chunks that have not been folded."""
         settled = self.before | self.taken
         return settled.missing() if self.ended is None else self.arrived - settled
 
@@ -88,11 +87,11 @@ class StreamingRound(Update):
         self.reached = [0.0] * self.size
         self.stepping = Bitmap(self.size)
 
-    # Who.
+    # Workers.
 
     @property
     def begun(self) -> set[str]:
-        """Workers that have begun a push, whatever became of it, unless they are simply gone."""
+        """Workers that have begun a push, also one that was voided, unless they left before its end."""
         served = (None, Ended.VOIDED)
         return {c.worker_id for c in self.pushes if c.ended in served or c.is_whole}
 
@@ -110,12 +109,12 @@ class StreamingRound(Update):
     def of_worker(self, worker_id: str) -> Iterator[Contribution]:
         return (c for c in self.contributions.values() if c.worker_id == worker_id)
 
-    # What happens.
+    # Changes. Those that return indexes return the chunks that have become ready.
 
     def begin(
         self, worker_id: str, push: Push, before: Bitmap, weight: float, staleness: int
     ) -> Contribution:
-        """Enter a push. The caller has ended or ruled out others of the same worker."""
+        """Enter a push. The caller has ended or excluded other pushes of its worker."""
         for other in self.of_worker(worker_id):
             before = before | other.arrived  # one vote on each chunk
         contribution = Contribution(worker_id, push, before, weight, staleness=staleness)
@@ -125,44 +124,44 @@ class StreamingRound(Update):
         return contribution
 
     def folded(self, key: PushKey, index: int, squares: float, fingerprint: int = 0) -> list[int]:
-        """A chunk has been added. Returns the chunks that are ready through it."""
+        """A chunk has been added."""
         contribution = self.contributions[key]
         contribution.looked_at(index, squares, fingerprint)
         self.reached[index] += contribution.weight
         return self._settle((index,))
 
     def refused(self, key: PushKey, index: int) -> list[int]:
-        """A chunk that arrived was not folded: void the push. Returns the chunks that are ready."""
+        """A chunk that arrived could not be folded: void the push."""
         contribution = self.contributions[key]
         contribution.arrived.discard(index)
         ready = self._settle([index]) + self._end(contribution, Ended.VOIDED, settled=index)
         if contribution.ended is Ended.GONE:
-            contribution.ended = Ended.VOIDED  # nobody waits for the rest of it
+            contribution.ended = Ended.VOIDED  # its worker cannot resume it
         return ready
 
     def _end(self, contribution: Contribution, why: Ended, settled: int | None = None) -> list[int]:
-        """Nothing more will come of a contribution. Returns the chunks that are ready through it."""
+        """A contribution will deliver no more chunks."""
         if contribution.ended is not None:
             return []
-        let_go = [i for i in contribution.held.missing() if i != settled]
+        undelivered = [i for i in contribution.held.missing() if i != settled]
         contribution.ended = why
-        return self._settle(let_go)
+        return self._settle(undelivered)
 
     def abandon(self, contribution: Contribution) -> list[int]:
-        """Its worker has begun another push. Returns the chunks that are ready through it."""
+        """Its worker has begun another push."""
         ready = self._end(contribution, Ended.ABANDONED)
         if contribution.ended is Ended.GONE:
-            contribution.ended = Ended.ABANDONED  # it will not be taken up again either
+            contribution.ended = Ended.ABANDONED  # its worker cannot resume it
         return ready
 
     def lost(self, contribution: Contribution, index: int) -> list[int]:
-        """A chunk that arrived was lost. Returns the chunks that are ready through it."""
+        """A chunk that arrived was lost."""
         contribution.arrived.discard(index)
         # A contribution under way owes it as before.
         return [] if contribution.ended is None else self._settle((index,))
 
     def leave(self, worker_id: str) -> list[int]:
-        """A worker is gone. Returns the chunks that are ready through it."""
+        """A worker died or left."""
         self.barrier.expect_no_more(worker_id)
         ready: list[int] = []
         for contribution in list(self.of_worker(worker_id)):
@@ -174,7 +173,7 @@ class StreamingRound(Update):
         return Tally(here, missing, not missing, len(self.barrier.expected | here))
 
     def close(self) -> list[int]:
-        """Begin to close. Returns the chunks that are ready at once."""
+        """Begin to close."""
         self.phase = Phase.CLOSING
         self.owed = self._owed()
         ready = [index for index in range(self.size) if not self.owed[index]]
@@ -190,7 +189,7 @@ class StreamingRound(Update):
         return owed
 
     def _settle(self, indexes: Iterable[int]) -> list[int]:
-        """Chunks that one contribution owes no longer."""
+        """A contribution no longer owes these chunks."""
         ready: list[int] = []
         if self.phase is Phase.OPEN:
             return ready
@@ -211,18 +210,20 @@ class StreamingRound(Update):
         if self.phase is Phase.CLOSING:
             assert self.owed == self._owed(), "chunks that are owed are miscounted"
             for index, owed in enumerate(self.owed):
-                assert (owed == 0) == (index in self.stepping), f"chunk {index} is not given out"
+                assert (owed == 0) == (index in self.stepping), (
+                    f"chunk {index} is not being stepped"
+                )
         assert all(i in self.stepping for i in self.stepped)
         live = [c.worker_id for c in self.contributions.values() if c.ended is None]
         assert len(live) == len(set(live)), "a worker has two live contributions"
 
 
-# Pushes that a worker may begin in one round: each that is given up leaves a record of itself until the
-# round ends, which may wait for others for days. A worker that is killed and comes back begins another.
+# Pushes that a worker may begin in one round. Each abandoned one is remembered until the round ends,
+# which may take days; a worker that is killed and restarted begins another.
 MOST_PUSHES = 32
 
 tell = lines.closed
-tick = look = released = nothing  # time changes nothing, and nobody waits for room
+tick = look = released = nothing  # neither time nor free memory matters here
 
 
 def _round(state: RunState) -> StreamingRound:
@@ -231,7 +232,7 @@ def _round(state: RunState) -> StreamingRound:
 
 
 def open_round(state: RunState, number: int) -> Effects:
-    """Open a round and take in the pushes that came too early for it."""
+    """Open a round and enter the pushes that were deferred to it."""
     fragment, size = state.coming(number)
     barrier = state.open_barrier(fragment)
     round_ = state.round = StreamingRound(number, fragment, size, state.run_time, barrier)
@@ -243,7 +244,7 @@ def open_round(state: RunState, number: int) -> Effects:
 
 
 def check(state: RunState, member: Member, push: Push) -> None:
-    """Refuse a push that is over, and one more than a worker may begin."""
+    """Refuse a push that has ended, and one beyond the limit of its worker."""
     round_ = _round(state)
     known = round_.contributions.get((member.worker_id, push.push_id))
     if known is not None and known.ended in (Ended.VOIDED, Ended.ABANDONED):
@@ -257,7 +258,7 @@ def check(state: RunState, member: Member, push: Push) -> None:
 
 
 def offer(state: RunState, member: Member, push: Push) -> Effects:
-    """A worker offers a push: take it into the round, or tell it to wait for its own."""
+    """Enter an offered push into the open round, or defer it to its own."""
     round_, before = _round(state), state.standing(member, push)
     known = round_.contributions.get((member.worker_id, push.push_id))
     if known is None:
@@ -265,17 +266,17 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
     if before.is_full:
         yield from grants.counted(member, push)
     elif known is not None and (known.ended is None or round_.phase is Phase.OPEN):
-        known.ended = None  # the worker is back with the same delta
+        known.ended = None  # the worker resumes the same push
         yield from _grant(round_, member, known)
     elif _takes_now(round_, member, push):
         yield from _begin(state, round_, member, push, before)
     else:
         number = state.next_round_of(push.fragment)
         if known is not None and known.held.is_full:
-            number = round_.number  # all of it is in the round that is closing
-        elif number == round_.number:  # its worker has a whole push in there already
+            number = round_.number  # the closing round has all of it
+        elif number == round_.number:  # the round has a complete push of its worker
             number += state.config.num_fragments
-        text = f"Round {round_.number} does not take it; round {number} will."
+        text = f"Deferred from round {round_.number} to round {number}."
         yield from grants.wait(member, push, text, number)
 
 
@@ -287,7 +288,7 @@ def _abandon_others(state: RunState, round_: StreamingRound, worker_id: str, pus
 
 
 def _takes_now(round_: StreamingRound, member: Member, push: Push) -> bool:
-    """Can this new push enter the round that is going on? A second whole one belongs to the next."""
+    """Whether a new push can enter the current round; a second complete one belongs to the next."""
     is_its_round = round_.phase is Phase.OPEN and round_.fragment == push.fragment
     return is_its_round and not round_.has_all_of(member.worker_id)
 
@@ -295,7 +296,7 @@ def _takes_now(round_: StreamingRound, member: Member, push: Push) -> bool:
 def _begin(
     state: RunState, round_: StreamingRound, member: Member, push: Push, before: Bitmap
 ) -> Effects:
-    """Let a new push into the open round. Others of the same worker have been abandoned."""
+    """Enter a new push into the open round. Others of its worker have been abandoned."""
     if before.is_full:
         yield from grants.counted(member, push)
         return
@@ -336,7 +337,7 @@ def sum_folded(state: RunState, part: RemoteChunk) -> Effects:
 
 
 def refused(state: RunState, event: WorkRefused) -> Effects:
-    """A chunk was not finite: the push is void from there on, the round goes on."""
+    """A chunk was not finite: void the rest of the push; the round continues."""
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment
     key = (work.worker_id, work.push_id)
@@ -344,8 +345,8 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
     ready = round_.refused(key, work.index)
     if is_news:
         text = (
-            f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are "
-            "not finite or cannot be read; the push is void from there on, the round goes on without it."
+            f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} is not finite or cannot be "
+            "read; the rest of the push is void, and the round continues without it."
         )
         taken = round_.contributions[key].arrived
         yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text, taken=taken)
@@ -354,7 +355,7 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
 
 
 def _let_in(state: RunState, round_: StreamingRound, worker_id: str) -> Effects:
-    """Take a push that waits for the next round because all of an earlier one had come, now void."""
+    """Enter a push that was deferred because of an earlier complete one, which is now void."""
     member = state.members.named(worker_id)
     push = member.deferred.get(round_.fragment) if member else None
     is_settled = all(each.arrived == each.taken for each in round_.of_worker(worker_id))
@@ -364,7 +365,7 @@ def _let_in(state: RunState, round_: StreamingRound, worker_id: str) -> Effects:
 
 
 def commit(state: RunState, member: Member, commit: Commit) -> None:
-    """Chunks are counted as they come, so this says nothing new."""
+    """Chunks are counted as they arrive, so a commit changes nothing."""
 
 
 def tally(state: RunState) -> Tally:
@@ -372,7 +373,7 @@ def tally(state: RunState) -> Tally:
 
 
 def close(state: RunState) -> Effects:
-    """Begin to close the round; what is ready is stepped at once."""
+    """Begin to close the round, and step the chunks that are ready."""
     round_ = _round(state)
     ready = round_.close()
     state.begin_version(round_.fragment, 1)
@@ -386,7 +387,7 @@ def lost(state: RunState, chunk: RemoteChunk) -> Effects:
 
 
 def _step(state: RunState, round_: StreamingRound, indexes: Iterable[int]) -> Effects:
-    """The outer step of chunks that nobody owes any more."""
+    """Take the outer step of ready chunks."""
     count = state.versions[round_.fragment].gradients - 1
     for index in indexes:
         yield Step(round_.fragment, index, round_.reached[index], count)

@@ -1,9 +1,8 @@
-"""Submissions: pushes that are kept until they are whole, and counted whole or not at all.
+"""Submissions: pushes that are kept until they are complete, and count completely or not at all.
 
-Every way of reducing that needs whole pushes (asynchronous, quorum, deterministic, robust) shares these
-records. A submission belongs to the *pool* of its fragment from its grant until it has been merged; a
-round looks at the pool of its own fragment, so work that comes too late for one round is simply still
-there for the next.
+All modes that need complete pushes (asynchronous, quorum, deterministic, robust) share these records.
+A submission is in the *pool* of its fragment from its grant until it has been merged. A round uses the
+pool of its fragment, so a push that is too late for one round is available to the next.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from diloco_broker.core.rounds.round import Phase, PushInProgress, PushKey, Upda
 
 @dataclass(eq=False)
 class Submission(PushInProgress):
-    """One push on its way to being whole; `before` are chunks that an earlier version contains."""
+    """A push that is being received; `before` are chunks that an earlier version contains."""
 
-    progress_at: float  # when the last chunk came (run time)
+    progress_at: float  # when the last chunk arrived (run time)
     payloads: list[Any] = field(init=False)  # the chunks taken, None where one is missing
     committed: bool = False
-    whole_at: float | None = None  # when it became whole (run time); None before
-    is_chosen: bool = False  # it is part of the update that is being made
-    number: int | None = None  # of the round that it is in, once it is chosen and there are rounds
+    whole_at: float | None = None  # when it became complete (run time); None before
+    is_chosen: bool = False  # it is part of the closing update
+    number: int | None = None  # of its round, once it is chosen; None in asynchronous mode
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +38,7 @@ class Submission(PushInProgress):
 
     @property
     def is_sent(self) -> bool:
-        """Every chunk of it is here; we may not have looked at all of them."""
+        """Every chunk has arrived; some may not have been inspected."""
         return self.committed and self.held.is_full
 
     def work(self, index: int, payload: Any) -> Inspect:
@@ -75,7 +74,7 @@ class Submission(PushInProgress):
             self.whole_at = now
 
     def merged(self, scale: float) -> WholePush:
-        """Itself as it is merged; its values are multiplied by `scale`."""
+        """The push as it is merged, with its values multiplied by `scale`."""
         return WholePush(
             worker_id=self.worker_id,
             push_id=self.push.push_id,
@@ -92,10 +91,10 @@ Pool = dict[PushKey, Submission]
 
 @dataclass
 class Submissions:
-    """All submissions that have not been merged, and who waits for room."""
+    """All submissions that have not been merged, and the queue for admission slots."""
 
     pools: dict[int, Pool] = field(default_factory=dict)  # by fragment
-    # (worker id, fragment) in the order in which they asked for a slot.
+    # (worker id, fragment) in the order of their requests.
     queue: deque[tuple[str, int]] = field(default_factory=deque)
 
     def pool(self, fragment: int) -> Pool:
@@ -110,11 +109,11 @@ class Submissions:
         return self.pools.get(fragment, {}).get((worker_id, push_id))
 
     def drop(self, submission: Submission) -> None:
-        """Forget a submission; its memory is free once nothing refers to it."""
+        """Remove a submission from its pool."""
         self.pool(submission.push.fragment).pop(submission.key, None)
 
     def whole(self) -> list[Submission]:
-        """Whole submissions of all fragments, those that became whole first in front."""
+        """Complete submissions of all fragments, in the order in which they became complete."""
         return sorted((s for s in self if s.is_whole), key=lambda s: s.whole_at or 0.0)
 
     def check_invariants(self) -> None:
@@ -128,7 +127,7 @@ class Submissions:
 
 @dataclass
 class StagedUpdate(Update):
-    """An update made of whole submissions: those `chosen`, once it is closing."""
+    """An update made of complete submissions: those `chosen`, once it is closing."""
 
     chosen: tuple[Submission, ...] = field(default=(), init=False)
 

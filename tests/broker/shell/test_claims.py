@@ -43,7 +43,7 @@ def test_claim_of_a_size_takes_no_memory_and_is_forgotten(processes: Processes) 
         claimant.send_chunk(41, 0, bytes(4 * CHUNK_ELEMENTS))
         claimant.receive("ack")
         assert memory() < before + 64
-    broker.says("claimant is dead")
+    broker.says("claimant counts as dead")
     wait_for(lambda: memory() < before + 32)
     with RawWorker(address, "other") as other:
         assert other.join(one_tensor(20))["first_round"] == 0

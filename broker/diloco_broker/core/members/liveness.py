@@ -147,7 +147,7 @@ def may_be_on_its_way(state: RunState) -> bool:
 
 def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     state.totals.deaths += 1
-    yield effects.warning(f"{member.worker_id} is dead: {why}.")
+    yield effects.warning(f"{member.worker_id} counts as dead: {why}.")
     seeding.lost(state, member)
     yield from admission.remove(state, member, why)
     state.absences.died(member, why, state.now)

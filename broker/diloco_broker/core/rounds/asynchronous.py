@@ -1,10 +1,10 @@
-"""Asynchronous mode: each submission is an outer step of its own as soon as it is whole.
+"""Asynchronous mode: each submission makes an outer step as soon as it is complete.
 
-There are no rounds. A few *slots* bound how many submissions are on their way at a time; the others
-wait for their turn with a grant that says so. A slot whose submission makes no progress goes to the next
-in line. With a grace period (Liu et al. 2024, arXiv 2401.09135, algorithm 2) the first whole submission
-waits for others; those of one fragment are then applied one after the other into one version, so that
-all of them get the same parameters.
+There are no rounds. A few *admission slots* bound the number of submissions in progress; other pushes
+are deferred until a slot is free. A submission without progress loses its slot to the next in the queue.
+With a grace period (Liu et al. 2024, arXiv 2401.09135, algorithm 2) the first complete submission waits
+for others; those of one fragment then make one version with a step each, so that their workers receive
+the same parameters.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import Push
 
-WAIT_TEXT = "Others are sending; this push gets its turn when one of them is done."
+WAIT_TEXT = "All slots are taken; this push is next when one of them is free."
 
 
 @dataclass
 class AsyncUpdate(StagedUpdate):
     """A submission, or those of one grace period, applied to the fragment of the first."""
 
-    submissions: Submissions = field(default_factory=Submissions)  # all there are
+    submissions: Submissions = field(default_factory=Submissions)  # of all fragments
 
     @property
     def begun(self) -> set[str]:
@@ -58,7 +58,7 @@ tell = lines.applied
 
 
 def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
-    """A submission in each slot; with a grace period those that are whole leave theirs and wait."""
+    """A submission in each slot; with a grace period complete ones wait outside the slots."""
     if config.grace:
         return staged.room_needed(config, sizes)
     return config.staging_slots, "slot", max(sizes)
@@ -70,7 +70,7 @@ def _update(state: RunState) -> AsyncUpdate:
 
 
 def open_round(state: RunState, number: int) -> Effects:
-    """The next update; until it is known what it applies, it counts as that of the fragment in turn."""
+    """Open the next update, with a provisional fragment until it is known what it applies."""
     if state.round is not None:
         collect.forget(state, _update(state).chosen)
     fragment, size = state.coming(number)
@@ -79,14 +79,14 @@ def open_round(state: RunState, number: int) -> Effects:
 
 
 def offer(state: RunState, member: Member, push: Push) -> Effects:
-    """A worker offers a push: give it a slot, or let it wait for one."""
+    """Give an offered push a slot, or put it into the queue."""
     sharing = state.config.staging_slots
     if (yield from collect.comes_again(state, member, push, sharing=sharing)):
         return
     collect.abandon_others(state, member, push)
     queue = state.submissions.queue
     text = _too_old(state, member.worker_id, push)
-    if text is not None:  # it is over, and so is the one that it has taken the place of
+    if text is not None:
         yield from _refuse(state, member, push, text)
     elif _may_send(state, member, push) and not queue:
         yield from collect.begin(state, member, push, sharing=sharing)
@@ -99,11 +99,11 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
 
 
 def check(state: RunState, member: Member, push: Push) -> None:
-    """Nothing is wrong with a push on its own; one that is too old is refused in `offer`."""
+    """Every push may be offered; `offer` refuses stale ones."""
 
 
 def _refuse(state: RunState, member: Member, push: Push, text: str) -> Effects:
-    """A push is too old to be applied: nothing of it is taken."""
+    """Refuse a push that is too stale to be applied."""
     member.take_deferred(push.fragment)
     member.uploads.begin(Upload(push, (Window(),) * member.processes))
     key = (member.worker_id, push.push_id)
@@ -111,14 +111,14 @@ def _refuse(state: RunState, member: Member, push: Push, text: str) -> Effects:
 
 
 def _hand_out_slots(state: RunState) -> Effects:
-    """Those that wait longest send next."""
+    """Give free slots to the pushes at the head of the queue."""
     queue = state.submissions.queue
     for place in list(queue):
         worker_id, fragment = place
         member = state.members.named(worker_id)
         push = member.deferred.get(fragment) if member else None
         if member is None or push is None:
-            queue.remove(place)  # gone, or back on another connection: it asks again
+            queue.remove(place)  # its worker left, or reconnected and will offer it again
         elif _may_send(state, member, push):
             queue.remove(place)
             member.take_deferred(fragment)
@@ -132,8 +132,8 @@ def _hand_out_slots(state: RunState) -> Effects:
 
 
 def _may_send(state: RunState, member: Member, push: Push) -> bool:
-    """Is there a slot, and nothing whole of this worker and fragment waiting to be applied?"""
-    # With a grace period whole submissions wait for each other, so they must not fill the slots.
+    """Whether a slot is free, and no complete push of this worker and fragment waits to be applied."""
+    # With a grace period complete submissions wait for each other, so they must not occupy slots.
     has_grace = state.config.grace > 0
     taken = sum(not (has_grace and s.is_whole) for s in state.submissions)
     free = taken < state.config.staging_slots
@@ -141,22 +141,22 @@ def _may_send(state: RunState, member: Member, push: Push) -> bool:
 
 
 def refused(state: RunState, event: WorkRefused) -> Effects:
-    """A chunk was not finite: nothing of its push counts, and its slot is free."""
+    """A chunk was not finite: drop its push and free its slot."""
     yield from collect.refused(state, event)
     yield from _hand_out_slots(state)
 
 
 def leave(state: RunState, worker_id: str) -> Effects:
-    """A worker is gone: what is whole counts, what is not leaves its slot."""
+    """A worker died or left: drop its incomplete submissions and free their slots."""
     collect.leave(state, worker_id)
     yield from _hand_out_slots(state)
 
 
-do_without = leave  # here nobody is waited for
+do_without = leave  # no update waits for a worker
 
 
 def tick(state: RunState) -> Effects:
-    """A submission without progress does not keep others waiting; lines of the log may be due."""
+    """Free the slots of submissions without progress, and log what is due."""
     if state.submissions.queue:
         yield from _take_back_slots(state)
         yield from _hand_out_slots(state)
@@ -171,8 +171,8 @@ def _take_back_slots(state: RunState) -> Effects:
         state.submissions.drop(submission)
         worker_id, push = submission.worker_id, submission.push
         yield warning(
-            f"The push of {worker_id} made no progress for {silent:.0f} s while others wait; it "
-            "starts again when it is its turn."
+            f"The push of {worker_id} made no progress for {silent:.0f} s while others wait; moved it "
+            "to the end of the queue."
         )
         member = state.members.named(worker_id)
         if member is not None:
@@ -182,7 +182,7 @@ def _take_back_slots(state: RunState) -> Effects:
 
 
 def look(state: RunState) -> Effects:
-    """Refuse what has grown too old: while it was on its way others were applied."""
+    """Refuse complete submissions that became too stale while others were applied."""
     if _update(state).phase is Phase.CLOSING:
         return
     for each in state.submissions.whole():
@@ -201,7 +201,7 @@ def tally(state: RunState) -> Tally:
 
 
 def close(state: RunState) -> Effects:
-    """Apply what has been whole longest; if it is too large it is refused instead."""
+    """Apply the submission that was complete first; refuse it if it is too large."""
     update, whole = _update(state), state.submissions.whole()
     fragment = whole[0].push.fragment
     together = [s for s in whole if s.push.fragment == fragment]
@@ -217,14 +217,14 @@ def close(state: RunState) -> Effects:
 
 
 def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:
-    """Why this push cannot be applied any more; None when it can."""
+    """Why this push is too stale to be applied; None if it is not."""
     limit = state.config.max_staleness
     staleness = state.versions[push.fragment].staleness(push)
     if limit is None or staleness <= limit:
         return None
     return (
-        f"The push of {worker_id} starts from parameters {staleness} versions old; this run takes "
-        f"at most {limit} (--max-staleness). It is dropped; the worker goes on from the newest."
+        f"Dropped the push of {worker_id}: its base is {staleness} versions old, and --max-staleness is "
+        f"{limit}. The worker continues from the newest version."
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers to a push: send these chunks, wait, there is nothing left to send, it is over."""
+"""Answers to a push: granted, deferred, counted, refused; and acknowledgements of its chunks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from diloco_protocol.errors import Code
 def grant(
     member: Member, found: PushInProgress, *, sharing: int, number: int | None
 ) -> effects.Effects:
-    """Send the chunks that are not held, a window of them at a time.
+    """Grant a push: its worker sends the missing chunks, within its credit.
 
-    `sharing` pushes may be under way at the same time; `number` is the round's, if there are rounds.
+    `sharing` pushes may be in progress at a time; `number` is that of the round, if there are rounds.
     """
     push, held = found.push, found.held
-    # Chunks that have come and are not acknowledged are still in our memory.
+    # Chunks that have arrived and are not acknowledged are still in memory.
     waiting = len(found.arrived) - len(found.taken)
-    # What stays at a relay is in no memory of ours, and its credit comes back over a long line.
+    # Chunks that a relay holds take no memory here, and their credit returns over a slow link.
     stays = member.relay is not None and member.relay.combines
     credit = member.uploads.grant(
         push, waiting=waiting, sharing=sharing, lanes=member.processes, is_bounded=not stays
@@ -41,7 +41,7 @@ def counted(member: Member, push: messages.Push) -> effects.Effects:
 
 
 def wait(member: Member, push: messages.Push, text: str, number: int | None) -> effects.Effects:
-    """Another grant follows; the push is kept until then."""
+    """Defer a push; another grant follows."""
     member.defer(push)
     yield member.tell(
         messages.Grant(push.push_id, push.fragment, messages.Standing.WAIT, text=text, round=number)
@@ -49,7 +49,7 @@ def wait(member: Member, push: messages.Push, text: str, number: int | None) -> 
 
 
 def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> effects.Send:
-    """A chunk is in: its credit goes back to the sender."""
+    """Acknowledge a chunk, which returns its credit to the sender."""
     lane, more = member.uploads.acknowledged(upload, index, is_calm=not state.chunks_waiting)
     push = upload.push
     return member.tell(messages.Ack(push.push_id, push.fragment, (index,), more, lane))
@@ -58,7 +58,7 @@ def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> 
 def acknowledge_work(
     state: RunState, work: effects.Fold | effects.Inspect
 ) -> Sequence[effects.Send]:
-    """The same for tensor work that is done, if its push is still the one under way."""
+    """Acknowledge the chunk of completed tensor work, if its push is still in progress."""
     member = state.members.named(work.worker_id)
     upload = member.uploads.under_way(work.fragment, work.push_id) if member else None
     if member is None or upload is None or upload.is_void:
@@ -75,9 +75,9 @@ def refuse(
     *,
     taken: Bitmap | None = None,
 ) -> effects.Effects:
-    """Refuse the rest of a push: tell its worker, if it is still sending it, and the operators.
+    """Refuse the rest of a push: notify operators, and its worker if that is still sending it.
 
-    `taken` are chunks that the open round counts all the same; None: nothing.
+    `taken` are chunks that the current round counts nevertheless; None: none.
     """
     worker_id, push_id = key
     state.reject(worker_id, code.value, text)

@@ -1,8 +1,8 @@
-"""Workers whose updates are identical, bit for bit: they read the same data, and train as one.
+"""Detection of workers whose updates are identical bit for bit because they read the same data.
 
-Nothing else shows it: losses fall, and the mean of equal updates has a healthy norm. Only updates made
+No other figure shows this: losses fall, and the mean of equal updates has a healthy norm. Only updates
 from the same version are compared: with different data they differ, and with the same data they are
-equal, unless the devices compute differently. A push of zeros says nothing about data.
+equal, unless the devices compute differently. Pushes of zeros are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REMEDY = "diloco.shard says which part of the data each worker is to read."
 
 
 def counted(state: RunState, pushes: Sequence[CountedPush]) -> Effects:
-    """A version with these pushes, all of one fragment, is out: warn of workers that sent the same."""
+    """A version with these pushes of one fragment is released: warn of workers with identical pushes."""
     bases: set[VersionId | None] = set()
     fragment = 0
     for each in pushes:

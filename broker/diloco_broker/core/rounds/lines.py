@@ -1,7 +1,7 @@
-"""The log's line for each round: how it closed; in asynchronous mode, whose push a version contains.
+"""The log line of each round, and in asynchronous mode of each version with its pushes.
 
-Hundreds of asynchronous pushes may be applied in a minute. Then a line tells of all that came since the
-one before, a second ago. These lines stay out of the feed's list of events, which has room for twenty.
+Hundreds of asynchronous pushes may be applied in a minute, so one line a second covers all versions
+since the line before. These lines stay out of the feed's list of events, which has room for twenty.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from diloco_broker.core.effects import CountedPush, Effects, info
 from diloco_broker.core.rounds.round import Update
 from diloco_broker.core.state import RunState, UntoldVersions
 
-# Least seconds between two lines of asynchronous mode.
+# Seconds between two lines of asynchronous mode, at least.
 LINE_S = 1.0
 NAMES_SHOWN = 5
 
 
 def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
     whole = {each.worker_id for each in pushes if each.chunks.is_full}
-    # A worker that has left since its push is not in the barrier any more.
+    # A worker that has left since its push is no longer in the barrier.
     expected = whole | (ended.barrier.expected if ended.barrier else set())
     absent = sorted(expected - whole)
     shown = ", ".join(absent[:NAMES_SHOWN])
@@ -32,7 +32,7 @@ def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Eff
 
 
 def applied(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
-    """Whose pushes one more version of asynchronous mode contains; those that come fast share a line."""
+    """Note a version of asynchronous mode, and log it if a line is due."""
     untold, report = state.untold, state.last_report
     assert report is not None
     which = f" of fragment {ended.fragment}" if state.config.num_fragments > 1 else ""
@@ -45,7 +45,7 @@ def applied(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Ef
 
 
 def applied_so_far(state: RunState) -> Effects:
-    """A line, if there is something to tell and the last one was long enough ago."""
+    """Log the versions since the last line, if that was long enough ago."""
     untold, now = state.untold, state.now
     if not untold.versions or (untold.told_at is not None and now - untold.told_at < LINE_S):
         return

@@ -1,7 +1,7 @@
-"""Modes: the ways to make updates of pushes, which differ in what counts and when it is time.
+"""Modes: streaming, staged and asynchronous updates.
 
-Each is a module with the functions of `Rules`, and a row of `MODES`: what chooses it, and what the
-rest of the broker must know of it. Nobody else asks which mode a run has.
+Each mode is a module with the functions of `Rules` and a row of `MODES`, which has the options that
+select it and what the rest of the broker needs to know about it. No other code tests for a mode.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Rules(Protocol):
     """The functions of a mode. Only `open_round` is called while there is no `state.round`."""
 
     def open_round(self, state: RunState, number: int) -> Effects:
-        """Begin the next update and take in what came too early for it."""
+        """Open the next update and enter the pushes that were deferred to it."""
 
     def check(self, state: RunState, member: Member, push: Push) -> None:
         """Raise ProtocolError for a push that cannot be offered now."""
 
     def offer(self, state: RunState, member: Member, push: Push) -> Effects:
-        """A worker offers a push that `check` has let pass: take it in, or let it wait."""
+        """Enter or defer an offered push that passed `check`."""
 
     def find(self, state: RunState, worker_id: str, push: Push) -> PushInProgress | None:
-        """What is here of a push; None when nothing more of it is taken."""
+        """The push in progress; None if it has ended or is unknown."""
 
     def done(self, state: RunState, event: WorkDone) -> Effects:
         """The tensor work on a chunk is done."""
@@ -61,33 +61,33 @@ class Rules(Protocol):
         """Begin the outer step, or refuse a push that cannot be in it. Only `close_if_due` calls it."""
 
     def leave(self, state: RunState, worker_id: str) -> Effects:
-        """A worker is gone."""
+        """A worker died or left."""
 
     def do_without(self, state: RunState, worker_id: str) -> Effects:
-        """The round goes on without what it lacks of a worker, which may be here in the next."""
+        """Stop waiting in this round for what a worker has not delivered."""
 
     def tick(self, state: RunState, /) -> Effects:
         """Time has passed."""
 
     def tell(self, state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
-        """The log's line on an update that has ended."""
+        """The log line of an update that has ended."""
 
     def released(self, state: RunState, /) -> Effects:
-        """A version is out, and the next update is open."""
+        """A version was released, and the next update is open."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode, for those who do not know which one it is."""
+    """A mode as the rest of the broker sees it."""
 
     rules: Rules
-    # The option that asks for it; empty where none does.
+    # The option that selects it; empty if none does.
     asked_for_by: Callable[[BrokerConfig], str] = lambda _: ""
-    # Where submissions count whole or not at all: how many are kept at most, whose each is, and its
-    # bytes, from those of each fragment. None: chunks are added as they come.
+    # If submissions count completely or not at all: their greatest number, whose each is, and its bytes,
+    # from the bytes of each fragment. None: chunks are added as they arrive.
     room_needed: Callable[[BrokerConfig, Sequence[int]], tuple[int, str, int]] | None = None
-    # Workers wait for each other, and an outer step takes the mean of a round. Else each push is a
-    # gradient of its own, worth 1 / workers, and goes through one of a few slots.
+    # Workers wait for each other, and an outer step takes the mean of a round. Otherwise each push is a
+    # gradient with weight 1 / workers, and takes one of a few admission slots.
     has_rounds: bool = True
     # A version may be made by any number of gradients.
     takes_any_number: Callable[[BrokerConfig], bool] = lambda _: False
@@ -97,7 +97,7 @@ class Mode:
         return self.room_needed is not None
 
 
-# The first that an option asks for is the run's; the last is that of a run without such an option.
+# A run has the first mode that an option selects, or the last one.
 MODES: dict[str, Mode] = {
     "async": Mode(
         asynchronous,
@@ -112,7 +112,7 @@ MODES: dict[str, Mode] = {
 
 
 def name_of(config: BrokerConfig) -> str:
-    """The mode of a run, as a key of `MODES`; it is the same for as long as the broker lives."""
+    """The mode of a run, a key of `MODES`; it never changes in a broker's lifetime."""
     return next((name for name, mode in MODES.items() if mode.asked_for_by(config)), "streaming")
 
 
@@ -126,7 +126,7 @@ def close_if_due(state: RunState) -> Effects:
         held, round_, why = _held(state), state.round, state.decision.why
         is_closing = round_ is not None and round_.phase is Phase.CLOSING
         if is_closing and why is not None and why.reason is (held or Reason.CLOSING):
-            return  # as before this event: most events are those of chunks of a closing round
+            return  # unchanged: most events are chunks of a closing round
         rules, not_open = rules_of(state), _not_open(state)
         if held is None and not_open is None:
             yield from rules.look(state)

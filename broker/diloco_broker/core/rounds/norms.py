@@ -1,10 +1,10 @@
-"""How long pseudo-gradients are: measured, compared with those of the other workers, bounded.
+"""Norms of pseudo-gradients: measured, compared with those of the other workers, bounded.
 
-A worker may say of its push whatever it likes; the length that counts is that of the bytes that came.
-What is usual for a fragment is the median over the workers that are here of the length of the last whole
-push of each, refused ones included. So every worker has one vote, however often it pushes, and when
-all of them begin to make longer steps, as in a warm-up, the bound follows as soon as most have pushed.
-Nothing of this is saved: a broker that comes back has it again after a push of each worker.
+The norm that counts is measured from the received chunks, not the one that the worker reports. The usual
+norm of a fragment is the median over the members of the norm of the last complete push of each,
+including refused ones. So every worker has one vote, however often it pushes, and when all workers begin
+to make longer steps, as in a warm-up, the bound follows as soon as most have pushed. The norms are not
+saved: a restarted broker has them again after a push of each worker.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from diloco_protocol.errors import Code
 # With Dynamic Local Updates on devices of .58 to 3.33 steps a second the fastest of four makes three
 # times the steps of the median one.
 TIMES_USUAL = 5.0
-# Of two lengths nobody can tell which is the odd one.
+# Two norms do not show which one is the outlier.
 VOTES_NEEDED = 3
 
 
 def usual(state: RunState, fragment: int) -> float | None:
-    """The median; None while fewer than three workers have sent anything but zeros."""
+    """The median norm; None while fewer than three workers have sent a non-zero push."""
     votes = [norm for each in state.members if (norm := each.figures.norms.get(fragment))]
     return median(votes) if len(votes) >= VOTES_NEEDED else None
 
@@ -36,7 +36,7 @@ def usual(state: RunState, fragment: int) -> float | None:
 def refuse_too_large(
     state: RunState, due: Sequence[Submission]
 ) -> Generator[Effect, None, list[Submission]]:
-    """Refuse those that are longer than the run takes; returns the others. All are whole."""
+    """Refuse complete submissions beyond `--max-delta-norm`; returns the others."""
     limit = state.config.max_delta_norm
     if limit is None:
         return list(due)
@@ -56,7 +56,7 @@ def refuse_too_large(
 
 
 def _too_large(state: RunState, found: Submission) -> str | None:
-    """Why a submission is refused; None where it is not."""
+    """Why a submission is too large; None if it is not."""
     limit, middle = state.config.max_delta_norm, None
     if limit == AUTO:
         middle = usual(state, found.push.fragment)
@@ -70,14 +70,14 @@ def _too_large(state: RunState, found: Submission) -> str | None:
     if found.norm <= bound:
         return None
     return (
-        f"The pseudo-gradient of {found.worker_id} has norm {found.norm:.4g}; this run takes at most "
-        f"{bound:.4g}, {how}. Nothing of it counts. Look for a learning rate or data there that others "
-        "do not have; if all its work is like that, give the broker a larger --max-delta-norm."
+        f"Dropped the pseudo-gradient of {found.worker_id}: its norm is {found.norm:.4g}, and at most "
+        f"{bound:.4g} is allowed ({how}). Check the learning rate and the data of this worker; if its "
+        "pushes are legitimate, raise --max-delta-norm."
     )
 
 
 def counted(state: RunState, pushes: Sequence[effects.CountedPush]) -> Effects:
-    """A version with these is out: remember how long they were, and name those that stand out."""
+    """A version with these pushes is released: record their norms, and warn of outliers."""
     measured = [each for each in pushes if each.norm is not None]
     for each in measured:
         _is_measured(state, each.worker_id, each.push.fragment, each.norm or 0.0)

@@ -1,8 +1,8 @@
-"""The sequence of rounds: opening one, closing it, stepping, releasing the version.
+"""The sequence of rounds: opening one, stepping, releasing the version.
 
-Round n concerns fragment n mod P. There is one sequence for all fragments: with independent ones a slow
-newcomer can make the fragments wait for each other crosswise. In asynchronous mode a round is the
-application of one submission (or of those in one grace period), and its fragment is theirs.
+Round n makes a version of fragment n mod P. All fragments share one sequence: with one for each
+fragment, a slow joining worker could make fragments wait for each other. In asynchronous mode a round
+applies one submission, or those of one grace period, to their fragment.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from diloco_protocol.messages import Notice, Rejoin
 
 
 def open_round(state: RunState, number: int) -> effects.Effects:
-    """Open a round."""
+    """Apply pending settings and open a round."""
     yield from settings.take_effect(state)
     yield from rules_of(state).open_round(state, number)
 
 
 def leave(state: RunState, worker_id: str) -> effects.Effects:
-    """A worker is gone: rounds no longer wait for it."""
+    """A worker died or left: rounds no longer wait for it."""
     if state.round is not None:
         yield from rules_of(state).leave(state, worker_id)
     yield from expect_all(state)
@@ -38,7 +38,7 @@ def leave(state: RunState, worker_id: str) -> effects.Effects:
 
 
 def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
-    """Tell workers, once, that the round cannot close without others, and what an operator can do."""
+    """Notify workers, once, that the round is below its floor, and what an operator can do."""
     round_ = state.round
     is_ending = state.stopping is not None or state.ending.is_over or not len(state.members)
     if round_ is None or round_.barrier is None or not state.below_floor or is_ending:
@@ -47,12 +47,12 @@ def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
     if round_.is_lack_known or not here:  # no worker waits in it
         return
     if round_.number and state.first_round_pending:
-        return  # a run that was resumed soon goes on with fewer
+        return  # a resumed run soon continues with fewer
     round_.is_lack_known = True
     option = "--workers" if state.first_round_pending else "--min-workers"
     text = (
-        f"{cause}Round {round_.number} needs {needed} worker{'s'[: needed != 1]} and has {here}, so it "
-        f"waits. To go on with fewer: diloco-broker set {option} N."
+        f"{cause}Round {round_.number} waits: it needs {needed} worker{'s'[: needed != 1]} and has "
+        f"{here}. To continue with fewer: diloco-broker set {option} N."
     )
     yield effects.warning(text) if cause else effects.info(text)
     for member in state.members:
@@ -60,7 +60,7 @@ def _announce_lack(state: RunState, cause: str = "") -> effects.Effects:
 
 
 def expect_all(state: RunState) -> effects.Effects:
-    """A round that has fallen below its floor needs everybody, also those expected from a later one."""
+    """A round below its floor expects all workers, also those that joined for a later round."""
     round_ = state.round
     if round_ is None or round_.barrier is None or not state.below_floor:
         return
@@ -69,23 +69,23 @@ def expect_all(state: RunState) -> effects.Effects:
             round_.barrier.expect(member.worker_id)
             if state.config.num_fragments > 1:
                 text = (
-                    f"Round {round_.number} lacks workers and needs this one as well; join again."
+                    f"Round {round_.number} is below its floor and needs this worker; join again."
                 )
                 yield member.tell(Rejoin(state.epoch, text))
 
 
 def stall(state: RunState, worker_id: str) -> effects.Effects:
-    """A worker trains no longer: it is not waited for, what it has sent counts."""
+    """A worker stalled: the round no longer waits for it; its delivered chunks count."""
     round_ = state.round
     if round_ is not None and round_.phase is Phase.OPEN:
         if round_.barrier is not None:
             round_.barrier.expect_no_more(worker_id)
         yield from expect_all(state)
-        yield from _announce_lack(state, f"{worker_id} does not train. ")
+        yield from _announce_lack(state, f"{worker_id} stalled. ")
 
 
 def tick(state: RunState) -> effects.Effects:
-    """Time has passed: is a grace period over, has an upload stood still?"""
+    """Handle the deadlines of the mode, the lease, the resumed run, and checkpoints."""
     if state.round is not None:
         yield from rules_of(state).tick(state)
         if not state.below_floor:
@@ -99,9 +99,9 @@ def tick(state: RunState) -> effects.Effects:
 
 
 def _go_on_with_fewer(state: RunState) -> effects.Effects:
-    """A run that goes on needs its `workers` no more: who has not come back is not waited for.
+    """A resumed run stops waiting for workers that have not returned within `recover_wait`.
 
-    A run that has not had a round yet still does.
+    A run without a closed round waits for all `workers`.
     """
     round_, known = state.round, state.model.known
     if round_ is None or not (round_.number and state.first_round_pending):
@@ -111,11 +111,11 @@ def _go_on_with_fewer(state: RunState) -> effects.Effects:
     if here and (are_back or state.run_time - min(here.values()) >= state.config.recover_wait):
         was_due, state.first_round_pending = state.floor, False
         if round_.barrier is not None and len(here) < was_due and state.floor < was_due:
-            yield effects.info(f"The run goes on with {len(here)} of {was_due} workers.")
+            yield effects.info(f"The run continues with {len(here)} of {was_due} workers.")
 
 
 def stepped(state: RunState, event: events.Stepped) -> effects.Effects:
-    """An outer step was taken: the chunk can be handed out; with the last one, the version."""
+    """The outer step of a chunk was taken: send the chunk; the last one completes the version."""
     round_ = state.round
     assert round_ is not None and round_.fragment == event.fragment
     round_.stepped.add(event.index)
@@ -131,7 +131,7 @@ def stepped(state: RunState, event: events.Stepped) -> effects.Effects:
 
 
 def _complete(state: RunState, ended: Update) -> effects.Effects:
-    """Every chunk has been stepped: the version is whole. A durable run saves it before it is told."""
+    """Every chunk has been stepped: release the version, in a durable run after saving it."""
     versions = state.versions[ended.fragment]
     in_progress = versions.in_progress
     assert in_progress is not None
@@ -156,7 +156,7 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
 
 
 def saved(state: RunState, event: events.Saved) -> effects.Effects:
-    """A checkpoint is on the disk: a version that waited for it is released."""
+    """A checkpoint was written: release the version that waited for it."""
     yield from checkpoints.saved(state, event)
     unreleased = state.unreleased
     if unreleased is not None and event.number == unreleased.ended.number + 1:
@@ -164,7 +164,7 @@ def saved(state: RunState, event: events.Saved) -> effects.Effects:
 
 
 def _release_with_lease(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
-    """A hub with a standby releases nothing without its lease: the version waits for that."""
+    """Release a version; a hub with a standby waits for its lease."""
     if fence.may_release(state):
         state.unreleased = None
         yield from _release(state, unreleased)
@@ -173,7 +173,7 @@ def _release_with_lease(state: RunState, unreleased: UnreleasedVersion) -> effec
 
 
 def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
-    """Everybody gets the version, and the next round opens."""
+    """Send the version to all workers, and open the next round."""
     ended = unreleased.ended
     yield from _hand_out(state, unreleased)
     if ended.barrier is not None:
@@ -186,7 +186,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
 
 
 def _hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
-    """Everybody gets the version, and what has come of the round is written down."""
+    """Send the version to all workers, and record the round."""
     ended, fragment = unreleased.ended, unreleased.ended.fragment
     for each in unreleased.pushes:
         member = state.members.named(each.worker_id)
@@ -203,7 +203,7 @@ def _hand_out(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects
     yield from norms.counted(state, unreleased.pushes)
     yield from identical.counted(state, unreleased.pushes)
     yield from ending.look(state, ended.number)
-    yield from ending.tell_all(state)  # first: whoever has the last version makes no step more
+    yield from ending.tell_all(state)  # first: a worker stops training at the last version
     yield from state.versions.release(fragment, unreleased.record)
 
 

@@ -74,7 +74,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.Tick: _tick,
     events.StoodStill: liveness.stood_still,
     events.WorkDone: pushes.done,
-    events.WorkRefused: pushes.refused,
+    events.WorkRefused: link.work_refused,
     events.Stepped: sequence.stepped,
     events.InitialStored: seeding.stored,
     events.InitialRefused: seeding.refused,

@@ -32,6 +32,10 @@ PROBE_S = 1.0
 HUB_TIMEOUT_S = 15.0
 # Downstream relays; each costs memory and a place in every broadcast.
 MOST_RELAYS = 64
+# The largest parameter in a chunk that is combined: its product with any valid weight is finite in fp32.
+# A chunk with a larger norm goes to the hub unchanged.
+LARGEST = 1e18
+LARGEST_FP16 = 65504.0
 # Errors after which the relay tries the next address: the hub has no lease, or is ending.
 ELSEWHERE = (Code.STANDBY, Code.STOPPING)
 NO_HUB = "This relay is not connected to its hub; try again."
@@ -117,12 +121,12 @@ class _Connection:
 
     is_bulk: bool  # its messages go up on the data connection
     is_member: bool = False  # the hub has admitted its worker, or it is a relay's
-    admitted: bytes = b""  # the session of its worker, on the control connection
+    admitted: bytes = b""  # the session of its worker, once the hub has admitted that
     session: bytes = b""  # of the last push on it
     relay: Route | None = None  # of a downstream relay: that relay's control connection
-    forwarded: set[bytes] = field(
-        default_factory=set
-    )  # connections of that relay, as it names them
+    life: int | None = None  # of that relay, on its control connection
+    silent_since: float | None = None  # also there; None if it sent a message since the last tick
+    forwarded: set[bytes] = field(default_factory=set)  # that relay's connections, as it names them
     sent: Cache[bool] = field(default_factory=Cache)  # version chunks that it has received
 
 
@@ -198,8 +202,18 @@ class Relay:
         return sum(each.payload.nbytes for each in self._held.values() if each.relay is None)
 
     @property
+    def _sum_dtype(self) -> str:
+        assert self.terms is not None
+        return self._wire_dtype or self.terms.wire_dtype
+
+    def is_member(self, route: Route) -> bool:
+        """Whether this connection is an admitted worker's or a relay's; others are unauthenticated."""
+        connection = self._connections.get(route)
+        return connection is not None and connection.is_member
+
+    @property
     def members(self) -> frozenset[Route]:
-        """Connections of admitted workers and of relays; all others are unauthenticated peers."""
+        """The connections with `is_member`."""
         return frozenset(route for route, each in self._connections.items() if each.is_member)
 
     # The hub.
@@ -232,6 +246,12 @@ class Relay:
             self._probed_at = now
             if self.terms is not None:
                 yield SendUp(messages.Probe(0))
+        for route in list(self._relays.values()):
+            connection = self._connections[route]
+            if connection.silent_since is None:
+                connection.silent_since = now
+            elif now - connection.silent_since > HUB_TIMEOUT_S:
+                yield Close(route)
 
     def receive_from_hub(
         self, via: Via | None, message: Message, payload: Any, now: float, *, bulk: bool = False
@@ -342,6 +362,8 @@ class Relay:
         if connection is None:
             is_bulk = isinstance(message, messages.Chunk | messages.Credit | messages.Lane)
             connection = self._connections[route] = _Connection(is_bulk)
+        if (control := self._connections.get(connection.relay or b"")) is not None:
+            control.silent_since = None
         if via is not None:
             if connection.relay is not None:
                 full = self._full_via(route, connection, replace(via, peer=via.peer or peer))
@@ -379,7 +401,8 @@ class Relay:
         held = None
         if not connection.is_member:
             session = getattr(message, "session", None)
-            connection.is_member = session is not None and session in self._sessions
+            if session is not None and session in self._sessions:
+                connection.is_member, connection.admitted = True, session
         if isinstance(message, messages.Push):
             self._offered(connection, message)
         elif isinstance(message, messages.Chunk):
@@ -418,6 +441,9 @@ class Relay:
             return None
         offer.seen.add(chunk.index)
         squares, fingerprint = self._sums.inspect(spans[chunk.index], payload, push.wire_dtype)
+        largest = LARGEST_FP16 if self._sum_dtype == "fp16" else LARGEST
+        if squares is not None and squares > largest**2:
+            return None
         held = Held(0, payload.nbytes, squares, fingerprint)
         return held if squares is None else self._hold(_Chunk(payload, push.wire_dtype), held)
 
@@ -431,8 +457,15 @@ class Relay:
         """A connection of the site was closed."""
         connection = self._connections.pop(route, None)
         if connection is None:
+            # The hub still sends to it: a message of its data connection arrived after it was closed.
+            if self.terms is not None:
+                yield SendUp(messages.Gone(route))
             return
-        self._sessions.discard(connection.admitted)
+        if connection.admitted and not connection.is_bulk:
+            self._sessions.discard(connection.admitted)
+            for other, each in list(self._connections.items()):
+                if each.admitted == connection.admitted:
+                    yield Close(other)
         if connection.relay is not None:
             yield from self._relay_closed(connection.relay)
         else:
@@ -451,10 +484,13 @@ class Relay:
 
     def _attach(self, route: Route, connection: _Connection, attach: messages.Attach) -> Commands:
         assert self.terms is not None
-        if attach.token is None and len(self._relays) < MOST_RELAYS:
+        if attach.token is None and len(self._relays) < MOST_RELAYS and connection.relay is None:
+            for former in list(self._relays.values()):
+                if self._connections[former].life == attach.life:
+                    yield Close(former)  # it has reconnected
             token = self._draw().to_bytes(8, "big")
             self._relays[token] = connection.relay = route
-            connection.is_member = True
+            connection.is_member, connection.life = True, attach.life
             yield SendDown(route, replace(self.terms, token=token))
         elif (control := self._relays.get(attach.token or b"")) is not None:
             connection.relay, connection.is_bulk, connection.is_member = control, True, True
@@ -532,7 +568,7 @@ class Relay:
         if request.pending or not is_current or self.terms is None:
             return
         del self._requested[collect.request]
-        dtype, made = self._wire_dtype or self.terms.wire_dtype, None
+        dtype, made = self._sum_dtype, None
         terms = [*request.terms, *(request.sums[number] for number in sorted(request.sums))]
         if len(terms) == 1 and self._wire_dtype in (None, terms[0].wire_dtype):
             made, dtype = terms[0].payload, terms[0].wire_dtype  # unchanged, bit for bit

@@ -26,6 +26,7 @@ from diloco_broker.shell.broker import ITS_PROGRAM, Service
 from diloco_broker.shell.chunks_on_the_way import piece_of
 from diloco_broker.shell.process_memory import give_back_freed_memory
 from diloco_broker.shell.sockets import ANSWERS_KEPT_FOR_RELAYS, Incoming, Sockets
+from diloco_broker.shell.strangers import Intake
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.tensors import memory
 from diloco_protocol.addresses import as_reached, several
@@ -33,7 +34,7 @@ from diloco_protocol.clients.address_file import check_address
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
-from diloco_protocol.frames import LONGEST_OF_A_MEMBER, MAX_HEADER_BYTES, pack, unpack
+from diloco_protocol.frames import MAX_HEADER_BYTES, pack, unpack
 from diloco_protocol.messages import (
     LONGEST_WORKER_ID,
     Error,
@@ -49,6 +50,10 @@ from diloco_worker.transport.connections import NOW, Connections
 logger = logging.getLogger("diloco.relay")
 
 TICK_S = 0.1
+# Seconds of a turn for messages of unauthenticated peers that wait, and between two such turns.
+CATCH_UP_S = 0.0005
+# Seconds that the longest join takes at the hub.
+JOIN_AT_HUB_S = 0.005
 # Messages taken in a turn: of the site, and of each connection to the hub.
 MESSAGES_A_TURN = 256
 # Between two attempts to reach the hub, at the next of its addresses.
@@ -109,6 +114,7 @@ class RelayBroker(Service):
         self._said = ""
         draw = partial(secrets.randbits, 64)
         self._core = core.Relay(self.name, draw, TensorSums(), parent_wire_dtype)
+        self._intake = Intake(self._core.is_member, self._take, self._end_stranger, JOIN_AT_HUB_S)
 
     # Life.
 
@@ -118,7 +124,8 @@ class RelayBroker(Service):
         next_tick = 0.0
         try:
             while self._stop is None:
-                self.sockets.wait(max(0.0, next_tick - time.monotonic()))
+                until_tick = max(0.0, next_tick - time.monotonic())
+                self.sockets.wait(min(CATCH_UP_S, until_tick) if self._intake else until_tick)
                 self._receive()
                 self._hear_hub()
                 now = time.monotonic()
@@ -158,12 +165,19 @@ class RelayBroker(Service):
     # The site.
 
     def _receive(self) -> None:
+        now = time.monotonic()
         for _ in range(MESSAGES_A_TURN):
             incoming = self.sockets.receive()
             if incoming is None:
-                return
+                break
             if incoming.route and not incoming.is_left_behind:
-                self._take(incoming)
+                self._intake.deliver(incoming, now)
+        self._intake.catch_up(time.monotonic, CATCH_UP_S, is_idle=False)
+
+    def _end_stranger(self, route: bytes, why: str) -> None:
+        logger.warning("Disconnected a peer: %s.", why)
+        self.sockets.shut(route)
+        self._do(self._core.closed(route))
 
     def _take(self, incoming: Incoming) -> None:
         """One message. Whatever is wrong with it costs its sender an error."""
@@ -172,7 +186,7 @@ class RelayBroker(Service):
             return
         try:
             via, frames = unwrap(incoming.frames)
-            message, payload = _read(frames, LONGEST_OF_A_MEMBER, via)
+            message, payload = _read(frames, self._intake.longest_header(route, frames), via)
             if via is not None and peer is not None:
                 # The relay behind this one vouches for its workers.
                 peer = Peer(Role.WORKER, via.peer or peer.name)

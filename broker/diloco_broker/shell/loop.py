@@ -34,7 +34,7 @@ from diloco_broker.shell.process_memory import give_back_freed_memory, memory_by
 from diloco_broker.shell.relays import RelayLines
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
-from diloco_broker.shell.strangers import Strangers
+from diloco_broker.shell.strangers import Intake
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.storage import checkpoint, model_file, own_plan, resume, writer
 from diloco_broker.storage.folder_lock import FolderLock
@@ -48,10 +48,6 @@ from diloco_protocol import feed
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments import Choose
 from diloco_protocol.frames import (
-    LONGEST_OF_A_MEMBER,
-    LONGEST_OF_A_STRANGER,
-    MAY_BE_LONG,
-    SHORT,
     unpack,
 )
 from diloco_protocol.messages import Control, Heartbeat, Message, Notice, Result, encode
@@ -175,7 +171,7 @@ class Loop:
             if tape is not None:
                 opened.callback(tape.close)
             self._opened = opened.pop_all()
-        self._strangers = Strangers()
+        self._intake = Intake(self.core.state.knows, self._take, self._end_stranger)
         self._lines = RelayLines()
         self._executor = self._make_executor(surroundings, split, tape)
         self._is_finished = False  # the core has nothing left to do
@@ -269,8 +265,9 @@ class Loop:
         self._report_saves()
         self._send_piece()
         self._work()
-        if self._strangers:
-            self._catch_up(is_idle=not self.tensors and (self._rests or not has_messages))
+        if self._intake:
+            is_idle = not self.tensors and (self._rests or not has_messages)
+            self._intake.catch_up(self.now, RECEIVE_SLICE_S, is_idle=is_idle)
         if not self.tensors or self._executor.unacknowledged >= ACKNOWLEDGED_TOGETHER:
             self._executor.acknowledge()
         now = self.now()
@@ -302,7 +299,7 @@ class Loop:
 
     def _may_wait_s(self) -> float:
         """Seconds to wait for messages, after a rest where nothing but heartbeats came lately."""
-        if self.tensors or self._strangers or (self._pieces is not None and self._pieces.results):
+        if self.tensors or self._intake or (self._pieces is not None and self._pieces.results):
             return 0.0
         if self._rests and self.now() > self._busy_at + QUIET_S:
             self.sockets.rest(REST_S)
@@ -329,48 +326,14 @@ class Loop:
             if message is None:
                 return number < UNREAD_KEPT // 2
             if message.route:
-                self._take_in_turn(message)
+                self._intake.deliver(message, self._received_at)
             if time.perf_counter() > until:
                 return False
         return False
 
-    def _take_in_turn(self, incoming: Incoming) -> None:
-        if incoming.is_left_behind and not self.core.state.knows(incoming.route):
-            return  # a worker's last word is heard; of others there may be thousands
-        if not (incoming.is_of_stranger or self._strangers):
-            self._take(incoming)
-        elif self._strangers.comes_later(incoming, self._received_at):
-            if self._is_too_long_to_wait(incoming):
-                self.sockets.shut(incoming.route)
-                why = "a longer message of somebody who had not joined than may wait"
-                self._executor.feed(events.ConnectionEnded(why))
-                return
-            loudest = self._strangers.put_off(incoming)
-            if loudest is not None:
-                self.sockets.shut(loudest)
-                why = "more messages of those who have not joined than there was time for"
-                self._executor.feed(events.ConnectionEnded(why))
-        elif incoming.is_of_stranger:
-            self._take_of_stranger(incoming)
-        else:
-            self._take(incoming)
-
-    def _is_too_long_to_wait(self, incoming: Incoming) -> bool:
-        longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
-        return longest > LONGEST_OF_A_STRANGER and not self.core.state.knows(incoming.route)
-
-    def _take_of_stranger(self, incoming: Incoming) -> None:
-        began = time.thread_time()
-        self._take(incoming)
-        self._strangers.spend(time.thread_time() - began)
-
-    def _catch_up(self, *, is_idle: bool) -> None:
-        """Take what waits of those who have not joined, as long as there is time for it."""
-        until = time.perf_counter() + RECEIVE_SLICE_S
-        while self._strangers and (is_idle or self._strangers.has_time(self.now())):
-            self._take_of_stranger(self._strangers.next())
-            if time.perf_counter() > until:
-                return
+    def _end_stranger(self, route: bytes, why: str) -> None:
+        self.sockets.shut(route)
+        self._executor.feed(events.ConnectionEnded(why))
 
     def _take(self, incoming: Incoming) -> None:
         """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
@@ -381,7 +344,7 @@ class Loop:
             if self.core.state.relays.on(route) is not None:
                 received = relays.received(route, incoming.frames, peer)
             else:
-                longest = self._longest_header(incoming)
+                longest = self._intake.longest_header(route, incoming.frames)
                 received = events.Received(route, *unpack(incoming.frames, longest), peer)
             if isinstance(received, events.Malformed):
                 self._executor.feed(received)
@@ -401,15 +364,6 @@ class Loop:
             logger.exception("A message could not be handled; its sender is told, the run goes on.")
             text = "The broker could not handle this message; its log has more."
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
-
-    def _longest_header(self, incoming: Incoming) -> int:
-        header = memoryview(incoming.frames[0] if incoming.frames else b"")
-        if header.nbytes <= SHORT:
-            return SHORT
-        if self.core.state.knows(incoming.route):
-            return LONGEST_OF_A_MEMBER
-        beginning = bytes(header[:32])
-        return LONGEST_OF_A_STRANGER if any(kind in beginning for kind in MAY_BE_LONG) else SHORT
 
     def _work(self) -> None:
         until, state = time.perf_counter() + WORK_SLICE_S, self.core.state

@@ -1,15 +1,19 @@
-"""Messages of those who have not joined, which come after all others where there are too many.
+"""Intake: delivers received messages, those of unauthenticated peers within a share of the time.
 
-Anybody may send a `join` that takes 5 ms to read, or ask for the status as often as they like. Together
-they get a tenth of the loop's time, and whatever members and tensors leave of it. What is above that
-waits here, and whoever sends more than there is room for is ended.
+Any peer may send a `join` that takes 5 ms to read, or ask for the status at any rate. All peers that
+have not joined get a tenth of the loop's time together, and what members and tensor work leave.
+Messages beyond that wait here; a peer that sends more than may wait is disconnected.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from diloco_broker.shell.sockets import Incoming
+from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAY_BE_LONG, SHORT
 
 # Of the time that passes, and what may have been saved of it, seconds: a hundred workers join at once.
 SHARE = 0.1
@@ -22,7 +26,7 @@ A_MESSAGE = 1 << 10
 
 
 class Strangers:
-    """See the head of this module. Times are seconds of any clock that goes on steadily."""
+    """Waiting messages of unauthenticated peers, and their share. Times are of a monotonic clock."""
 
     def __init__(self) -> None:
         self._waiting: deque[Incoming] = deque()
@@ -66,6 +70,76 @@ class Strangers:
         if not self._bytes[message.route]:
             del self._bytes[message.route]
         return message
+
+
+class Intake:
+    """Delivers messages in turn.
+
+    Args:
+        knows: whether a connection belongs to a member.
+        take: handles a message.
+        end: disconnects a peer; its second argument says what the peer did.
+        least_s: seconds that a message of an unauthenticated peer is charged with at least. A relay sets
+            it, because its hub spends more time on such a message than the relay itself.
+    """
+
+    def __init__(
+        self,
+        knows: Callable[[bytes], bool],
+        take: Callable[[Incoming], None],
+        end: Callable[[bytes, str], None],
+        least_s: float = 0.0,
+    ) -> None:
+        self._knows, self._take, self._end, self._least_s = knows, take, end, least_s
+        self._strangers = Strangers()
+
+    def __bool__(self) -> bool:
+        """Whether messages wait."""
+        return bool(self._strangers)
+
+    def deliver(self, incoming: Incoming, now: float) -> None:
+        """Handle a message now or later."""
+        if incoming.is_left_behind and not self._knows(incoming.route):
+            return  # the last message of a member counts; of others there may be thousands
+        if not (incoming.is_of_stranger or self._strangers):
+            self._take(incoming)
+        elif self._strangers.comes_later(incoming, now):
+            longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
+            if longest > LONGEST_OF_A_STRANGER and not self._knows(incoming.route):
+                self._end(
+                    incoming.route, "a message too long to wait, of a peer that had not joined"
+                )
+                return
+            loudest = self._strangers.put_off(incoming)
+            if loudest is not None:
+                self._end(loudest, "too many messages of a peer that had not joined")
+        elif incoming.is_of_stranger:
+            self._take_timed(incoming)
+        else:
+            self._take(incoming)
+
+    def catch_up(self, clock: Callable[[], float], seconds: float, *, is_idle: bool) -> None:
+        """Handle waiting messages for `seconds` at most, within their share unless the loop is idle."""
+        until = time.perf_counter() + seconds
+        while self._strangers and (is_idle or self._strangers.has_time(clock())):
+            self._take_timed(self._strangers.next())
+            if time.perf_counter() > until:
+                return
+
+    def _take_timed(self, incoming: Incoming) -> None:
+        began = time.thread_time()
+        self._take(incoming)
+        self._strangers.spend(max(self._least_s, time.thread_time() - began))
+
+    def longest_header(self, route: bytes, frames: Sequence[Any]) -> int:
+        """The longest header that this connection may send, in bytes."""
+        header = memoryview(frames[0] if frames else b"")
+        if header.nbytes <= SHORT:
+            return SHORT
+        if self._knows(route):
+            return LONGEST_OF_A_MEMBER
+        beginning = bytes(header[:32])
+        return LONGEST_OF_A_STRANGER if any(kind in beginning for kind in MAY_BE_LONG) else SHORT
 
 
 def _size(message: Incoming) -> int:

@@ -19,9 +19,11 @@ from diloco_protocol.messages import (
     Credit,
     Error,
     Forget,
+    Gone,
     Held,
     Join,
     Message,
+    Notice,
     Probe,
     Standing,
     Welcome,
@@ -83,11 +85,11 @@ class RelayPuppet:
     def asked(self) -> list[Collect]:
         return [m for m in self.stage.inbox[self.control] if isinstance(m, Collect)]
 
-    def answers(self, *asked: Collect) -> None:
+    def answers(self, *asked: Collect, finite: bool = True) -> None:
         for each in asked:
             numbers = tuple(part.number for part in each.parts)
             answer = Combined(each.request, each.fragment, each.index, numbers, "fp32")
-            self.hears(self.bulk, answer, Payload(SIZE))
+            self.hears(self.bulk, answer, Payload(SIZE, is_finite=finite))
 
     def forgets(self) -> list[int]:
         """Numbers of the chunks that the hub has released."""
@@ -177,6 +179,77 @@ def test_relay_cannot_give_two_chunks_one_number() -> None:
     north.held -= 1
     north.holds(b, 0)
     assert b.got(Error).code == Code.BAD_CHUNK
+
+
+def test_worker_that_died_is_removed_though_its_chunks_arrive_later() -> None:
+    """They come on the relay's other connection. The relay reports again when a probe fails."""
+    stage, north, a, b = two_at_a_relay()
+    a.offers(1)
+    north.hears(north.control, Gone(b"a-control"))
+    north.holds(a, 0)
+    for _ in range(4):
+        stage.passes(1.0)
+        b.beats()
+        north.hears(north.control, Probe(0))
+        probes = [m for m in stage.inbox[a.control] if isinstance(m, Notice) and m.what == "alive"]
+        if probes:
+            north.hears(north.control, Gone(b"a-control"))
+    assert stage.here == {"b"}
+
+
+def test_chunks_lost_with_a_relay_are_sent_again_with_a_later_push_of_their_worker() -> None:
+    stage, north, a, b = two_at_a_relay()
+    a.offers(1)
+    north.holds(a, 0, 1)
+    north.hears(north.control, Gone(b"a-control"))
+    stage.passes(stage.config.disconnect_grace + 0.3)
+    north.joins(a)
+    a.pulls()
+    assert Bitmap.from_bytes(a.offers(2).held or b"", 3) == Bitmap(3, 0b11)
+    north.holds(a, 2)
+    north.dies()
+    stage.passes(stage.config.disconnect_grace + 0.3)
+    for worker in (a, b):
+        worker.session = None
+        worker.joins()
+        worker.pulls()
+    assert not a.offers(2).held
+    a.completes(0, 1, 2)
+    b.pushes(3)
+    assert stage.ledger.standing("a", 2, 3).is_full
+    assert all(dict(chunk) == {("a", 2): 1, ("b", 3): 1} for chunk in stage.counted())
+
+
+def test_push_that_a_round_had_chosen_is_not_late_when_its_relay_died() -> None:
+    stage, north, a, b = two_at_a_relay(quorum=2, late="drop")
+    for worker, push_id in ((a, 1), (b, 2)):
+        worker.offers(push_id)
+        north.holds(worker, 0, 1, 2)
+        worker.commits()
+    assert len(north.asked()) == 3
+    north.dies()
+    stage.passes(stage.config.disconnect_grace + 0.3)
+    a.session = None
+    a.joins()
+    assert a.offers(1).standing is Standing.NEW
+
+
+def test_infinite_sum_of_a_relay_costs_the_relay_its_place_and_no_worker_its_push() -> None:
+    stage, north, a, b = two_at_a_relay()
+    for worker, push_id in ((a, 1), (b, 2)):
+        worker.offers(push_id)
+        north.holds(worker, 0, 1, 2)
+    north.answers(*north.asked()[:2])
+    north.answers(north.asked()[2], finite=False)
+    assert north.control in stage.gone
+    assert not a.all(Error) and not b.all(Error)
+
+
+def test_connection_that_is_in_use_cannot_attach_another_relay() -> None:
+    stage, north, a, _ = two_at_a_relay()
+    a.offers(1)
+    north.hears(north.control, Attach("south", 2))
+    assert [relay["name"] for relay in stage.shown()["relays"]] == ["north"]
 
 
 def test_many_relays_can_probe_the_hub_each_second() -> None:

@@ -125,9 +125,10 @@ class Site:
     # A relay behind this one.
 
     def deep(self, name: str = "deep") -> None:
-        self.says(route(name), messages.Attach(name, 7))
+        life = int.from_bytes(name.encode(), "big")
+        self.says(route(name), messages.Attach(name, life))
         ((_, terms),) = self.downs(messages.Attached)
-        self.says(route(name + "+"), messages.Attach(name, 7, terms.token))
+        self.says(route(name + "+"), messages.Attach(name, life, terms.token))
 
     def holds_deep(self, number: int, *, at: str = "deep", who: str = "x") -> int:
         """The relay behind tells of a chunk with this number; what number the hub is told."""
@@ -183,8 +184,6 @@ def test_hub_hears_of_each_connection_that_is_over(site: Site) -> None:
     site.offers("a")
     site.do(site.relay.closed(route("a")))
     assert site.did == [SendUp(messages.Gone(route("a")))]
-    site.do(site.relay.closed(route("a")))
-    assert not site.did
 
 
 def test_connection_ends_where_the_hub_says_so(site: Site) -> None:
@@ -218,9 +217,56 @@ def test_session_of_a_closed_connection_admits_no_other(site: Site) -> None:
     assert not site.relay.members
 
 
+def test_message_for_a_closed_connection_is_answered_that_it_is_closed(site: Site) -> None:
+    site.offers("a")
+    site.do(site.relay.closed(route("a")))
+    site.do(site.relay.closed(route("a")))
+    assert site.did == [SendUp(messages.Gone(route("a")))]
+
+
+def test_data_connections_of_a_worker_are_closed_with_its_control_connection(site: Site) -> None:
+    site.says(route("a"), messages.Join("a"))
+    site.hub(welcome(b"session"), to=route("a"))
+    site.says(route("a+"), messages.Credit(1, session=b"session"))
+    site.do(site.relay.closed(route("a")))
+    assert site.only(Close) == [Close(route("a+"))]
+    assert not site.relay.members
+
+
+def test_silent_relay_behind_this_one_is_closed(site: Site) -> None:
+    site.deep()
+    other = site.holds_deep(4)
+    site.hub(messages.Notice("alive"), to=route("a"), at=1000.0)
+    site.do(site.relay.tick(1000.0))
+    site.collects(1, (other, 1.0))
+    assert not site.ups(Combined)
+    site.hub(messages.Notice("alive"), to=route("a"), at=1000.0 + core.HUB_TIMEOUT_S)
+    site.do(site.relay.tick(1001.0 + core.HUB_TIMEOUT_S))
+    assert Close(route("deep")) in site.did
+    assert site.answer()[0].numbers == ()
+
+
+def test_relay_behind_that_reconnects_replaces_its_former_connections(site: Site) -> None:
+    site.deep()
+    other = site.holds_deep(4)
+    site.says(route("again"), messages.Attach("deep", int.from_bytes(b"deep", "big")))
+    assert {each.route for each in site.only(Close)} == {route("deep"), route("deep+")}
+    assert site.downs(messages.Attached)
+    site.collects(1, (other, 1.0))
+    assert site.answer()[0].numbers == ()
+
+
+def test_chunk_too_large_to_be_added_to_others_goes_to_the_hub(site: Site) -> None:
+    site.offers("a")
+    assert site.sends("a", 0, int(10 * core.LARGEST)) is None
+    fp16 = Site("fp16")
+    fp16.offers("a")
+    assert fp16.sends("a", 0, 100_000) is None
+
+
 def test_attaches_a_bounded_number_of_relays(site: Site) -> None:
     for number in range(core.MOST_RELAYS):
-        site.says(route(f"{number}"), messages.Attach(f"{number}", 7))
+        site.says(route(f"{number}"), messages.Attach(f"{number}", number))
         assert site.downs(messages.Attached)
     site.says(route("more"), messages.Attach("more", 7))
     assert site.only(Close) == [Close(route("more"))]

@@ -90,8 +90,9 @@ def collect_due(state: RunState, event: events.Event) -> Effects:
 def _affected(event: events.Event) -> Iterable[int] | None:
     """Chunks that the event may have made due; None: any."""
     match event:
-        case events.Received(message=messages.Chunk(index=index)):
-            return (index,)
+        case events.Received(message=messages.Chunk(index=index), payload=payload):
+            is_voiding = isinstance(payload, Held) and not is_usable(payload)
+            return None if is_voiding else (index,)
         case events.Received(message=message) if isinstance(message, _IRRELEVANT):
             return ()
         case events.WorkDone() | events.Stepped() | events.Saved():
@@ -179,10 +180,10 @@ def added(state: RunState, event: events.WorkDone) -> Effects:
         yield from sum_folded(state, each)
 
 
-def refused(state: RunState, event: events.WorkRefused) -> list[events.WorkRefused]:
-    """A sum overflowed. Returns the refusals of its parts."""
-    parts = state.relays.adding.pop(event.work.push_id).parts.values()
-    return [events.WorkRefused(each.push.work(each.index, each)) for each in parts]
+def refused(state: RunState, event: events.WorkRefused) -> Collecting:
+    """A sum was not finite, though its parts were: the relay is at fault. Returns the request."""
+    state.chunks_waiting -= 1
+    return state.relays.adding.pop(event.work.push_id)
 
 
 # Chunks that will not be collected.

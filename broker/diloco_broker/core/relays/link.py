@@ -39,6 +39,8 @@ def attach(state: RunState, route: effects.Route, attach: messages.Attach) -> ef
             raise ProtocolError(Code.NOT_ALLOWED, "Unknown relay; attach it again.")
         relays.bind(former, route)
         return
+    if state.knows(route):
+        raise ProtocolError(Code.NOT_ALLOWED, "This connection is in use; attach on a new one.")
     if not messages.is_worker_id(attach.relay):
         text = f"The name of a relay has 1 to {messages.LONGEST_WORKER_ID} printable characters."
         raise ProtocolError(Code.BAD_HEADER, text)
@@ -97,6 +99,18 @@ def combined(
             yield from _lost(state, chunk)
     answered = replace(asked, parts=found)
     yield from combining.combined(state, answered, payload, combined.wire_dtype)
+
+
+def work_refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
+    """Tensor work found a chunk, or a sum of a relay, that is not finite."""
+    if event.work.worker_id:
+        yield from pushes.refused(state, event)
+        return
+    asked = combining.refused(state, event)
+    for chunk in asked.parts.values():
+        yield from _lost(state, chunk)
+    if asked.relay in state.relays:
+        yield from gone(state, asked.relay, "it sent a sum that is not finite")
 
 
 def gone(state: RunState, relay: Relay, why: str) -> effects.Effects:

@@ -153,6 +153,8 @@ def lost(state: RunState, chunk: RemoteChunk) -> Effects:
     submission = chunk.push
     assert isinstance(submission, Submission)
     submission.lose(chunk)
+    if submission.is_chosen and submission.key not in state.submissions.in_time:
+        state.submissions.in_time.append(submission.key)
     if submission.worker_id not in state.members and not submission.is_chosen:
         state.submissions.drop(submission)
     yield from ()

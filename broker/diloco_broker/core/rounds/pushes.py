@@ -132,8 +132,7 @@ def done(state: RunState, event: events.WorkDone) -> effects.Effects:
 
 def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
     state.chunks_waiting -= 1
-    for each in (event,) if event.work.worker_id else combining.refused(state, event):
-        yield from rules_of(state).refused(state, each)
+    return rules_of(state).refused(state, event)
 
 
 def _check_push(state: RunState, push: messages.Push) -> None:

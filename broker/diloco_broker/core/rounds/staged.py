@@ -156,8 +156,10 @@ def open_round(state: RunState, number: int) -> Effects:
 
 def check(state: RunState, member: Member, push: Push) -> None:
     """Refuse a late push, if late pushes are dropped."""
-    # A push that is counted in part is not late: a relay has lost the rest.
-    is_new = not collect.is_known(state, member, push) and not state.standing(member, push)
+    was_chosen = (member.worker_id, push.push_id) in state.submissions.in_time
+    # After a restart of the broker only the ledger shows it: it has a part of such a push.
+    is_counted = was_chosen or bool(state.standing(member, push))
+    is_new = not (is_counted or collect.is_known(state, member, push))
     if is_new and state.config.late == "drop" and _is_late(state, push):
         raise ProtocolError(
             Code.LATE,

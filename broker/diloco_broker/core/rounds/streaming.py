@@ -55,6 +55,8 @@ class Contribution(PushInProgress):
     """
 
     ended: Ended | None = None  # None while its worker may deliver more
+    # Chunks in `before` only because an earlier push of its worker in this round delivered them.
+    delivered_before: Bitmap | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -115,9 +117,11 @@ class StreamingRound(Update):
         self, worker_id: str, push: Push, before: Bitmap, weight: float, staleness: int
     ) -> Contribution:
         """Enter a push. The caller has ended or excluded other pushes of its worker."""
+        counted = before
         for other in self.of_worker(worker_id):
             before = before | other.arrived  # one vote on each chunk
         contribution = Contribution(worker_id, push, before, weight, staleness=staleness)
+        contribution.delivered_before = before - counted
         self.contributions[contribution.key] = contribution
         if self.phase is Phase.CLOSING:
             raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
@@ -155,8 +159,14 @@ class StreamingRound(Update):
         return ready
 
     def lost(self, contribution: Contribution, index: int) -> list[int]:
-        """A chunk that arrived was lost."""
+        """A chunk that arrived was lost: its worker has to deliver it again, with any of its pushes."""
         contribution.arrived.discard(index)
+        for other in self.of_worker(contribution.worker_id):
+            if other.delivered_before is not None and index in other.delivered_before:
+                other.delivered_before.discard(index)
+                other.before.discard(index)
+                if self.phase is Phase.CLOSING and other.ended is None:
+                    self.owed[index] += 1
         # A contribution under way owes it as before.
         return [] if contribution.ended is None else self._settle((index,))
 

@@ -16,6 +16,9 @@ from diloco_broker.core.effects import Inspect, WholePush
 from diloco_broker.core.relays.relay import RemoteChunk
 from diloco_broker.core.rounds.round import Phase, PushInProgress, PushKey, Update
 
+# Pushes that are remembered as chosen though a relay lost a part of them.
+MOST_IN_TIME = 1024
+
 
 @dataclass(eq=False)
 class Submission(PushInProgress):
@@ -96,6 +99,8 @@ class Submissions:
     pools: dict[int, Pool] = field(default_factory=dict)  # by fragment
     # (worker id, fragment) in the order of their requests.
     queue: deque[tuple[str, int]] = field(default_factory=deque)
+    # Pushes that an update had chosen when a relay lost a part of them: they are in time for the next.
+    in_time: deque[PushKey] = field(default_factory=lambda: deque(maxlen=MOST_IN_TIME))
 
     def pool(self, fragment: int) -> Pool:
         return self.pools.setdefault(fragment, {})

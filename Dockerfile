@@ -1,4 +1,4 @@
-# Two images (tools/SERVICES.md has a compose file): `docker build --target broker .` and `docker build --target worker .`
+# Two images (docs/deploying.md has a compose file): `docker build --target broker .` and `docker build --target worker .`
 #
 # Only their owner may read keys (mode 0600), so the containers run as you, not as a user of the image. What
 # keygen put into keys/clients is moved to its machine, and each worker gets its one file:

@@ -20,7 +20,7 @@ MUTANTS ?= 300
 AT_LEAST ?= 0
 SECONDS ?=
 SEED ?= 1
-# Which tests are in which tier: tests/README.md.
+# Which tests are in which tier: CONTRIBUTING.md.
 QUICK := not (slow or nightly or browser or integration or engine or cuda)
 ALL := not (nightly or integration or engine or cuda)
 # Tracing lines doubles the time of Python code: it is kept off tests that run long, are about time, or run

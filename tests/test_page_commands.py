@@ -26,10 +26,7 @@ from kit.process_kit import Processes
 
 pytest_plugins = ("kit.process_fixtures",)
 
-FOLDERS = ("protocol", "broker", "worker", "tools", "tests")
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md"))]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PROJECT = (ROOT / "pyproject.toml").read_text()
 # Commands that this project installs, by name: module and the name of the app in it.
 OURS = dict(re.findall(r'^(diloco[\w-]*) = "([\w.]+:\w+)"$', PROJECT, re.MULTILINE))

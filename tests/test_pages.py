@@ -9,7 +9,7 @@ import pytest
 
 from kit.paths import ROOT
 
-FOLDERS = [ROOT / name for name in (".github", "protocol", "broker", "worker", "tools", "tests")]
+FOLDERS = [ROOT / name for name in (".github", "docs")]
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))])
 # A path of ours in backticks: `broker/diloco_broker/core/machine.py`, `tests/kit`.
 NAMED = re.compile(r"`((?:protocol|broker|worker|tools|tests)/[\w/.-]+)`")

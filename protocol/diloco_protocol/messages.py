@@ -1,7 +1,7 @@
 """Every message kind as a typed, frozen record, and the header that it travels in.
 
 The header is a msgpack map: "v" (protocol version), "kind", and one key for each field below, as the
-codec of `records` writes them. The meaning of each is in protocol/SPECIFICATION.md.
+codec of `records` writes them. The meaning of each is in docs/specification.md.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Join(Message):
     size: int = 0
     processes: int = 1
     voter: int | None = (
-        None  # random, of this life of the worker: whose votes are whose (STANDBY.md)
+        None  # random, of this process of the worker: whose votes (docs/specification.md, section 16)
     )
 
 
@@ -303,7 +303,7 @@ class Take(Message):
 
 @dataclass(frozen=True)
 class Vote(Message):
-    """The answer to a `notice` with a nonce, which it returns: see protocol/STANDBY.md."""
+    """The answer to a `notice` with a nonce, which it returns: see docs/specification.md, section 16."""
 
     session: bytes  # at a hub; a standby has none
     voter: int

@@ -21,7 +21,7 @@ SPHINX = pytest.mark.skipif(
 
 
 def write(root: Path, **pages: str) -> Path:
-    """A small repository with these pages; `tools__TOP` is tools/TOP.md."""
+    """A small repository with these pages; `docs__top` is docs/top.md."""
     for name, text in pages.items():
         path = root / (name.replace("__", "/") + ".md")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,15 +54,15 @@ def test_every_page_is_in_a_chapter_once() -> None:
 
 
 def test_chapters_are_the_rows_of_the_front_page(tmp_path: Path) -> None:
-    front = a_front("tools/TOP.md#keys", "SECURITY.md", "tools/TOP.md")
-    write(tmp_path, README=front, tools__TOP="# Two", SECURITY="# Three")
-    assert book.chapters(tmp_path) == {"All": ["README.md", "tools/TOP.md", "SECURITY.md"]}
-    assert "tools/TOP.md\nSECURITY.md\n```" in adapted(tmp_path, "README.md")
+    front = a_front("docs/top.md#keys", "SECURITY.md", "docs/top.md")
+    write(tmp_path, README=front, docs__top="# Two", SECURITY="# Three")
+    assert book.chapters(tmp_path) == {"All": ["README.md", "docs/top.md", "SECURITY.md"]}
+    assert "docs/top.md\nSECURITY.md\n```" in adapted(tmp_path, "README.md")
 
 
 def test_page_that_is_in_no_chapter_is_named(tmp_path: Path) -> None:
-    write(tmp_path, README="# One", tools__NEW="# New")
-    with pytest.raises(UsageError, match=r"tools/NEW.md would be in no chapter"):
+    write(tmp_path, README="# One", docs__new="# New")
+    with pytest.raises(UsageError, match=r"docs/new.md would be in no chapter"):
         book.pages(tmp_path)
 
 
@@ -71,14 +71,14 @@ def test_links_to_what_is_no_page_are_text_and_code_is_left_alone(tmp_path: Path
     (tmp_path / "tools").mkdir()
     code = "```text\n[a](x.py)\n```\n\n    [a](x.py)\n"
     links = "[x.py](x.py), [tools/](tools), [`run`](x.py), [the code](x.py) and `[no](x.py)`\n"
-    front = a_front("tools/TOP.md")
+    front = a_front("docs/top.md")
     write(
-        tmp_path, README=links + code + front, tools__TOP="[a](../README.md#b) ![p](p.png) [b](#b)"
+        tmp_path, README=links + code + front, docs__top="[a](../README.md#b) ![p](p.png) [b](#b)"
     )
     assert adapted(tmp_path, "README.md").startswith(
         f"`x.py`, `tools/`, `run`, the code and `[no](x.py)`\n{code}"
     )
-    assert adapted(tmp_path, "tools/TOP.md") == "[a](../README.md#b) ![p](p.png) [b](#b)"
+    assert adapted(tmp_path, "docs/top.md") == "[a](../README.md#b) ![p](p.png) [b](#b)"
 
 
 @SPHINX
@@ -101,7 +101,12 @@ def test_all_pages_make_a_book_without_a_warning(tmp_path: Path) -> None:
     assert set(ROOT.iterdir()) == before, "nothing is written beside the pages"
     made = {path.relative_to(tmp_path / "site") for path in tmp_path.rglob("*.html")}
     wanted = {Path(page).with_suffix(".html") for page in book.pages(ROOT)}
-    assert wanted <= made
+    former = {Path(f"{old}.html") for old in book.MOVED}
+    assert wanted | former <= made and not wanted & former
+    for path in former:
+        (target,) = re.findall(r"url=([^\"]+)", (tmp_path / "site" / path).read_text())
+        to = (tmp_path / "site" / path.parent / target).resolve()
+        assert to.relative_to((tmp_path / "site").resolve()) in wanted
     for path in made:
         text = (tmp_path / "site" / path).read_text()
         # It can be read without a network, and from a disk.

@@ -192,4 +192,4 @@ def hex_dump() -> str:
 
 
 def test_hex_dump_of_the_specification_is_what_is_sent() -> None:
-    assert hex_dump() in (ROOT / "protocol" / "SPECIFICATION.md").read_text()
+    assert hex_dump() in (ROOT / "docs" / "specification.md").read_text()

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m simulation.poison
 
-prints what broker/POISON.md has: the final losses of a small network for each attack and each defence,
+prints what SECURITY.md has: the final losses of a small network for each attack and each defence,
 and how far the parameters were carried along. The broker's core, its tensors and the messages are the
 real ones; there is no network and no clock, and the same seed gives the same figures. All five workers
 train at once, as one batch of networks.

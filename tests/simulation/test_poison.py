@@ -1,6 +1,6 @@
 """Real training with one hostile worker of five: which defence holds against which attack?
 
-broker/POISON.md has the same in figures, of longer runs and three seeds.
+SECURITY.md has the same in figures, of longer runs and three seeds.
 """
 
 from __future__ import annotations

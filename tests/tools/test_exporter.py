@@ -24,7 +24,7 @@ from kit.feed_snapshots import worker
 from kit.paths import ROOT
 from kit.top_text import UPDATE, matches
 
-GUIDE = ROOT / "tools" / "EXPORTER.md"
+GUIDE = ROOT / "docs" / "metrics.md"
 
 
 def names(samples: Samples) -> set[str]:

@@ -19,7 +19,7 @@ SERVICES = ROOT / "tools" / "services"
 UNITS = sorted(SERVICES.glob("*.service"))
 BIN = Path(sys.executable).parent
 COMPOSE: dict[str, Any] = yaml.safe_load((SERVICES / "compose.yaml").read_text())["services"]
-PAGE = (ROOT / "tools" / "SERVICES.md").read_text()
+PAGE = (ROOT / "docs" / "deploying.md").read_text()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The page of names for those who come from elsewhere: what it calls ours, we have."""
+"""Names of Forgather and torchft beside ours: what the page calls ours exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from kit.paths import ROOT
 
 def ours() -> set[str]:
     """What stands in backticks in the last column of the tables."""
-    _, text = (ROOT / "worker" / "NAMES.md").read_text().split("## For those who come from")
+    _, text = (
+        (ROOT / "docs" / "training-script.md")
+        .read_text()
+        .split("## Names in Forgather and torchft")
+    )
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row.rsplit(" | ", 1)[-1])}
 

@@ -59,8 +59,9 @@ def test_every_keyword_and_option_has_a_variable_over_which_it_wins() -> None:
         assert resolve({"options": options}, ALL).heartbeat_interval == 0
 
 
-def test_first_page_names_few_variables_and_the_page_of_names_each_option() -> None:
-    first, names = ((ROOT / "worker" / page).read_text() for page in ("README.md", "NAMES.md"))
+def test_page_names_few_variables_at_first_and_then_each_option() -> None:
+    page = (ROOT / "docs" / "training-script.md").read_text()
+    first, names = page.split("## Worker options")
     assert len(set(re.findall(r"DILOCO_[A-Z_]*[A-Z]", first))) <= 8
     assert all(f"| `{option}` |" in names for option in OPTIONS)
 
@@ -224,7 +225,7 @@ def test_only_the_first_process_of_a_launcher_says_that_it_trains_alone(
         ("DILOCO_SERVR", "did you mean DILOCO_SERVER?"),
         ("DILOCO_SYNC_STEPS", "did you mean DILOCO_SYNC_EVERY?"),
         ("DILOCO_KEEP_ON", "did you mean DILOCO_KEEP_GLOBAL_ON?"),
-        ("DILOCO_QQQ", "worker/NAMES.md"),
+        ("DILOCO_QQQ", "docs/training-script.md"),
     ],
 )
 def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one(

@@ -36,7 +36,7 @@ from diloco_worker.settings import EXIT, WorkerOptions, resolve
 
 T = TypeVar("T")
 
-BY_HAND = "Put a DiLoCoWorker into the script instead; worker/README.md says how."
+BY_HAND = "Put a DiLoCoWorker into the script instead; docs/training-script.md says how."
 # Wrappers that exchange gradients among the processes of one training, by the names of their classes.
 OF_SEVERAL_PROCESSES = ("DistributedDataParallel", "FullyShardedDataParallel")
 SEEDS = 1 << 63
@@ -184,7 +184,7 @@ class Attachment:
                     f"A new optimizer ({new}) has replaced {known} for {model}, and --auto counts steps "
                     f"of the optimizers that it has joined with. Make one optimizer for the whole "
                     "training and change its learning rates instead (0 while a part is frozen), or give "
-                    "each phase a DiLoCoWorker of its own; worker/README.md says how."
+                    "each phase a DiLoCoWorker of its own; docs/training-script.md says how."
                 )
             raise UsageError(
                 f"{new} trains {model}, too, and made no step in the first round of {known}: rounds "

@@ -142,7 +142,7 @@ def _end_without_training(*, may_have_trained: bool) -> None:
     sentence = (
         "diloco-worker: Nothing of this script was in the run: in its own process no optimizer of torch "
         "has made a step, or several have made one and no second. Processes that it starts are not part "
-        "of the run; put a DiLoCoWorker into the script where it trains (worker/README.md)."
+        "of the run; put a DiLoCoWorker into the script where it trains (docs/training-script.md)."
     )
     if may_have_trained:
         _fail(sentence)

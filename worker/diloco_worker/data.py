@@ -8,7 +8,7 @@
             optimizer.step()
 
 A unit counts as done when the contributions that contain its steps are in the global parameters. One
-that a worker had when it died, or whose steps were lost, is handed out again. See worker/DATA.md.
+that a worker had when it died, or whose steps were lost, is handed out again. See docs/data.md.
 """
 
 from __future__ import annotations

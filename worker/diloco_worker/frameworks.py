@@ -108,7 +108,7 @@ def give_own_order(loaders: Iterable[object], shard: Callable[[], tuple[int, int
         logger.warning(
             "No sampler shuffles the training data from a seed or a torch.Generator that can be "
             "replaced, so all workers may read the same: give this one (shard %d of %d) its own part of "
-            "the data (worker/DATA.md), then set shard_data=False.",
+            "the data (docs/data.md), then set shard_data=False.",
             index,
             count,
         )

@@ -91,7 +91,7 @@ class DiLoCoWorker:
             have its own.
         process_group: the processes that are one worker together: "world", a
             `torch.distributed.ProcessGroup` or a DeviceMesh. All of them make it, and call the same
-            methods at the same steps; see worker/GROUPS.md.
+            methods at the same steps; see docs/frameworks.md.
         timeout: seconds without a sign of life from the broker, after which a boundary waits no
             longer. Default 600.
         expect: what the run must be like: values by the names of `config`, such as

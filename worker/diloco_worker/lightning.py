@@ -213,5 +213,5 @@ def _require_whole_model(trainer: Trainer) -> None:
         raise UsageError(
             f"The Trainer uses {strategy}, which cuts the model up or steps in a way of its own; "
             'DiLoCoCallback needs the whole model in each process: use strategy="ddp", or train with a '
-            "loop of your own (worker/GROUPS.md)."
+            "loop of your own (docs/frameworks.md)."
         )

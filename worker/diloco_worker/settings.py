@@ -255,7 +255,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     known = {*ours, *OTHER_VARIABLES, *(PREFIX + name.upper() for name in MOVED_TO_EXPECT)}
     return [
         f"{name} is set, but there is no such variable{did_you_mean(name.upper(), ours)} "
-        "worker/NAMES.md has the list."
+        "docs/training-script.md has the list."
         for name in sorted(environ.keys() - known)
         if name.startswith(PREFIX) and environ[name].strip()
     ]

@@ -308,5 +308,5 @@ def _require_whole_model(args: TrainingArguments) -> None:
     if how:
         raise UsageError(
             f"The Trainer uses {how}, which cuts the model up; DiLoCoCallback needs it whole in each "
-            f"process: leave {how} out, or train with a loop of your own (worker/GROUPS.md)."
+            f"process: leave {how} out, or train with a loop of your own (docs/frameworks.md)."
         )

@@ -46,7 +46,7 @@ LONGEST_GRACE_S = 86_400.0  # a day
 SHORTEST_LEASE_S, LONGEST_LEASE_S = 0.5, 3600.0
 LONGEST_S = 30 * 86_400.0
 
-# Chosen by measuring; broker/SCHEDULES.md has the figures.
+# Chosen by measuring; docs/evidence.md has the figures.
 USUAL_WARMUP = "linear:200:0.5"
 USUAL_OUTERS = {"sync": "nesterov", "async": "dn"}  # by mode, where none is named
 

@@ -210,7 +210,7 @@ static inline uint32_t scale_of(const float *values, uint32_t top, float most, b
     return scale < cap ? scale : cap;
 }
 
-/* Scales and codes (protocol/CODECS.md) of y = values + sign other; without `other`: of `values`.
+/* Scales and codes (docs/codecs.md) of y = values + sign other; without `other`: of `values`.
  *
  * `followed`, unless NULL, receives other + D(y), where D(y) is what the codes say, `sum` its bit sum
  * and `top` the bits of its largest magnitude. It may be the memory of `values` or `other`.

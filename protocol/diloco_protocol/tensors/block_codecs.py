@@ -1,4 +1,4 @@
-"""Codecs of few bits: blocks of 256 elements, each with a scale in bf16 (protocol/CODECS.md).
+"""Codecs of few bits: blocks of 256 elements, each with a scale in bf16 (docs/codecs.md).
 
 A chunk is the scales of its blocks, then their codes; the last block is filled up with zeros. A value is
 its code times its block's scale. bf16 has 8 significant bits and a code 7 at most, so the product is

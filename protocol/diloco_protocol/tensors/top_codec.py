@@ -1,4 +1,4 @@
-"""`top64`, an experiment: of each 4096 elements the 64 largest, 2 bits for each (protocol/CODECS.md).
+"""`top64`, an experiment: of each 4096 elements the 64 largest, 2 bits for each (docs/codecs.md).
 
 All others are read as 0, and go with a later delta (error feedback), after SparseLoCo (Sarfi et al.
 2025, arXiv 2508.15706).

@@ -18,9 +18,9 @@ from diloco_lab.evidence.conduct import Study, key_of, measure
 from diloco_lab.evidence.parts import PARTS
 from diloco_lab.evidence.trial import Trial
 from kit.evidence_trials import a_result
-from kit.paths import LAB
+from kit.paths import LAB, ROOT
 
-COMMITTED = LAB / "evidence"
+COMMITTED, EVIDENCE = LAB / "evidence", ROOT / "docs" / "evidence.md"
 
 
 def filled(file: Path, loss: float | None = 2.0) -> Results:
@@ -45,16 +45,16 @@ def runs(*arguments: str) -> Any:
 
 def test_page_is_what_the_program_writes_from_the_committed_results(tmp_path: Path) -> None:
     page_file = tmp_path / "EVIDENCE.md"
-    page_file.write_text((LAB / "EVIDENCE.md").read_text())
+    page_file.write_text(EVIDENCE.read_text())
     out = tmp_path / "evidence"
     out.mkdir()
     (out / "results.jsonl").write_text((COMMITTED / "results.jsonl").read_text())
     answer = runs("page", "--out", str(out), "--page", str(page_file))
     assert answer.exit_code == 0, answer.output
-    assert page_file.read_text() == (LAB / "EVIDENCE.md").read_text()
+    assert page_file.read_text() == EVIDENCE.read_text()
     drawn = {path.name for path in out.glob("*.png")}
     assert drawn == {path.name for path in COMMITTED.glob("*.png")}
-    assert drawn == set(re.findall(r"\(evidence/([a-z-]+\.png)\)", page_file.read_text()))
+    assert drawn == set(re.findall(r"/evidence/([a-z-]+\.png)\)", page_file.read_text()))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from diloco_lab.bench.process_pool import ProcessPool
 from diloco_lab.bench.sizes import parameters_of
 from diloco_lab.driver.records import BadFile, read_document, text_of
-from diloco_lab.driver.tables import BLOCK, WHERE, filled
+from diloco_lab.driver.tables import WHERE, blocks_in, filled
 from diloco_lab.network import namespaces
 from diloco_lab.network.__main__ import SKIPPED, app
 from diloco_lab.network.lan import founding, grid
@@ -23,10 +23,10 @@ from diloco_lab.network.lan.grid import INT4Z, USUAL, LanFile, Measurement, Part
 from diloco_lab.network.lan.measuring import measure
 from diloco_lab.network.lan.tables import KEYS, blocks
 from diloco_lab.network.namespaces import NoNetwork, Place, network, one_switch, why_not
-from kit.paths import LAB
+from kit.paths import LAB, ROOT
 
 COMMITTED = LAB / "lan.json"
-PAGE = LAB / "LAN.md"
+PAGE = ROOT / "docs" / "performance.md"
 TINY = "0.4M"
 
 
@@ -166,27 +166,29 @@ def test_what_is_no_file_of_measurements_gets_a_sentence(tmp_path: Path, text: s
 
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
-    assert filled(text, blocks(read_document(COMMITTED, LanFile))) == text
-    keys = {match["key"] for match in BLOCK.finditer(text)}
+    assert filled(text, blocks(read_document(COMMITTED, LanFile)), "lan") == text
+    keys = {match["key"] for match in blocks_in("lan").finditer(text)}
     assert keys == {WHERE, *KEYS}
 
 
 def test_other_measurements_change_the_page_between_its_marks_only() -> None:
-    before = "Words.\n<!-- table: sync -->\n| 1M | 7 s |\n<!-- end -->\nMore.\n"
-    after = filled(before, blocks(a_file(a_round(workers=2, seconds=(0.5,)))))
+    before = "Words.\n<!-- table: lan/sync -->\n| 1M | 7 s |\n<!-- end -->\nMore.\n"
+    after = filled(before, blocks(a_file(a_round(workers=2, seconds=(0.5,)))), "lan")
     assert "| 10M | bf16/fp32 | 0.50 s, 64% |" in after
-    assert after.startswith("Words.\n<!-- table: sync -->\n") and after.endswith("-->\nMore.\n")
+    assert after.startswith("Words.\n<!-- table: lan/sync -->\n") and after.endswith("-->\nMore.\n")
     assert "1M | 7 s" not in after
 
 
 def test_table_of_nothing_says_so() -> None:
-    before = "<!-- table: mixed -->\n<!-- end -->"
-    assert "Nothing was measured for this." in filled(before, blocks(a_file(a_round())))
+    before = "<!-- table: lan/mixed -->\n<!-- end -->"
+    assert "Nothing was measured for this." in filled(before, blocks(a_file(a_round())), "lan")
 
 
 def test_table_that_there_is_not_is_named() -> None:
     with pytest.raises(BadFile, match="'nonsense'"):
-        filled("<!-- table: nonsense -->\n<!-- end -->", blocks(a_file(a_round(workers=2))))
+        filled(
+            "<!-- table: lan/nonsense -->\n<!-- end -->", blocks(a_file(a_round(workers=2))), "lan"
+        )
 
 
 # The command
@@ -207,7 +209,7 @@ def test_command_without_root_says_why_it_measures_nothing(
     ("options", "sentence"),
     [
         (["--into", "/nowhere/lan.json"], "--into /nowhere/lan.json cannot be written"),
-        (["--page"], "--page takes the file of results: --into tools/lab/lan.json"),
+        (["--page", "page.md"], "--page takes the file of results: --into tools/lab/lan.json"),
     ],
 )
 def test_options_that_cannot_be_get_a_sentence(options: list[str], sentence: str) -> None:
@@ -217,14 +219,16 @@ def test_options_that_cannot_be_get_a_sentence(options: list[str], sentence: str
 
 
 def test_page_is_written_without_measuring(tmp_path: Path) -> None:
-    file, written = tmp_path / "lan.json", tmp_path / "LAN.md"
+    file, written = tmp_path / "lan.json", tmp_path / "page.md"
     file.write_text(text_of(a_file(a_round(workers=2))))
-    written.write_text("<!-- table: sync -->\n<!-- end -->\n")
-    assert CliRunner().invoke(app, ["lan", "--page", "--into", str(file)]).exit_code == 0
+    written.write_text("<!-- table: lan/sync -->\n<!-- end -->\n")
+    assert (
+        CliRunner().invoke(app, ["lan", "--page", str(written), "--into", str(file)]).exit_code == 0
+    )
     assert "0.40 s, 80%" in written.read_text()
     written.unlink()
-    done = CliRunner().invoke(app, ["lan", "--page", "--into", str(file)])
-    assert (done.exit_code, "LAN.md cannot be read" in done.stderr) == (2, True)
+    done = CliRunner().invoke(app, ["lan", "--page", str(written), "--into", str(file)])
+    assert (done.exit_code, "page.md cannot be read" in done.stderr) == (2, True)
 
 
 # Real runs, tiny

@@ -25,9 +25,9 @@ from diloco_lab.network.sites.tables import (
     SitesFile,
     blocks,
 )
-from kit.paths import LAB
+from kit.paths import LAB, ROOT
 
-COMMITTED, PAGE = LAB / "sites.json", LAB / "SITES.md"
+COMMITTED, PAGE = LAB / "sites.json", ROOT / "docs" / "performance.md"
 
 
 def a_round(**changes: object) -> Measurement:
@@ -88,7 +88,7 @@ def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
     text = PAGE.read_text()
-    assert filled(text, blocks(read_document(COMMITTED, SitesFile))) == text
+    assert filled(text, blocks(read_document(COMMITTED, SitesFile)), "sites") == text
 
 
 # The command
@@ -97,7 +97,7 @@ def test_page_in_the_repository_is_that_of_the_measurements_beside_it() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--page"], "takes the file of results"),
+        (["--page", "page.md"], "takes the file of results"),
         (["--into", "/nowhere/sites.json"], "cannot be written"),
     ],
 )

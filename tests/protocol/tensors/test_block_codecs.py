@@ -151,7 +151,7 @@ def dump_of(wire: str) -> str:
 
 @pytest.mark.parametrize("wire", FEW_BITS)
 def test_dumps_of_the_page_are_what_is_sent(wire: str) -> None:
-    assert dump_of(wire) in (ROOT / "protocol" / "CODECS.md").read_text()
+    assert dump_of(wire) in (ROOT / "docs" / "codecs.md").read_text()
 
 
 def bits(values: torch.Tensor) -> list[int]:

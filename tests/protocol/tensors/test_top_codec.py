@@ -23,7 +23,7 @@ from kit.raw_codecs import bf16_of, bits_of, fp32, from_bf16
 LENGTHS = [1, 63, 64, 65, 4095, 4096, 4097, 3 * 4096, 10_000]
 
 
-# In plain Python, of exact numbers: what the layout in CODECS.md says, and nothing more.
+# In plain Python, of exact numbers: what the layout in docs/codecs.md says, and nothing more.
 
 BLOCK, KEPT, SIZE = 4096, 64, 84
 
@@ -179,4 +179,4 @@ def test_dump_of_the_page_is_what_is_sent() -> None:
     dump = "\n".join(
         [f"top64: {len(payload)} bytes", *(f"  {16 * i:04x}  {row}" for i, row in enumerate(rows))]
     )
-    assert dump in (ROOT / "protocol" / "CODECS.md").read_text(), dump
+    assert dump in (ROOT / "docs" / "codecs.md").read_text(), dump

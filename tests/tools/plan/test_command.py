@@ -24,7 +24,7 @@ from diloco_tools.plan.validation import Row, read, rows
 from kit.paths import LAB, ROOT
 
 SMALL = ("--parameters", "10M", "--delay", "1ms")
-PAGE, MEASURED = ROOT / "tools" / "PLAN.md", LAB / "lan.json"
+PAGE, MEASURED = ROOT / "docs" / "performance.md", LAB / "lan.json"
 
 
 def run(*words: str, columns: int = 80) -> Result:
@@ -164,7 +164,7 @@ def compared() -> list[Row]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_page_has_the_table_of_the_measurements(compared: list[Row]) -> None:
-    """Page, JSON and planner agree: diloco-plan validate --page tools/PLAN.md writes it."""
+    """Page, JSON and planner agree: diloco-plan validate --page docs/performance.md writes it."""
     page = PAGE.read_text()
     assert filled(page, compared, read(MEASURED)) == page
 

@@ -15,7 +15,7 @@ from diloco_tools.plan.simulated.run import Measured, simulate
 
 DAY_S = 86400.0
 # Bytes of the broker: parameters, momentum and accumulator in fp32, the shadow of what workers hold, the
-# interpreter with torch, and what each worker takes (tools/deploy.md).
+# interpreter with torch, and what each worker takes (docs/deploying.md).
 STATE, SHADOW, PROCESS, A_WORKER = 12, 4, 500e6, 5e6
 STAGING_SLOTS = 2  # asynchronous submissions under way at a time, by default
 

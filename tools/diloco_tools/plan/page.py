@@ -1,4 +1,4 @@
-"""The table of `tools/PLAN.md`, written from what was measured: page, JSON and planner never differ."""
+"""The table of measured and predicted rounds in `docs/performance.md`, written from the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def filled(page: str, found: Sequence[Row], recorded: Mapping[str, Any]) -> str:
     machine = recorded["machine"]
     where = (
         f"Measured on {machine.get('cores')} cores ({machine.get('processor')}) that had other work, "
-        f"too: LAN.md has the load.\nThe planner is told that the run had {OF_THE_CORES:.0%} of them."
+        f"too: see the load below.\nThe planner is told that the run had {OF_THE_CORES:.0%} of them."
     )
     block = f"<!-- validation -->\n{where}\n\n{as_markdown(found)}\n<!-- end -->"
     return BLOCK.sub(lambda _: block, page)

@@ -56,5 +56,5 @@ def refuse_launcher(words: Sequence[str]) -> None:
             f"{name} starts the script in processes of its own, where --auto is not: the script would "
             "train alone. Where it is one process, start it by python train.py; several become one "
             'worker by a DiLoCoWorker with process_group="world" in the script, without --auto '
-            "(worker/GROUPS.md)."
+            "(docs/frameworks.md)."
         )

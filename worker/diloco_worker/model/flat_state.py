@@ -4,7 +4,7 @@ A version is fp32, whatever the model is. A model in bf16 or fp16 holds it round
 what every difference from a version is measured from: else its rounding would be sent as if it had been
 trained, and progress of less than half an ulp would be taken back round by round.
 
-Each fragment has up to three vectors (protocol/SPECIFICATION.md, section 3): parameters and float
+Each fragment has up to three vectors (docs/specification.md, section 3): parameters and float
 buffers in fp32, integers in int64. Memory of a worker, in units of the fp32 parameters: the global
 parameters it started from (1), the delta in wire dtype (1/2 with bf16; 1 in few bits, where each chunk
 is encoded when it is sent), and the version that is arriving (1). `placement` says where they lie.

@@ -87,6 +87,6 @@ def _require_whole(fsdp: nn.Module) -> None:
     if strategy != "NO_SHARD" or not getattr(fsdp, "_use_orig_params", False):
         raise UsageError(
             f"The model is wrapped in FullyShardedDataParallel ({strategy}), which cuts its parameters "
-            "into flat shards; use torch's fully_shard instead (worker/GROUPS.md), or NO_SHARD with "
+            "into flat shards; use torch's fully_shard instead (docs/frameworks.md), or NO_SHARD with "
             "use_orig_params=True."
         )

@@ -1,4 +1,4 @@
-"""What can happen to a worker's session: frozen records in the words of protocol/SPECIFICATION.md.
+"""What can happen to a worker's session: frozen records in the words of docs/specification.md.
 
 The I/O thread makes them of what its sockets and the training thread tell it.
 """

@@ -1,6 +1,6 @@
 """Whose turn it is: the cycle of H steps, the cursor in the sequence of rounds, who may be waited for.
 
-Rounds form one sequence, round n concerns fragment n mod P (protocol/SPECIFICATION.md, section 7). A
+Rounds form one sequence, round n concerns fragment n mod P (docs/specification.md, section 7). A
 worker goes through it with a *cursor*: the round that its next push is meant for. P *slots* in each
 cycle of H optimizer steps say when (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512). An
 *in-flight push* is in the round that it was pushed at until the broker names another.

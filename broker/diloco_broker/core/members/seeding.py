@@ -45,7 +45,7 @@ from diloco_protocol.manifest import summarise
 from diloco_protocol.version import Ledger, VersionId
 
 # A broker without a checkpoint may be the next incarnation of one, and its workers about to return: they
-# retry every 2 s (protocol/SPECIFICATION.md, section 7), and then join. No new run begins for so long.
+# retry every 2 s (docs/specification.md, section 7), and then join. No new run begins for so long.
 RETURN_WITHIN_S = 3.0
 
 

@@ -263,7 +263,7 @@ class Buffered:
     With `is_direct` it is a simpler reading of Delayed Nesterov, for comparison (`--dn-variant direct`).
     That counts gradients twice: all but the last of a buffer are applied whole as they come, and once
     more, with the last, in the mean. N equal gradients g from a fresh start with mu = 0 move theta by
-    eta N g, where the paper's form moves it by eta g. broker/ALGORITHMS.md has measurements.
+    eta N g, where the paper's form moves it by eta g. docs/evidence.md has measurements.
     """
 
     inner: Nesterov

@@ -2,7 +2,7 @@
 
 They come from the CPU seconds of a broker and of its workers in rounds of `make lan` at 1 Gb/s with 126
 million parameters, where machine and load are named; the shares of the parts are those of
-tools/lab/BENCHMARK.md. What a codec takes in a round is two to four times what it takes alone: memory is
+docs/performance.md. What a codec takes in a round is two to four times what it takes alone: memory is
 shared by all processes of the machine, norms and finiteness are looked at, and errors are fed back. The
 same costs hold for all rows of the validation, and for all plans. A faster machine costs less, so a
 plan errs to the careful side there.

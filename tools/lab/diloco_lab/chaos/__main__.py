@@ -24,7 +24,7 @@ from diloco_tools.terminal import fail
 COMMAND = "python -m diloco_lab.chaos"
 app = typer.Typer(pretty_exceptions_enable=False)
 WIDTH = 120  # of the tables where there is no terminal
-NOTE = "What the figures mean: tools/lab/CHAOS.md."
+NOTE = "What the figures mean: docs/faults.md."
 MOST_REMARKS = 10  # of each mode; the audit prints all of them
 
 

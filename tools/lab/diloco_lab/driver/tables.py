@@ -106,7 +106,6 @@ def percent(share: float) -> str:
 
 
 WHERE = "where"  # the block that describes the machine
-BLOCK = re.compile(r"<!-- table: (?P<key>[a-z-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def blocks_of(keys: Sequence[str], tables: Iterable[Table], where: str) -> dict[str, str]:
@@ -116,7 +115,13 @@ def blocks_of(keys: Sequence[str], tables: Iterable[Table], where: str) -> dict[
     return blocks | {WHERE: where}
 
 
-def write_page(path: Path, blocks: Mapping[str, str]) -> None:
+def blocks_in(experiment: str = "") -> re.Pattern[str]:
+    """The blocks of a page; those of one experiment, where a page has several."""
+    mark = experiment and f"{experiment}/"
+    return re.compile(rf"<!-- table: {mark}(?P<key>[a-z-]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def write_page(path: Path, blocks: Mapping[str, str], experiment: str = "") -> None:
     """Replace the blocks of a page.
 
     Raises:
@@ -126,10 +131,10 @@ def write_page(path: Path, blocks: Mapping[str, str]) -> None:
         page = path.read_text(encoding="utf-8")
     except OSError as error:
         raise BadFile(f"{path} cannot be read ({error.strerror})") from None
-    path.write_text(filled(page, blocks), encoding="utf-8")
+    path.write_text(filled(page, blocks, experiment), encoding="utf-8")
 
 
-def filled(page: str, blocks: Mapping[str, str]) -> str:
+def filled(page: str, blocks: Mapping[str, str], experiment: str = "") -> str:
     """The page with these blocks between its marks; raises BadFile."""
 
     def block(match: re.Match[str]) -> str:
@@ -137,9 +142,10 @@ def filled(page: str, blocks: Mapping[str, str]) -> str:
         if key not in blocks:
             known = ", ".join(blocks)
             raise BadFile(f"the page asks for a table {key!r}, and there is {known}")
-        return f"<!-- table: {key} -->\n{blocks[key]}\n<!-- end -->"
+        mark, _, _ = match[0].partition("\n")
+        return f"{mark}\n{blocks[key]}\n<!-- end -->"
 
-    return BLOCK.sub(block, page)
+    return blocks_in(experiment).sub(block, page)
 
 
 def where_measured(

@@ -1,4 +1,4 @@
-"""Tables and pictures of EVIDENCE.md: what was claimed, what was measured, and what that shows."""
+"""Tables and pictures of docs/evidence.md: what was claimed, what was measured, and what that shows."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def main(  # noqa: PLR0917  each is an option
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Put the results into this file, too, and into the page beside it, if it is there.",
+            help="Put the results into this file, too.",
         ),
     ] = None,
     skip_is_success: Annotated[
@@ -145,9 +145,13 @@ def main(  # noqa: PLR0917  each is an option
             "--skip-is-success", help="End with 0 instead of 3 where it cannot be measured."
         ),
     ] = False,
-    only_page: Annotated[
-        bool, typer.Option("--page", help="Measure nothing; write the page from what --into has.")
-    ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure nothing; put the tables of what --into has into this page.",
+        ),
+    ] = None,
 ) -> None:
     """Measure runs over slow lines, in network namespaces of this machine: under 20 minutes.
 
@@ -160,19 +164,18 @@ def main(  # noqa: PLR0917  each is an option
     if (command := COMMANDS.get(what)) is None:
         experiment.refuse(f"there is no {what!r}; choose from {', '.join(COMMANDS)}")
     if into is None:
-        if only_page:
+        if page is not None:
             experiment.refuse(f"--page takes the file of results: --into tools/lab/{what}.json")
     elif not os.access(into if into.exists() else into.parent, os.W_OK):
         experiment.refuse(f"--into {into} cannot be written; name a file in a folder that exists")
-    page = None if into is None else into.with_name(f"{what.upper()}.md")
-    if not only_page:
+    if page is None:
         text = _measured(experiment, command, quick, skip_is_success)
         (experiment.out / f"{what}.json").write_text(text, encoding="utf-8")
         if into is not None:
             into.write_text(text, encoding="utf-8")
-    if into is not None and page is not None and (only_page or page.exists()):
+    elif into is not None:
         try:
-            write_page(page, command.blocks(read_document(into, command.kind)))
+            write_page(page, command.blocks(read_document(into, command.kind)), what)
         except BadFile as error:
             experiment.refuse(str(error))
     experiment.end((), (), ())

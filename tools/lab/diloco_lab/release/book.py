@@ -24,7 +24,67 @@ from diloco_tools.terminal import fail
 
 FRONT, SECTION = "README.md", "The book"
 PAGE = re.compile(r"\]\(([^)#]+)")  # the target of a link, without an anchor
-FOLDERS = ("broker", "protocol", "tests", "tools", "worker")
+FOLDER = "docs"
+# Former names of pages, without their endings; each has a page that leads to its new name.
+MOVED = {
+    "CHOOSING": "docs/choosing",
+    "CONCEPTS": "docs/concepts",
+    "FAILURES": "docs/failures",
+    "GLOSSARY": "docs/concepts",
+    "broker/ALGORITHMS": "docs/algorithms",
+    "broker/CHECKPOINTS": "docs/failures",
+    "broker/DESIGN": "CONTRIBUTING",
+    "broker/POISON": "SECURITY",
+    "broker/README": "docs/broker",
+    "broker/RELAYS": "docs/relays",
+    "broker/SCHEDULES": "docs/algorithms",
+    "broker/STANDBY": "docs/standby",
+    "broker/STEERING": "docs/broker",
+    "broker/TROUBLE": "docs/failures",
+    "protocol/CODECS": "docs/codecs",
+    "protocol/DATA": "docs/specification",
+    "protocol/KEYS": "docs/specification",
+    "protocol/LANES": "docs/specification",
+    "protocol/README": "CONTRIBUTING",
+    "protocol/SPECIFICATION": "docs/specification",
+    "protocol/STANDBY": "docs/specification",
+    "tests/README": "CONTRIBUTING",
+    "tools/DASHBOARD": "docs/watching",
+    "tools/DEMO": "docs/first-run",
+    "tools/EXPORTER": "docs/metrics",
+    "tools/KUBERNETES": "docs/clusters",
+    "tools/PLAN": "docs/performance",
+    "tools/RAY": "docs/clusters",
+    "tools/README": "docs/watching",
+    "tools/REPORT": "docs/watching",
+    "tools/SERVICES": "docs/deploying",
+    "tools/SLURM": "docs/clusters",
+    "tools/TOP": "docs/watching",
+    "tools/deploy": "docs/deploying",
+    "tools/lab/BENCHMARK": "docs/performance",
+    "tools/lab/CHAOS": "docs/faults",
+    "tools/lab/EVIDENCE": "docs/evidence",
+    "tools/lab/LAN": "docs/performance",
+    "tools/lab/SITES": "docs/performance",
+    "worker/CHECKPOINTS": "docs/data",
+    "worker/DATA": "docs/data",
+    "worker/DOCTOR": "docs/launching",
+    "worker/FAILURES": "docs/failures",
+    "worker/FRAMEWORKS": "docs/frameworks",
+    "worker/GROUPS": "docs/frameworks",
+    "worker/LAUNCHING": "docs/launching",
+    "worker/NAMES": "docs/training-script",
+    "worker/README": "docs/training-script",
+    "worker/ROUNDS": "docs/training-script",
+    "worker/TESTING": "docs/launching",
+}
+LEADS_TO = """\
+<!doctype html>
+<meta charset="utf-8">
+<title>Moved</title>
+<meta http-equiv="refresh" content="0; url={0}">
+<p>This page has moved: <a href="{0}">{0}</a></p>
+"""
 # Settings of Sphinx. Text in blocks without a language is no Python, and quotes stay as they were typed.
 SETTINGS = {
     "project": "DiLoCo broker",
@@ -77,8 +137,7 @@ def pages(root: Path) -> list[str]:
     """
     listed = [page for chapter in chapters(root).values() for page in chapter]
     found = {path.name for path in root.glob("*.md")}
-    for folder in FOLDERS:
-        found |= {path.relative_to(root).as_posix() for path in (root / folder).rglob("*.md")}
+    found |= {path.relative_to(root).as_posix() for path in (root / FOLDER).rglob("*.md")}
     if lost := sorted(found - set(listed)):
         raise UsageError(
             f"{', '.join(lost)} would be in no chapter of the book: "
@@ -112,8 +171,18 @@ def build(root: Path, to: Path) -> None:
             raise UsageError(f"The book has faults:\n{faults}")
         (made / "_static" / "book.css").write_text(STYLE)
         shutil.copyfile(made / "README.html", made / "index.html")
+        redirect(made)
         shutil.rmtree(to, ignore_errors=True)
         shutil.copytree(made, to, ignore=shutil.ignore_patterns(".buildinfo"))
+
+
+def redirect(made: Path) -> None:
+    """Write a page for each former name whose new one is in the book; it leads there."""
+    for old, new in MOVED.items():
+        if (made / f"{new}.html").exists():
+            page = made / f"{old}.html"
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(LEADS_TO.format(os.path.relpath(made / f"{new}.html", page.parent)))
 
 
 def adapted(root: Path, page: str, text: str, there: list[str]) -> str:

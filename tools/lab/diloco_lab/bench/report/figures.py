@@ -230,5 +230,5 @@ def sentences(report: Report) -> list[str]:
         told.append("Nothing that was measured here has a target.")
     elif absent := [each.name for key, each in TARGETS.items() if key not in report.verdicts]:
         told.append(f"Not measured here: {'; '.join(absent)}.")
-    note = "Each figure is a median, with the least and the greatest value: tools/lab/BENCHMARK.md."
+    note = "Each figure is a median, with the least and the greatest value: docs/performance.md."
     return [*told, note]

@@ -28,7 +28,7 @@ ALL := not (nightly or integration or engine or cuda)
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 COVERED := tests/protocol tests/broker tests/worker --ignore=tests/broker/shell
 
-.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-torch test-engines test-cuda test-nightly coverage slurm mutants nightly chromium lint format check docs release clean
+.PHONY: help setup demo chaos attack bench evidence lan sites fuzz test test-all test-browser test-integrations test-torch test-engines test-cuda test-nightly coverage slurm mutants nightly chromium lint format check docs picture release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -53,6 +53,7 @@ help:
 	@echo "make lint      ruff, mypy --strict, who imports whom, and pip-audit where it can look something up"
 	@echo "make check     lint, fuzz and test-all: most of what CI runs (.ci/run)"
 	@echo "make docs      the pages as one book in HTML, in site/; a link that leads nowhere fails it"
+	@echo "make picture   draw docs/top.svg, the picture of diloco-top in README.md"
 	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
 	@echo "make clean     remove .venv, the results of runs and the book"
 
@@ -188,6 +189,9 @@ $(BOOK): $(STAMP)
 
 docs: $(BOOK)
 	@$(BIN)/python -m diloco_lab.release.book
+
+picture: $(STAMP)
+	@PYTHONPATH=tests $(BIN)/python -m kit.top_picture
 
 release: $(STAMP)
 	@$(BIN)/python -m diloco_lab.release.packages

@@ -27,7 +27,7 @@ from kit.paths import LAB, ROOT
 
 COMMITTED = LAB / "lan.json"
 PAGE = ROOT / "docs" / "performance.md"
-SHOWN = {WHERE, "sync", "training", "streaming", "mixed", "plan"}  # the terminal shows all
+SHOWN = {WHERE, "sync", "training", "streaming", "mixed"}  # the terminal shows all
 TINY = "0.4M"
 
 

@@ -143,7 +143,7 @@ def summary(found: Sequence[Row]) -> str:
     """How many are within the bound, as a sentence."""
     met = sum(row.is_met for row in found)
     return (
-        f"{met} of {len(found)} predictions are within {MOST_ERROR:.0%} of what was measured; the "
+        f"{met} of {len(found)} predictions are within {MOST_ERROR:.0%} of the measurement; the "
         f"median error is {median(abs(row.error) for row in found):.0%}."
     )
 

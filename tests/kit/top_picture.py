@@ -8,7 +8,7 @@ from kit.paths import ROOT
 from kit.top_screen import ScreenPilot
 
 FILE = ROOT / "docs" / "top.svg"
-SIZE = (110, 30)
+SIZE = (110, 25)
 FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # which would be fetched from elsewhere
 
 

@@ -155,10 +155,10 @@ def where_measured(
     at, seen = sorted(times), sorted(loads)
     versions = ", ".join(f"{name} {machine.get(name)}" for name in ("kernel", "python", "torch"))
     load = f"{seen[0]:.1f} to {seen[-1]:.1f}" if seen else "an unknown number of"
-    behind = ", behind those that measure" if machine.get("nice", 0) < 0 else ""
+    behind = ", at a lower priority than those that measure" if machine.get("nice", 0) < 0 else ""
     kind = f"{machine.get('processor')}, {versions}"
     return (
         f"Measured on {machine.get('cores')} cores of a machine ({kind})\n"
         f"from {at[0][:16]} to {at[-1][:16]}. In the minute before each {of_each}\n"
-        f"{load} processes wanted a core{behind}."
+        f"{load} processes waited for a core{behind}."
     )

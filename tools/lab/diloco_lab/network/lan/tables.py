@@ -89,13 +89,13 @@ BYTES: Columns = {
     "a worker's CPU": lambda of: seconds(of.worker_cpu_s or 0.0),
 }
 STREAMING: Columns = {
-    "line": lambda of: rate_of(of.broker_bits_per_s),
-    "sync, nothing hidden": lambda of: seconds(of.sync_seconds or 0.0),
+    "link": lambda of: rate_of(of.broker_bits_per_s),
+    "sync without overlap": lambda of: seconds(of.sync_seconds or 0.0),
     "steps between two": lambda of: f"{of.sync_every} of {seconds(of.step_s or 0.0)}",
-    "training stands still": lambda of: seconds(of.median_s),
+    "training waits": lambda of: seconds(of.median_s),
     "to copy the model twice": lambda of: NOTHING if of.copy_s is None else seconds(2 * of.copy_s),
     "hidden": lambda of: percent(of.hidden or 0.0),
-    "merged behind the slot": lambda of: f"{of.delay_steps} steps",
+    "merged after": lambda of: f"{of.delay_steps} steps",
 }
 MODES = {
     "sync": "synchronous",
@@ -104,7 +104,7 @@ MODES = {
 }
 MIXED: Columns = {
     "mode": lambda of: MODES[of.mode].format(of),
-    "fast ones stand still": lambda of: seconds(of.median_s),
+    "fast workers wait": lambda of: seconds(of.median_s),
     "the slow one": lambda of: seconds(median(of.slow_seconds)),
 }
 

@@ -79,7 +79,7 @@ class SitesFile:
 KEYS = ("rounds", "losses")  # of tables that a page may ask for
 NAMES = {
     "star": "all workers at the hub",
-    "whole": "the same, pushes counted whole",
+    "whole": "the same, only complete pushes count",
     "relays": "a relay at each site",
 }
 
@@ -107,10 +107,10 @@ def _of_rounds(found: SitesFile) -> Table:
     columns: dict[str, Callable[[Measurement], str]] = {
         "model": lambda of: size_of(of.parameters),
         "codecs": lambda of: of.pair,
-        "way": lambda of: NAMES[of.way],
+        "topology": lambda of: NAMES[of.way],
         "a round": lambda of: seconds(of.median_s),
-        "of the star": lambda of: over(of, "star"),
-        "of the same, whole": lambda of: over(of, "whole"),
+        "relative to the star": lambda of: over(of, "star"),
+        "relative to complete pushes": lambda of: over(of, "whole"),
         "over the WAN": moved,
     }
     return table_of(
@@ -121,7 +121,7 @@ def _of_rounds(found: SitesFile) -> Table:
 def _lines(found: SitesFile) -> Iterator[str]:
     for each in found.rounds[:1]:
         yield (
-            f"{each.sites} sites of {each.workers // each.sites} workers; each site's line to the "
+            f"{each.sites} sites of {each.workers // each.sites} workers; each site's link to the "
             f"hub has {rate_of(each.wan_bits_per_s)} each way and {2000 * each.delay_s:.0f} ms there "
             "and back."
         )

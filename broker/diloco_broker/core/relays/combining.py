@@ -139,15 +139,15 @@ def with_sums(
 
 
 def combined(state: RunState, asked: Collecting, payload: Any, dtype: str) -> Effects:
-    """A relay has sent the mean of `asked.parts`, or will send nothing where there are none."""
-    weight = sum(each.push.weight for each in asked.parts.values())
-    pending = state.relays.steps.get(asked.index)
-    if pending is None:
+    """A relay has sent the mean of `asked.parts`, or will send nothing if there are none."""
+    index, weight = asked.index, sum(each.push.weight for each in asked.parts.values())
+    if isinstance(state.round, StreamingRound):
         if asked.parts:
             state.relays.adding[asked.request] = asked
             state.chunks_waiting += 1
-            yield Fold(asked.fragment, asked.index, "", asked.request, weight, dtype, payload)
+            yield Fold(asked.fragment, index, "", asked.request, weight, dtype, payload)
         return
+    pending = state.relays.steps[index]
     if asked.parts:
         pending.sums.append(
             WholePush(
@@ -157,12 +157,12 @@ def combined(state: RunState, asked: Collecting, payload: Any, dtype: str) -> Ef
                 scale=1.0,
                 norm=0.0,
                 wire_dtype=dtype,
-                payloads={asked.index: payload},
+                payloads={index: payload},
             )
         )
     pending.pending -= 1
     if not pending.pending:
-        yield _complete(state.relays.steps.pop(asked.index))
+        yield _complete(state.relays.steps.pop(index))
 
 
 def _complete(pending: PendingStep) -> AggregateAndStep:

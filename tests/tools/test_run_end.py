@@ -66,7 +66,7 @@ def test_run_whose_last_worker_did_not_finish_is_degraded(how: str) -> None:
     stage, (a, b) = a_run("a", "b")
     a.leaves()
     WENT[how](stage, b)
-    waits = f"for workers to join: nobody is left; b went last: {how}"
+    waits = f"for workers to join: none is left; b left last: {how}"
     assert of(stage) == ("degraded", waits)
 
 

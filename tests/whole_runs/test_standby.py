@@ -147,9 +147,9 @@ def test_a_planned_takeover_loses_nothing(pair: Pair) -> None:
     again.says("This is the standby of")
     assert "lost its lease" not in pair.hub.output
     assert pair.processes.asks("promote", "--address", pair.standby_at) == 0
-    goes_on = again.says("goes on with round")
+    goes_on = again.says("continues with round")
     last = rounds_of(pair.hub)[-1]
-    assert f"goes on with round {last + 1}, from the checkpoint before" in goes_on
+    assert f"continues with round {last + 1}, from the checkpoint before" in goes_on
     assert "Recovered the parameters" not in again.output  # nor is the momentum lost
     again.says(f"Round {last + 1} closed")
     check_the_end(pair)

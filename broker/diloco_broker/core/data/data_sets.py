@@ -97,9 +97,9 @@ class DataSet:
 
     def claim(self, worker_id: str, spans: Spans) -> None:
         """Give a worker those of these tickets that are free."""
-        if self._scatters(worker_id, spans):
+        if self._leaves_too_many_ranges(worker_id, spans):
             spans = spans & self.of(worker_id)
-        self._reach(spans)
+        self._advance_past(spans)
         new = spans - self.of(worker_id)
         had = new & self.free
         self.free = self.free - had
@@ -107,17 +107,17 @@ class DataSet:
 
     def can_claim(self, worker_id: str, spans: Spans) -> bool:
         """Whether a worker holds or may be given all of these tickets."""
-        is_there = self._is_near(spans) and not spans - self.of(worker_id) - self._reached(spans)
-        return is_there and not self._scatters(worker_id, spans)
+        is_there = self._is_near(spans) and not spans - self.of(worker_id) - self._free_after(spans)
+        return is_there and not self._leaves_too_many_ranges(worker_id, spans)
 
-    def _scatters(self, worker_id: str, spans: Spans) -> bool:
+    def _leaves_too_many_ranges(self, worker_id: str, spans: Spans) -> bool:
         """Whether handing out these tickets would leave too many ranges of free ones."""
         new = spans - self.of(worker_id)
-        left = (self._reached(new) - new).ranges if new else 0
+        left = (self._free_after(new) - new).ranges if new else 0
         most = MOST_FREE_RANGES * (1 + len(self.held.keys() | {worker_id}))
         return left > most and left >= self.free.ranges
 
-    def _reached(self, spans: Spans) -> Spans:
+    def _free_after(self, spans: Spans) -> Spans:
         """The free tickets if `next` moved to the end of these."""
         ahead = (self.next, spans.stop) if self._is_near(spans) else (0, 0)
         return self.free | Spans(ahead)
@@ -126,7 +126,7 @@ class DataSet:
         end = self.next + MOST_AHEAD
         return spans.stop <= (end if self.end is None else min(end, self.end))
 
-    def _reach(self, spans: Spans) -> None:
+    def _advance_past(self, spans: Spans) -> None:
         """Move `next` past tickets that an earlier incarnation of the broker has handed out."""
         if spans.stop > self.next and self._is_near(spans):
             self.free.add(self.next, spans.stop)
@@ -134,9 +134,9 @@ class DataSet:
 
     def count(self, worker_id: str, spans: Spans) -> None:
         """Count tickets that a version contains: take them from this worker, and from the free ones."""
-        if self._scatters(worker_id, spans):
+        if self._leaves_too_many_ranges(worker_id, spans):
             spans = spans & self.of(worker_id)
-        self._reach(spans)
+        self._advance_past(spans)
         self._hold(worker_id, self.of(worker_id) - spans)
         self.free = self.free - spans
 

@@ -27,7 +27,7 @@ MOST_AT_A_TIME = 4096  # units in one answer: bounds its size
 # Pending batches of one worker: one for each push in flight, and those of abandoned pushes.
 MOST_LOTS = 256
 # Ranges of units in all pending batches of one worker, since each takes memory.
-MOST_ROWS = 4 * MOST_RANGES
+MOST_PENDING_RANGES = 4 * MOST_RANGES
 
 
 def take(state: RunState, member: Member, message: Take) -> effects.Effects:
@@ -145,7 +145,7 @@ def check(state: RunState, member: Member, push: Push) -> bool:
         raise ProtocolError(
             Code.BAD_PUSH, f"{who} already has {MOST_LOTS} pending batches of units, the maximum."
         )
-    rows = sum(spans.ranges for lot in under_way for spans in lot.units.values())
+    ranges = sum(spans.ranges for lot in under_way for spans in lot.units.values())
     pieces = state.config.num_fragments
     for lot in push.lots:
         try:
@@ -155,9 +155,12 @@ def check(state: RunState, member: Member, push: Push) -> bool:
         if len(lot.pushes) != pieces or lot.pushes[push.fragment] != push.push_id:
             text = f"A batch of units must name a push of each of {pieces} fragments, this one included."
             raise ProtocolError(Code.BAD_PUSH, text)
-        rows += sum(spans.ranges for spans in units.values())
-    if rows > MOST_ROWS:
-        text = f"{who} has {rows} ranges of pending units, more than {MOST_ROWS}; use larger units."
+        ranges += sum(spans.ranges for spans in units.values())
+    if ranges > MOST_PENDING_RANGES:
+        text = (
+            f"{who} has {ranges} ranges of pending units, more than {MOST_PENDING_RANGES}; use larger "
+            "units."
+        )
         raise ProtocolError(Code.BAD_PUSH, text)
     for name, spans in _all_units(push).items():
         data = state.data.sets.get(name)

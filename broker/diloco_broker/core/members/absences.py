@@ -53,7 +53,7 @@ class Absences:
             self._forget(next(iter(self.dead)))
 
     def left_properly(self, member: Member) -> None:
-        """Record that a worker left and is no longer due."""
+        """Record that a worker left and is not due any more."""
         self.left[member.worker_id] = None
 
     def will_return(self, member: Member) -> None:
@@ -73,7 +73,7 @@ class Absences:
                 return
 
     def kicked(self, worker_id: str) -> bool:
-        """Record that a dead worker is no longer due. Returns False if it is not on record as dead."""
+        """Record that a dead worker is not due any more. Returns False if it is not recorded as dead."""
         is_dead = self.dead.pop(worker_id, None) is not None
         if is_dead:
             self.left[worker_id] = None

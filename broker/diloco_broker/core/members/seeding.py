@@ -76,7 +76,7 @@ def lost(state: RunState, member: Member) -> None:
 
 
 def removed(state: RunState, member: Member) -> effects.Effects:
-    """A worker was removed: abandon its upload; the last one takes an unused model with it."""
+    """A worker was removed: abandon its upload. Without workers, forget a model without parameters."""
     if state.seeding.worker_id == member.worker_id:
         yield from abandon(state)
         yield from advance(state)
@@ -194,7 +194,7 @@ def _seek_new_run(state: RunState) -> effects.Effects:
 
 
 def _waits(state: RunState, whom: str, until: float) -> Generator[effects.Effect, None, bool]:
-    """Wait for these workers until that time. Returns False if there is no need to wait."""
+    """Wait for these workers until that time. Returns False if the wait is over or not needed."""
     recovery = state.recovery
     if not whom or state.run_time >= until:
         state.start, recovery.waits_for = Start.WAITING_FOR_WORKERS, ""
@@ -374,7 +374,7 @@ def _adopt(state: RunState) -> effects.Effects:
         if fragment < config.num_fragments and number
     ]
     if rounds:
-        since = model.checkpoint or "the run began"
+        since = model.checkpoint or "the run started"
         yield effects.warning(
             f"Recovered the parameters from {state.seeding.worker_id}. The outer optimizer's state "
             f"lacks the rounds since {since}: {', '.join(rounds)}.{residual}"
@@ -410,7 +410,7 @@ def reject(state: RunState, member: Member) -> effects.Effects:
 
 
 def _replace(state: RunState, worker: Member) -> effects.Effects:
-    """Replace a seed worker that makes no progress; if there is no other, give it more time."""
+    """Replace a seed worker that makes no progress, or give the only one more time."""
     seeding = state.seeding
     slow = f"{worker.worker_id} has sent no parameters for {seeding.patience_s:g} s"
     worker.seed_failures += 1

@@ -120,7 +120,7 @@ def _kick(state: RunState, request: Request) -> effects.Effects:
     name = request.control.arguments.get("worker")
     member = state.members.named(name) if isinstance(name, str) else None
     if isinstance(name, str) and member is None and state.absences.kicked(name):
-        yield request.noted("kick", f"{name}, which is dead, is no longer due", name)
+        yield request.noted("kick", f"{name}, which is dead, is not due any more", name)
         yield request.yes(f"{name} is dead; the run no longer expects it.")
         return
     if member is None:

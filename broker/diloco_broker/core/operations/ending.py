@@ -111,7 +111,7 @@ def _time_is_up(state: RunState) -> effects.Effects:
 
 
 def settle(state: RunState) -> effects.Effects:
-    """End the run if its last round did not close at the deadline; otherwise report who was left out."""
+    """End the run if its last round did not close at the deadline, or report the workers left out."""
     ending, round_ = state.ending, state.round
     without, ending.without = ending.without, None
     assert round_ is not None
@@ -245,7 +245,7 @@ def finish_if_due(state: RunState, stopping: Stopping) -> effects.Effects:
     if state.closing:
         if state.now < stopping.until:
             return
-        text = f"Round {state.closing.number} did not finish closing in time and is lost."
+        text = f"Round {state.closing.number} could not be finished before the broker stops."
         yield effects.warning(text, is_listed=False)
     elif round_ is not None and state.config.save_dir and state.saving.number != round_.number:
         save = checkpoints.save(state, round_.number)

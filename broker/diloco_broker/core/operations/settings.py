@@ -1,4 +1,4 @@
-"""Settings that an operator may change while the run continues.
+"""Settings that an operator may change during a run.
 
 A new setting applies from the next version on. A version in progress keeps the settings that it started
 with, since some of its chunks have been stepped already: changes wait in `RunState.wanted` until the
@@ -21,9 +21,9 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Notice
 
 # Values that reset a setting: the quorum to all workers, a limit of the run to none.
-_TAKEN_BACK = {"quorum": 0, "max_rounds": 0, "token_budget": 0, "max_time": "0"}
+_RESETS = {"quorum": 0, "max_rounds": 0, "token_budget": 0, "max_time": "0"}
 # Keys in the groups of a torch optimizer, by the name of the setting.
-_OF_THE_OPTIMIZER = {"outer_lr": "lr", "outer_momentum": "momentum"}
+_OPTIMIZER_KEYS = {"outer_lr": "lr", "outer_momentum": "momentum"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def changes(state: RunState, arguments: Mapping[str, Any]) -> list[Change]:
     after = _with(config, arguments)  # this only checks the values for a torch optimizer
     planned = []
     for name in (name for name in SETTINGS if name in arguments):
-        if state.has_own_optimizer and name in _OF_THE_OPTIMIZER:
+        if state.has_own_optimizer and name in _OPTIMIZER_KEYS:
             before, is_same = _of_groups(state, name, getattr(after, name))
         else:
             before = getattr(config, name)
@@ -82,7 +82,7 @@ def _of_groups(state: RunState, name: str, wanted: float) -> tuple[Any, bool]:
             f"The {called} cannot be set yet: the outer optimizer does not exist before the run has "
             "parameters."
         )
-    values = [getattr(group, _OF_THE_OPTIMIZER[name]) for group in groups]
+    values = [getattr(group, _OPTIMIZER_KEYS[name]) for group in groups]
     if None in values:
         raise UsageError(
             f"The outer optimizer has no {called} in {values.count(None)} of its {len(values)} groups."
@@ -95,8 +95,8 @@ def _of_groups(state: RunState, name: str, wanted: float) -> tuple[Any, bool]:
 
 def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     values = dict(arguments)
-    for name, nothing in _TAKEN_BACK.items():  # the same values reset them on the command line
-        if name in values and values[name] == nothing:
+    for name, reset in _RESETS.items():  # the same values reset them on the command line
+        if name in values and values[name] == reset:
             values[name] = None
     for name in ("outer_lr", "outer_momentum", "grace"):
         if isinstance(values.get(name), int) and not isinstance(values[name], bool):
@@ -119,7 +119,7 @@ def want(state: RunState, planned: Sequence[Change]) -> None:
     """Note these changes as pending; `take_effect` applies them."""
     values = {each.name: each.after for each in planned}
     if state.has_own_optimizer:
-        own = {name: values.pop(name) for name in _OF_THE_OPTIMIZER if name in values}
+        own = {name: values.pop(name) for name in _OPTIMIZER_KEYS if name in values}
         state.wanted_outer = state.wanted_outer | own
     if "workers" in values:
         state.absences.recount()
@@ -130,7 +130,7 @@ def remark(state: RunState, planned: Sequence[Change]) -> str:
     """Describe consequences of the changes that an operator may not expect, as sentences."""
     names = {each.name for each in planned}
     said = ""
-    if state.has_own_optimizer and names & _OF_THE_OPTIMIZER.keys() and len(state.outer_groups) > 1:
+    if state.has_own_optimizer and names & _OPTIMIZER_KEYS.keys() and len(state.outer_groups) > 1:
         said += f" It applies to all {len(state.outer_groups)} groups of the outer optimizer."
     if "sync_every" in names:
         said += " Each worker uses the new sync-every from its next cycle on."
@@ -145,10 +145,11 @@ def remark(state: RunState, planned: Sequence[Change]) -> str:
 def after_restart(state: RunState, planned: Sequence[Change]) -> str:
     """Describe which settings a restarted broker has, as sentences."""
     own = state.has_own_optimizer
-    saved = [each for each in planned if own and each.name in _OF_THE_OPTIMIZER]
+    saved = [each for each in planned if own and each.name in _OPTIMIZER_KEYS]
     said = " Checkpoints contain the settings of the outer optimizer's groups." if saved else ""
     if len(saved) < len(planned):
-        said += " A restart resets the other settings to the command line's values."
+        which = "the other settings" if saved else "settings"
+        said += f" A restart resets {which} to the command line's values."
     return said
 
 
@@ -183,7 +184,7 @@ def take_effect(state: RunState) -> effects.Effects:
         return
     outer, state.wanted_outer = state.wanted_outer, {}
     state.config, state.wanted = wanted, None
-    own = {_OF_THE_OPTIMIZER[name]: value for name, value in outer.items()}
+    own = {_OPTIMIZER_KEYS[name]: value for name, value in outer.items()}
     state.outer_groups = tuple(replace(group, **own) for group in state.outer_groups)
     yield effects.SetOuterOptimizer(wanted, own)
     ends = ("max_rounds", "token_budget", "max_time")

@@ -458,11 +458,11 @@ def _waiting_for(state: RunState) -> str | None:
     if round_ is None:
         return _for_parameters(state)
     if not len(state.members):
-        return _for_others(state)
+        return _for_workers(state)
     if why is not None and why.reason is Reason.WORKERS:
-        still = sum(member.liveness.is_stalled for member in state.members)
-        verb = "is" if still == 1 else "are"
-        idle = f", of which {still} {verb} stalled" if still else ""
+        stalled = sum(member.liveness.is_stalled for member in state.members)
+        verb = "is" if stalled == 1 else "are"
+        idle = f", of which {stalled} {verb} stalled" if stalled else ""
         return (
             f"for workers to join: {len(state.members)} joined{idle}; the round needs {state.floor}"
         )
@@ -484,7 +484,7 @@ def _for_parameters(state: RunState) -> str:
     return f"for workers to join{needed}"
 
 
-def _for_others(state: RunState) -> str:
+def _for_workers(state: RunState) -> str:
     """Describe why no worker is connected."""
     if (last := state.departed) is None:
         return "for workers to join: none has joined yet"

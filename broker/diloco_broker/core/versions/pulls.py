@@ -25,10 +25,10 @@ def pull(state: RunState, member: Member, pull: messages.Pull) -> effects.Effect
     else:
         assert member.bulk is not None
         reader = _reader_of(state, member, member.bulk)
-        yield from _read(state, reader, _of_what_it_sent(state, member, pull))
+        yield from _read(state, reader, _skip_foreign_version(state, member, pull))
 
 
-def _of_what_it_sent(state: RunState, member: Member, pull: messages.Pull) -> messages.Pull:
+def _skip_foreign_version(state: RunState, member: Member, pull: messages.Pull) -> messages.Pull:
     """Skip the current version in asynchronous mode if it lacks an unfinished push of the reader.
 
     Pushes of other workers make versions while this worker trains. It would download each of them and
@@ -65,7 +65,7 @@ def credit(
 def _read_early(state: RunState, member: Member, reader: Reader) -> effects.Effects:
     while member.early_pulls and fence.may_release(state):
         pull = member.early_pulls.popitem()[1]
-        yield from _read(state, reader, _of_what_it_sent(state, member, pull))
+        yield from _read(state, reader, _skip_foreign_version(state, member, pull))
 
 
 def go_on(state: RunState) -> effects.Effects:

@@ -28,7 +28,7 @@ NO_LANE = -1
 
 
 def lane_credit(lanes: int) -> int:
-    """Chunks that a worker may have in flight on each of this number of data connections."""
+    """Chunks that a worker may have in flight on each of its `lanes` data connections."""
     return max(4, MAX_READER_CREDIT // lanes)
 
 
@@ -68,7 +68,7 @@ class Reader:
     account: Account
     joined: bool
     heard_at: float  # when it last sent a pull or credit
-    stands_since: float | None = None  # since when chunks are ready and it has no credit
+    starved_since: float | None = None  # since when chunks are ready and it has no credit
     lanes: dict[int, Outlet] = field(default_factory=dict)
     lane_map: list[list[int]] | None = (
         None  # by fragment, the lane of each chunk; None: all are on lane 0
@@ -92,12 +92,12 @@ class Reader:
             for each in self.downloads.values()
         )
         if not lacks_credit:
-            self.stands_since = None
+            self.starved_since = None
             return False
-        if self.stands_since is None or self.heard_at > self.stands_since:
-            self.stands_since = now
+        if self.starved_since is None or self.heard_at > self.starved_since:
+            self.starved_since = now
         within = WORKER_GOES_ON_WITHIN_S if self.joined else OBSERVER_GOES_ON_WITHIN_S
-        return now - self.stands_since > within
+        return now - self.starved_since > within
 
     @property
     def credit(self) -> int:

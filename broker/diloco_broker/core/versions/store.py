@@ -140,7 +140,7 @@ class VersionStore:
         versions = self[fragment]
         in_progress = versions.in_progress
         assert in_progress is not None and in_progress.left == 0
-        self._keep_what_is_read(versions)
+        self._keep_if_read(versions)
         whole = WholeVersion(record, tuple(in_progress.wires), in_progress.replies)
         versions.set_current(whole)
         versions.in_progress = None
@@ -297,7 +297,7 @@ class VersionStore:
             loss=self.loss,
         )
 
-    def _keep_what_is_read(self, versions: FragmentVersions) -> None:
+    def _keep_if_read(self, versions: FragmentVersions) -> None:
         """Keep the current version, which is about to be replaced, if a reader has started with it."""
         chunks, fragment = versions.layout.chunks, versions.layout.fragment
         downloads = (reader.downloads.get(fragment) for reader in self.readers.values())

@@ -27,7 +27,7 @@ MOST_AT_A_TIME = 4096  # units in one answer: bounds its size
 # Pending batches of one worker: one for each push in flight, and those of abandoned pushes.
 MOST_LOTS = 256
 # Ranges of units in all pending batches of one worker, since each takes memory.
-MOST_PENDING_RANGES = 4 * MOST_RANGES
+MOST_ROWS = 4 * MOST_RANGES
 
 
 def take(state: RunState, member: Member, message: Take) -> effects.Effects:
@@ -156,10 +156,9 @@ def check(state: RunState, member: Member, push: Push) -> bool:
             text = f"A batch of units must name a push of each of {pieces} fragments, this one included."
             raise ProtocolError(Code.BAD_PUSH, text)
         ranges += sum(spans.ranges for spans in units.values())
-    if ranges > MOST_PENDING_RANGES:
+    if ranges > MOST_ROWS:
         text = (
-            f"{who} has {ranges} ranges of pending units, more than {MOST_PENDING_RANGES}; use larger "
-            "units."
+            f"{who} has {ranges} ranges of pending units, more than {MOST_ROWS}; use larger units."
         )
         raise ProtocolError(Code.BAD_PUSH, text)
     for name, spans in _all_units(push).items():

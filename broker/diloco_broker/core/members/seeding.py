@@ -377,7 +377,7 @@ def _adopt(state: RunState) -> effects.Effects:
         since = model.checkpoint or "the run started"
         yield effects.warning(
             f"Recovered the parameters from {state.seeding.worker_id}. The outer optimizer's state "
-            f"lacks the rounds since {since}: {', '.join(rounds)}.{residual}"
+            f"of the rounds since {since} is lost: {', '.join(rounds)}.{residual}"
         )
     state.start, state.seeding = Start.WAITING_FOR_WORKERS, Seeding()
 

@@ -480,7 +480,7 @@ def _for_parameters(state: RunState) -> str:
     if len(state.members):
         return "for the parameters of a worker"
     has_rounds = mode_of(state.config).has_rounds
-    needed = f"; the first round needs {state.config.workers}" if has_rounds else ""
+    needed = f"; round one needs {state.config.workers}" if has_rounds else ""
     return f"for workers to join{needed}"
 
 

@@ -137,8 +137,8 @@ def remark(state: RunState, planned: Sequence[Change]) -> str:
         own = [m.worker_id for m in state.members if m.sync_every is not None]
         if own:
             less = " where that is smaller" if mode_of(state.config).has_rounds else ""
-            names = f"{', '.join(own[:8])}{' ...' * (len(own) > 8)}"
-            said += f" These workers keep their own H{less}: {names}."
+            kept_by = f"{', '.join(own[:8])}{' ...' * (len(own) > 8)}"
+            said += f" These workers keep their own H{less}: {kept_by}."
     return said + (_about_workers(state) if "workers" in names else "")
 
 

@@ -270,7 +270,7 @@ def test_start_with_fewer_rounds_than_the_run_has_made_says_that_it_ends(
             client.pull()
     words = ("--save-dir", options["save_dir"], "--sync-every", "4", "--max-rounds", "1")
     second, _ = processes.serve(*words)
-    assert "made 2 rounds" in second.says("--max-rounds 1")
+    assert "has made 2" in second.says("--max-rounds 1")
     assert second.ends() == 0
 
 

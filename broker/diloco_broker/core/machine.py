@@ -237,7 +237,7 @@ class Core:
         state.submissions.check_invariants()
         state.data.check_invariants()
         now, said = decision(state).why, state.decision.why
-        assert now and said and now.reason is said.reason, f"{now} is decided, and {said} was said"
+        assert now and said and now.reason is said.reason, f"decided {now}, but published {said}"
         if state.round is None:
             return
         state.round.check_invariants()

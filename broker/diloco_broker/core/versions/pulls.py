@@ -15,7 +15,7 @@ from diloco_protocol.errors import Code, ProtocolError
 
 
 def pull(state: RunState, member: Member, pull: messages.Pull) -> effects.Effects:
-    """A worker asks for the newest version of a fragment, or for the next."""
+    """Send a worker the newest version of a fragment, or the next one once it is made."""
     _check(state, pull)
     is_bound = member.bulk is not None and _has_reader(state, member)
     if not is_bound or not fence.may_release(state):

@@ -170,7 +170,7 @@ class TestLive:
         with a_run(save_dir=str(tmp_path)) as (broker, _), serving(broker.feed_address) as site:
             page = opened(with_token(site))
             page.locator("#save").click()
-            sees(page, "#result-text", "A checkpoint is being written")
+            sees(page, "#result-text", "Writing a checkpoint")
 
     @pytest.mark.usefixtures("impatient")
     def test_shutdown_takes_the_name_of_the_run_and_then_the_page_is_stale(

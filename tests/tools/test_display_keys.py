@@ -168,7 +168,7 @@ class TestScreen:
         ("name", "said"),
         [
             ("anna", "No round closes: workers train"),
-            ("display", "The monitor display may not ask for 'pause'; that takes the key of an"),
+            ("display", "The monitor display may not request 'pause'; use the key of an"),
         ],
     )
     def test_key_that_pauses_the_run_is_an_operator_s(

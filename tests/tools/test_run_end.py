@@ -66,7 +66,7 @@ def test_run_whose_last_worker_did_not_finish_is_degraded(how: str) -> None:
     stage, (a, b) = a_run("a", "b")
     a.leaves()
     WENT[how](stage, b)
-    waits = f"for workers to join: nobody is left; b went last: {how}"
+    waits = f"for workers to join: none is left; b left last: {how}"
     assert of(stage) == ("degraded", waits)
 
 
@@ -88,7 +88,7 @@ def test_run_that_has_not_begun_waits_and_is_degraded_once_its_workers_die() -> 
     stage = a_stage(workers=2)
     assert of(stage) == ("waiting", "for workers to join; round one needs 2")
     (a,) = stage.joined("a")
-    assert of(stage) == ("waiting", "for workers to join: 1 here, the round needs 2")
+    assert of(stage) == ("waiting", "for workers to join: 1 joined; the round needs 2")
     a.leaves()
     assert of(stage)[0] == "waiting", "no round was made, so nothing has ended"
     stage.joined("b")[0].dies()

@@ -48,10 +48,10 @@ def test_run_goes_on_with_a_broker_that_was_killed_and_started_again(processes: 
     first.kill()
     first.ends()
     second, _ = processes.serve(*options, bind=address)
-    begins = second.says("goes on with round")
+    begins = second.says("continues with round")
     number = int(begins.split("round ")[1].split(",")[0])
     assert number >= 3, "rounds are counted on, not from 0"
-    assert "with what its workers hold" in begins
+    assert "from versions of its workers" in begins
     assert begins.split("Run ")[1].split()[0] in first.output, "it is the same run"
     assert [worker.ends() for worker in workers] == [0, 0]
     assert processes.result("a")["weights"] == processes.result("b")["weights"]

@@ -93,13 +93,13 @@ def check_the_end(pair: Pair) -> None:
 
 def test_a_standby_has_the_run_of_a_hub_that_was_killed_and_keeps_it(pair: Pair) -> None:
     pair.hub.kill()
-    pair.standby.says("takes over, with term 1")
+    pair.standby.says("Taking over with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
     last, first = rounds_of(pair.hub)[-1], rounds_of(pair.standby)[0]
     assert first in (last, last + 1), "a version that nobody had may be lost, and no other"
     # The hub comes back to a run that is not its own any more.
     hub = hub_of(pair.processes, pair.folder, pair.hub_at)
-    hub.says("this hub releases nothing any more")
+    hub.says("this hub releases no more versions")
     # The standby is the hub, also when it is started again.
     pair.standby.kill()
     again = standby_of(pair.processes, pair.folder, pair.hub_at, pair.standby_at)
@@ -115,7 +115,7 @@ def test_workers_behind_a_relay_let_the_standby_take_over_and_follow_it(
 ) -> None:
     pair = a_pair(processes, tmp_path, through_relay=True)
     pair.hub.kill()
-    pair.standby.says("takes over, with term 1")
+    pair.standby.says("Taking over with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
     assert {each["via"] for each in pair.asks(pair.standby_at, "status").data["workers"]} == {
         "north"
@@ -125,10 +125,10 @@ def test_workers_behind_a_relay_let_the_standby_take_over_and_follow_it(
 
 def test_a_hub_that_was_stopped_releases_nothing_when_it_goes_on(pair: Pair) -> None:
     pair.hub.gets(signal.SIGSTOP)
-    pair.standby.says("takes over, with term 1")
+    pair.standby.says("Taking over with term 1")
     pair.standby.says("2 of 2 expected workers averaged")
     pair.hub.gets(signal.SIGCONT)
-    pair.hub.says("this hub releases nothing any more")
+    pair.hub.says("this hub releases no more versions")
     last = rounds_of(pair.hub)[-1]
     state = pair.asks(pair.hub_at, "status").data
     assert state["standby"]["is_replaced"] and not state["workers"]
@@ -144,12 +144,12 @@ def test_a_planned_takeover_loses_nothing(pair: Pair) -> None:
     assert other.ends() == 2
     assert "folder of a standby" in other.output
     again = standby_of(pair.processes, pair.folder, pair.hub_at, pair.standby_at)
-    again.says("This is the standby of")
+    again.says("Connected to the hub at")
     assert "lost its lease" not in pair.hub.output
     assert pair.processes.asks("promote", "--address", pair.standby_at) == 0
-    goes_on = again.says("goes on with round")
+    goes_on = again.says("continues with round")
     last = rounds_of(pair.hub)[-1]
-    assert f"goes on with round {last + 1}, from the checkpoint before" in goes_on
+    assert f"continues with round {last + 1}, from the checkpoint before" in goes_on
     assert "Recovered the parameters" not in again.output  # nor is the momentum lost
     again.says(f"Round {last + 1} closed")
     check_the_end(pair)

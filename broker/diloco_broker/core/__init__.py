@@ -1,1 +1,1 @@
-"""The state machine of the broker: events in, effects out. No clock, socket, thread, file, tensor."""
+"""The state machine of the broker: events in, effects out. No clock, socket, thread, file or tensor."""

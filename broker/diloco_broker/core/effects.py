@@ -1,7 +1,7 @@
-"""What the core asks for: the shell carries these out, in order.
+"""Effects: requests of the core, which the shell executes in order.
 
-Routes are the names that the ROUTER gives to connections. Payloads are opaque here: whatever bytes-like
-object the loop received, or the finished reply buffer of a chunk.
+Routes are the ROUTER's names of connections. Payloads are opaque to the core: the bytes-like object that
+the loop received, or the reply buffer of a chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Route = bytes
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message; when the connection is gone, come back with `PeerGone`."""
+    """Send a message; if the connection is gone, answer with `PeerGone`."""
 
     route: Route
     message: Message
@@ -32,51 +32,51 @@ class Send:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """End this connection; nothing that is on its way matters."""
+    """Close this connection, and drop what is in flight on it."""
 
     route: Route
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Add one chunk of a push, times its weight, to what the fragment's open round has of it."""
+    """Add one chunk of a push, times its weight, to the sum of the fragment's open round."""
 
     fragment: int
     index: int
     worker_id: str
     push_id: int
     weight: float
-    wire_dtype: str  # what the push's parameters are in: each push may have its own
+    wire_dtype: str  # of the push's parameters: each push may have its own
     payload: Any
 
 
 @dataclass(frozen=True)
 class Step:
-    """Divide what was added of a chunk by its weight, apply the outer optimizer, begin anew."""
+    """Divide the sum of a chunk by its weight, apply the outer optimizer, and reset the sum."""
 
     fragment: int
     index: int
-    weight: float  # 0: nobody delivered this chunk, which keeps its value and its momentum
-    count: int  # gradients that the outer optimizer has had of this fragment before this one
+    weight: float  # 0: no worker delivered this chunk, which keeps its value and its momentum
+    count: int  # gradients of this fragment that the outer optimizer received before this one
 
 
 @dataclass(frozen=True)
 class WholePush:
-    """A whole submission as it is merged."""
+    """A complete submission, to be merged."""
 
     worker_id: str
     push_id: int
-    weight: float  # its share in a mean is this over the sum of all weights
-    scale: float  # factor of its values, where old work counts less
-    norm: float  # Euclidean length of its parameters, all chunks together
-    wire_dtype: str  # what the parameters in its payloads are in
-    # Of each chunk by index; None for one that an earlier version contains, a relay's sum has one alone.
+    weight: float  # its share in a mean is this divided by the sum of all weights
+    scale: float  # factor of its values, below 1 for stale work
+    norm: float  # Euclidean length of its parameters, over all chunks
+    wire_dtype: str  # of the parameters in its payloads
+    # Of each chunk by index; None for one that an earlier version contains. A relay's sum has only one.
     payloads: Sequence[Any] | Mapping[int, Any]
 
 
 @dataclass(frozen=True)
 class Inspect:
-    """Look at one chunk of a staged submission: is it finite, and how long is it?"""
+    """Check that one chunk of a staged submission is finite, and measure its length."""
 
     fragment: int
     index: int
@@ -88,10 +88,11 @@ class Inspect:
 
 @dataclass(frozen=True)
 class AggregateAndStep:
-    """Make a gradient of each group of pushes and apply the outer optimizer to one after the other.
+    """Make a gradient of each group of pushes, and apply the outer optimizer to each in turn.
 
-    A group that lacks this chunk is left out. The chunks of a version share `wholes`; what has a chunk
-    is looked up when it is needed: many workers times many chunks take longer than a turn of the loop.
+    A group without this chunk is skipped. All chunks of a version share `wholes`; `groups` selects the
+    pushes that have a chunk only when it is needed: to do so for all workers and chunks at once would
+    block the loop.
     """
 
     __match_args__ = ("fragment", "index", "groups", "count")
@@ -111,7 +112,7 @@ class AggregateAndStep:
 
 @dataclass(frozen=True)
 class StoreInitial:
-    """Store one chunk of initial parameters: of a seed worker, or the model file (payload None)."""
+    """Store one chunk of initial parameters: of a seed worker, or of the model file (payload None)."""
 
     fragment: int
     index: int
@@ -122,77 +123,76 @@ class StoreInitial:
 
 @dataclass(frozen=True)
 class DropInitial:
-    """Forget what was placed of these fragments, and every `StoreInitial` that has not been carried out:
-    the upload was abandoned."""
+    """Drop stored chunks of these fragments, and pending `StoreInitial`: the upload was abandoned."""
 
     fragments: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class CountedPush:
-    """What a version counts of one push."""
+    """The chunks of a push that a version counts."""
 
     worker_id: str
     push: Push
-    chunks: Bitmap  # those that the ledger names from now on
-    added: Bitmap  # those of which its values are in this version, and in no version before it
+    chunks: Bitmap  # chunks in the ledger from this version on
+    added: Bitmap  # chunks whose values are in this version and in no earlier one
     weight: float  # their share
-    staleness: int  # versions between the push's base and the one that it goes into
-    # Euclidean length of its parameters, as they came; None where some were counted before.
+    staleness: int  # versions between the push's base and this one
+    # Euclidean length of its parameters as received; None if some chunks were counted before.
     norm: float | None = None
-    # Equal updates have the same; 0 where some of it was counted before, or all of it is zeros.
+    # Equal for equal updates; 0 if some chunks were counted before, or all are zeros.
     fingerprint: int = 0
 
 
 @dataclass(frozen=True)
 class RecordVersion:
-    """Write down what a version contains, before anybody is told of it."""
+    """Log the contents of a version to the audit log, before the version is released."""
 
     version: VersionId
-    after: VersionId | None  # the version that it was made from, None for the first
+    after: VersionId | None  # the version before it, None for the first
     fragment: int
     round: int
-    pushes: tuple[CountedPush, ...] = ()  # each of them added something
+    pushes: tuple[CountedPush, ...] = ()  # those with added chunks
 
 
 @dataclass(frozen=True)
 class RoundReport(LastRound):
-    """Write down, for the history, a round that has ended and made `version` (a counter)."""
+    """Write a closed round, which made `version` (a counter), to the history."""
 
-    workers: tuple[str, ...] = ()  # those whose contributions are in it
+    workers: tuple[str, ...] = ()  # whose contributions are in it
 
 
 @dataclass(frozen=True)
 class RecordAction:
-    """Write down what an operator did; `before` and `after` are a setting's, else None."""
+    """Log an action of an operator; `before` and `after` are those of a setting, else None."""
 
-    who: str  # whom their key proves; without keys as they call themselves
+    who: str  # the name that their key proves; without keys, the name that they gave
     what: str  # the action, for `set` with the name of the setting
     before: Any
     after: Any
-    text: str  # the sentence that states the effect
-    is_proven: bool = False  # `who` is
+    text: str  # states the effect, without a final period
+    is_proven: bool = False  # `who` is proven by a key
 
     @property
     def by(self) -> str:
-        """Who it was, for people."""
+        """The operator's name, for messages."""
         return self.who if self.is_proven else f"{self.who} (unproven)"
 
 
 @dataclass(frozen=True)
 class SetOuterOptimizer:
-    """Go on with these settings of the outer optimizer: no step is queued now."""
+    """Apply these settings to the outer optimizer; no step is queued."""
 
     config: BrokerConfig
-    # "lr" and "momentum" that all groups of a torch optimizer get.
+    # "lr" and "momentum" to set in all groups of a torch optimizer.
     own: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class End:
-    """End the broker in an orderly way: an operator asked for it. `restarting` is as in `Stop`.
+    """Stop the broker gracefully, at the request of an operator. `restarting` is as in `Stop`.
 
-    `is_complete`: nobody asked, the run has come to the end that its options set.
+    `is_complete`: there was no request; the run reached the limit in its options.
     """
 
     reason: str
@@ -202,21 +202,21 @@ class End:
 
 @dataclass(frozen=True)
 class ForgetBuffer:
-    """Throw away the gradients that the outer optimizer has collected of a fragment."""
+    """Discard the gradients of a fragment in the outer optimizer's buffer."""
 
     fragment: int
 
 
 @dataclass(frozen=True)
 class Revert:
-    """Put a fragment back to what the checkpoint has: what was placed over it was abandoned."""
+    """Restore a fragment from the checkpoint: the upload that replaced it was abandoned."""
 
     fragment: int
 
 
 @dataclass(frozen=True)
 class Save:
-    """Write a checkpoint of how things stand now; `number` is the coming round's."""
+    """Write a checkpoint of the current state; `number` is that of the next round."""
 
     number: int
     record: RunRecord
@@ -224,22 +224,21 @@ class Save:
 
 @dataclass(frozen=True)
 class ReadCheckpoint:
-    """Answer this request with the files of the newest checkpoint, or with a piece of a file.
+    """Answer this request with the list of files of the newest checkpoint, or with a part of a file.
 
-    What was asked for is not known to exist, nor to be the name of a file.
+    The names come from a peer: they may not exist, and may not even be valid file names.
     """
 
     route: Route
     request: int
-    checkpoint: str | None = None  # None: which files does the newest have?
+    checkpoint: str | None = None  # None: list the files of the newest one
     file: str = ""
     offset: int = 0  # bytes
 
 
 @dataclass(frozen=True)
 class SplitModel:
-    """Ask the user's function for a split of this model, and come back with `Split`: a worker wants to
-    join with it."""
+    """Call the user's function to split the model of a joining worker; answer with `Split`."""
 
     route: Route
     join: Join
@@ -248,18 +247,18 @@ class SplitModel:
 
 @dataclass(frozen=True)
 class Finish:
-    """The last effect after `Stop`: save this, which the last checkpoint lacks, and end."""
+    """Save the state if the last checkpoint lacks it, and exit: the last effect after `Stop`."""
 
     save: Save | None
 
 
 @dataclass(frozen=True)
 class Log:
-    """Tell people."""
+    """Write a line to the log."""
 
     level: str  # info, warning or error
     text: str
-    is_listed: bool = True  # among the events of the feed, not only in the log
+    is_listed: bool = True  # also among the events of the feed
 
 
 def info(text: str, *, is_listed: bool = True) -> Log:
@@ -271,13 +270,13 @@ def warning(text: str, *, is_listed: bool = True) -> Log:
 
 
 TensorWork = Fold | Step | Inspect | AggregateAndStep | StoreInitial  # queued
-AtOnce = DropInitial | Revert | ForgetBuffer | SetOuterOptimizer  # asked of the tensors besides
-Record = Log | RecordAction | RoundReport | RecordVersion  # written down, for people
+AtOnce = DropInitial | Revert | ForgetBuffer | SetOuterOptimizer  # on tensors, not queued
+Record = Log | RecordAction | RoundReport | RecordVersion  # written to logs
 Asked = Save | ReadCheckpoint | SplitModel  # answered later
 Effect = Send | Disconnect | TensorWork | AtOnce | Record | Asked | End | Finish
-Effects = Iterator[Effect]  # what a rule asks for, in order
+Effects = Iterator[Effect]  # requested by a handler, in order
 
 
 def nothing(_: object) -> Effects:
-    """What a rule asks for where there is nothing to do."""
+    """The effects of a handler that does nothing."""
     return iter(())

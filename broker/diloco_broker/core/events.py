@@ -1,6 +1,6 @@
-"""What can happen to the core: `machine.Core.handle` takes one of these.
+"""Events: the inputs of the core, handled by `machine.Core.handle`.
 
-Payloads are opaque here: whatever bytes-like object the loop received, or the finished reply buffer of a
+Payloads are opaque to the core: the bytes-like object that the loop received, or the reply buffer of a
 chunk.
 """
 
@@ -15,57 +15,57 @@ from diloco_protocol.feed import OuterGroup
 from diloco_protocol.messages import Message
 from diloco_protocol.roles import Peer
 
-# How long a closing round may take to be finished once the broker is to stop.
+# Seconds that a closing round has to finish when the broker stops.
 FINISH_WITHIN_S = 5.0
 
 
-@dataclass(slots=True)  # not frozen, which takes twice as long: each event has one
+@dataclass(slots=True)  # not frozen, which takes twice as long, since each event has one
 class Now:
-    """What the clocks say as an event comes in, in seconds."""
+    """The clocks at the time of an event, in seconds."""
 
-    core: float  # leaves out time in which the broker did not run: all deadlines run on it
-    machine: float  # goes on meanwhile, for the lease of a hub that has a standby
+    core: float  # stops while the broker is suspended; all deadlines use it
+    machine: float  # never stops; for the lease of a hub with a standby
 
     @classmethod
     def both(cls, seconds: float) -> Now:
-        """For a core without a standby, and for clocks that never stand still."""
+        """Both clocks at the same time: for tests, and for brokers that are never suspended."""
         return cls(seconds, seconds)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the core has to know of the process that it runs in."""
+    """Facts about the process that the core runs in."""
 
     feed_address: str | None = None
-    own_address: str | None = None  # a socket file for workers of this machine
-    bound: str | None = None  # what is bound for those who come over TCP
-    memory_bytes: int | None = None  # that the broker may use; None where nobody knows
+    own_address: str | None = None  # a socket file for workers on this machine
+    bound: str | None = None  # the bound TCP address
+    memory_bytes: int | None = None  # available to the broker; None if unknown
     has_own_optimizer: bool = False  # the outer optimizer is one of torch's, made by a factory
     has_own_split: bool = False  # the user's function splits the model, instead of a pattern
 
 
 @dataclass(frozen=True)
 class OuterGroups:
-    """What the groups of the user's outer optimizer have, over all fragments."""
+    """The parameter groups of the user's outer optimizer, over all fragments."""
 
     groups: tuple[OuterGroup, ...]
 
 
 @dataclass(frozen=True)
 class Split:
-    """The user's function has split the model of a worker that joins; see `effects.SplitModel`."""
+    """The user's function has split the model of a joining worker; answers `effects.SplitModel`."""
 
     asked: effects.SplitModel
     plan: tuple[int, ...] = ()  # the fragment of each tensor
-    error: str = ""  # what is wrong with the split, as a sentence; empty: nothing
+    error: str = ""  # why the split is invalid, as a sentence; empty if it is valid
 
 
 @dataclass(frozen=True)
 class Received:
-    """A well-formed message came in.
+    """A well-formed message was received.
 
-    `payload` is the buffer of a chunk (it has `nbytes`), `peer` whose key it came under, if keys are
-    asked for.
+    `payload` is the buffer of a chunk, which has `nbytes`; `peer` is the owner of the connection's key,
+    if the broker requires keys.
     """
 
     route: Route
@@ -76,7 +76,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Malformed:
-    """Something came in that is no message; `sentence` says what is wrong with it."""
+    """A malformed message was received; `sentence` describes the error."""
 
     route: Route
     code: str
@@ -85,32 +85,32 @@ class Malformed:
 
 @dataclass(frozen=True)
 class KeysRevoked:
-    """These keys are good for nothing any more, and their connections have been ended."""
+    """These keys were revoked, and their connections closed."""
 
     peers: frozenset[Peer]
 
 
 @dataclass(frozen=True)
 class ConnectionEnded:
-    """The shell has ended the connection of a peer that cost too much; `why` is what it had cost."""
+    """The shell closed the connection of a peer that cost too much; `why` has the figures."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class PeerGone:
-    """A message could not be delivered: this connection does not exist any more."""
+    """A message could not be delivered: this connection no longer exists."""
 
     route: Route
 
 
 @dataclass(frozen=True)
 class WorkDone:
-    """A `Fold` or an `Inspect` was carried out: the chunk is finite."""
+    """A `Fold` or an `Inspect` was executed: the chunk is finite."""
 
     work: effects.Fold | effects.Inspect
     squares: float = 0.0  # the sum of its squared values; 0 unless they are parameters
-    fingerprint: int = 0  # of its bytes, as `tensors.fingerprint` has it; 0 where `squares` is
+    fingerprint: int = 0  # of its bytes, by `tensors.fingerprint`; 0 if `squares` is 0
 
 
 @dataclass(frozen=True)
@@ -127,17 +127,17 @@ class Stepped:
     fragment: int
     index: int
     wire: Any  # the chunk as it is sent to workers
-    # A gradient, or a buffer of them, was left out because what it led to was not finite.
+    # A gradient, or a buffer of gradients, was skipped because its result was not finite.
     overflow: bool = False
 
 
 @dataclass(frozen=True)
 class InitialStored:
-    """A `StoreInitial` was carried out. `wire` is the chunk as it is sent to workers."""
+    """A `StoreInitial` was executed. `wire` is the chunk as it is sent to workers."""
 
     work: effects.StoreInitial
     wire: Any
-    digest: bytes = b""  # of a frozen one: see `diloco_protocol.version`
+    digest: bytes = b""  # of a frozen chunk: see `diloco_protocol.version`
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class InitialRefused:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint is on the disk; `number` is that of the round that came next."""
+    """A checkpoint was written; `number` is that of the next round, as of the checkpoint."""
 
     number: int
     path: str
@@ -157,7 +157,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveFailed:
-    """A checkpoint could not be written; those that were there are untouched."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
     number: int
     error: str
@@ -165,24 +165,24 @@ class SaveFailed:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed. `lost`: a connection was closed since the last one, nobody knows whose."""
+    """Time has passed. `lost`: some connection, it is unknown which, was closed since the last tick."""
 
     lost: bool = False
 
 
 @dataclass(frozen=True)
 class StoodStill:
-    """The broker itself did not run for so many seconds. The core's clock leaves them out."""
+    """The broker was suspended for this number of seconds, during which the core's clock stopped."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End in an orderly way: a closing round is finished, an open one abandoned."""
+    """Stop gracefully: finish a closing round, or abandon an open one."""
 
     reason: str
-    # The broker is expected back, so workers train on; otherwise the run is over.
+    # The broker will be restarted, and workers continue to train; otherwise the run is over.
     restarting: bool = False
 
 

@@ -1,11 +1,11 @@
-"""The state machine of the broker: `handle(event, now)` returns the effects to carry out.
+"""The state machine of the broker: `handle(event, now)` returns the effects to execute.
 
-No clock, socket, thread, file or tensor in here: time is an argument, payloads are opaque, randomness is
-handed in. This module has the handler of each event and message. Handlers are functions over one
-`RunState`, which yield effects.
+The core uses no clock, socket, thread, file or tensor: time is an argument, payloads are opaque,
+randomness is passed in. This module maps events and messages to their handlers, functions of the
+`RunState` that yield effects.
 
-A message that cannot be accepted raises ProtocolError before anything has changed; its sender gets the
-sentence, the others never notice.
+A handler that refuses a message raises ProtocolError before it changes anything; the sender receives the
+error, other workers are not affected.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _tick(state: RunState, event: events.Tick) -> Effects:
     yield from liveness.tick(state, event)
 
 
-# The handler of each event; messages have tables of their own.
+# The handler of each event; those of messages are below.
 RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.Surroundings: _surroundings,
     events.OuterGroups: _outer_groups,
@@ -84,7 +84,7 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
 }
 # Messages that may arrive on any of a worker's data connections.
 ON_BULK = frozenset({messages.Chunk, messages.Credit, messages.Lane})
-# Of what anybody may send, and of what only those may who have joined.
+# Handlers of messages that any peer may send, and of those that need a session.
 OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
     messages.Join: descriptions.join,
     messages.Describe: descriptions.describe_on,
@@ -106,15 +106,15 @@ OF_MEMBERS: dict[type, Callable[[RunState, Member, Any], Effects]] = {
 
 
 class Core:
-    """See the head of this module.
+    """Handles events: updates its `state` and returns effects.
 
     Args:
         config: the broker's options.
         draw: returns an unpredictable number below 2**64.
         now: the core's clock, as in every later call.
-        initial: names and shapes of the parameters the broker was given, if it was.
-        resumption: what a checkpoint has, if the broker goes on from one; comes before `initial`.
-        term: how often the run's hub was replaced, where the checkpoint does not know it yet.
+        initial: the model file, if the broker was started with one.
+        resumption: the checkpoint to resume from, if any; takes precedence over `initial`.
+        term: how often the run's hub was replaced, if that is newer than the checkpoint's.
         moved_aside: names of the runs that this one replaces; their workers are refused.
     """
 
@@ -142,15 +142,15 @@ class Core:
 
     @classmethod
     def with_state(cls, state: RunState) -> Core:
-        """A core that goes on from this state, as of a tape."""
+        """Make a core that continues from this state, as read from a tape."""
         core = object.__new__(cls)
         core.state, core._story = state, Story()
         return core
 
     def handle(self, event: events.Event, now: events.Now) -> list[effects.Effect]:
-        """Take in one event. Returns the effects to carry out, in order.
+        """Handle one event. Returns the effects to execute, in order.
 
-        Raises InvariantBroken or CoreError for a mistake of ours; the text tells what came before it.
+        Raises InvariantBroken or CoreError for a bug in the core; the text has the preceding events.
         """
         holding.advance(self.state, now)
         self._story.note(event, self.state)
@@ -173,7 +173,7 @@ class Core:
             if not isinstance(event, events.Received):
                 raise
             if asked_for:
-                text = f"a {event.message.kind} was refused when it had been taken in half: {error}"
+                text = f"a {event.message.kind} was refused after effects: {error}"
                 raise InvariantBroken(text) from error
             asked_for += refusals.refuse(state, event.route, event.message, error)
         asked_for += close_if_due(state)
@@ -199,7 +199,7 @@ class Core:
             return OF_ANYBODY[kind](state, route, message)
         on_bulk = kind in ON_BULK
         if not on_bulk and kind not in OF_MEMBERS:
-            text = f"A {message.kind} message goes from the broker to others."
+            text = f"A {message.kind} message is only sent by the broker."
             raise ProtocolError(Code.NOT_ALLOWED, text)
         session: bytes | None = getattr(message, "session", None)
         if session is None and isinstance(message, messages.Pull | messages.Credit):
@@ -208,11 +208,11 @@ class Core:
         is_here = member is not None and (on_bulk or member.control == route)
         is_own = peer is None or (member is not None and permissions.is_own(peer, member))
         if member is None or not is_here or not is_own:
-            text = "This session is not known on this connection; join again."
+            text = "Unknown session on this connection; join again."
             return iter([effects.Send(route, messages.Rejoin(state.epoch, text))])
         is_lane = member.processes > 1 and route != member.control
         if not (is_lane and member.liveness.disconnected_at is not None):
-            # Other processes of a worker may go on for a while when the one that leads is gone.
+            # Other ranks of a worker may continue for a while after its leader died.
             member.liveness.hear(state.now)
         match message:
             case messages.Chunk():
@@ -224,7 +224,7 @@ class Core:
         return OF_MEMBERS[kind](state, member, message)
 
     def check_invariants(self) -> None:
-        """Raise InvariantBroken, which tells the last events, when an invariant is; for tests."""
+        """Raise InvariantBroken, with the last events, if an invariant is violated; for tests."""
         try:
             self._check_invariants()
         except AssertionError as error:
@@ -237,7 +237,7 @@ class Core:
         state.submissions.check_invariants()
         state.data.check_invariants()
         now, said = decision(state).why, state.decision.why
-        assert now and said and now.reason is said.reason, f"{now} is decided, and {said} was said"
+        assert now and said and now.reason is said.reason, f"decided {now}, but published {said}"
         if state.round is None:
             return
         state.round.check_invariants()

@@ -1,4 +1,4 @@
-"""The whole state of a broker, as one record that the functions of the core work on."""
+"""The state of a broker: one record that all functions of the core work on."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from diloco_protocol.fragments import OWN
 from diloco_protocol.messages import Join, Notice, Push, RunConfig
 from diloco_protocol.version import VersionId
 
-# Names of workers that have answered; more are not noted, so that those who come and go cost nothing.
+# Names of workers that have answered an order; more are not recorded, to bound the memory.
 MOST_NAMES = 1000
 REJECTIONS_KEPT = 10
-# Seconds after which the same cause is said again, and causes of which it is known when they were said.
+# Seconds after which a warning with the same cause is logged again, and causes that are remembered.
 SAID_AGAIN_AFTER_S = 60.0
 CAUSES_KEPT = 1000
-# Probes at once, with at most 48 KiB each way: five workers look at the same time, with 24 MiB each way.
-# And how many more in a second: what somebody who goes on and on takes of a line, 3 MiB/s.
+# Probes in a burst, each with up to 48 KiB each way: five workers measure concurrently, with 24 MiB each
+# way. And probes per second after that: a peer that never stops takes 3 MiB/s of the link.
 PROBES_AT_ONCE = 6000
 PROBES_A_SECOND = 64.0
 
 
 @dataclass
 class Order:
-    """`save_all` or `stop_all`. Workers that come while it is pending get it, too."""
+    """`save_all` or `stop_all`. Workers that join while it is pending receive it, too."""
 
     number: int
-    text: str  # what the workers are told
-    until: float  # when those that have not answered are not waited for any longer
+    text: str  # sent to the workers
+    until: float  # deadline for the answers
     is_given_up: bool = False
     waiting: set[str] = field(default_factory=set)
     saved: set[str] = field(default_factory=set)
@@ -55,11 +55,11 @@ class Order:
 
     @property
     def is_pending(self) -> bool:
-        """Does it concern workers that come now?"""
+        """Whether workers that join now receive it."""
         return bool(self.waiting) and not self.is_given_up
 
     def settle(self, worker_id: str, *, is_gone: bool) -> None:
-        """A worker has done it, or is gone."""
+        """Note that a worker has executed it, or is gone."""
         self.waiting.discard(worker_id)
         answered = self.left if is_gone else self.saved
         if len(answered) < MOST_NAMES:
@@ -68,16 +68,16 @@ class Order:
 
 @dataclass
 class ProbeAllowance:
-    """How often the way to this broker may be measured, by all together.
+    """Rate limit of bandwidth probes, of all peers together: a token bucket.
 
-    `left` is what is left of it. Times are seconds of the core's clock.
+    `left` are the remaining probes. Times are of the core's clock.
     """
 
     left: float = PROBES_AT_ONCE
     seen_at: float = 0.0
 
     def take(self, now: float) -> bool:
-        """Take one probe's share; False where there is none."""
+        """Use one probe; False if none is left."""
         left = min(PROBES_AT_ONCE, self.left + max(0.0, now - self.seen_at) * PROBES_A_SECOND)
         if left < 1:
             return False
@@ -87,16 +87,16 @@ class ProbeAllowance:
 
 @dataclass
 class Totals:
-    """Counters of the run. `contributions` are those counted whole.
+    """Counters of the run. `contributions` counts only complete ones.
 
-    What `steps` and `tokens` count, `progress` says.
+    `operations.progress` defines `steps` and `tokens`.
     """
 
     rounds: int = 0
     pushes: int = 0
     rejected: int = 0
     malformed: int = 0
-    ended_connections: int = 0  # that cost too much
+    ended_connections: int = 0  # closed because they cost too much
     contributions: int = 0
     steps: int = 0
     tokens: int = 0
@@ -107,7 +107,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Work of a worker that was refused: when (the core's clock), whose, and why."""
+    """A rejected push: when (core's clock), of which worker, and why."""
 
     at: float
     worker_id: str
@@ -117,7 +117,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Departure:
-    """A worker that is gone, and why; empty where it was done."""
+    """A worker that died or left, and why; the reason is empty if it had finished."""
 
     worker_id: str
     why: str
@@ -125,70 +125,70 @@ class Departure:
 
 @dataclass
 class Saving:
-    """How the checkpoints fare."""
+    """The state of checkpoints."""
 
-    number: int | None = None  # the round that comes after the newest one
-    saved_at: float | None = None  # when that was written
-    error: str | None = None  # what is wrong, None while all is well
-    retry_at: float | None = None  # when a release that waits for its checkpoint asks for it again
-    is_asked: bool = False  # somebody wants one once the version that is being made is whole
+    number: int | None = None  # the next round, as of the newest one
+    saved_at: float | None = None  # when the newest one was written
+    error: str | None = None  # why the last one failed; None if it was written
+    retry_at: float | None = None  # when to retry the one that a release waits for
+    is_asked: bool = False  # save once the version in progress is complete
 
 
 @dataclass
 class UntoldVersions:
-    """Versions of asynchronous mode that the log has no line of yet."""
+    """Versions of asynchronous mode that were not logged yet."""
 
-    told_at: float | None = None  # when the last line was; None before the first
-    versions: int = 0  # how many have come since
-    newest: str = ""  # the last of them, in words
-    # Of each push in them, the largest by worker.
+    told_at: float | None = None  # when the last line was logged; None before the first
+    versions: int = 0  # number of versions since then
+    newest: str = ""  # describes the last of them
+    # By worker, the largest staleness of its pushes in them.
     staleness: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Stopping:
-    """How the broker ends."""
+    """A requested stop of the broker."""
 
     reason: str  # as the end of a sentence
-    restarting: bool  # it stops to come back, which does not end the run
-    until: float  # when a closing round is not waited for any longer
-    is_finished: bool = False  # it has nothing left to do
+    restarting: bool  # it will be restarted, so the run does not end
+    until: float  # deadline of a closing round
+    is_finished: bool = False  # `Finish` was requested
 
 
 @dataclass
 class Ending:
-    """How the run comes to the end that its options set; see `operations.ending`."""
+    """The end of the run by its options; see `operations.ending`."""
 
     why: str | None = None  # as the end of a sentence; None while no end is near
     last: int | None = None  # the number of the last round, once it is known
-    # When that is not waited for any longer; then, when workers are not. Run time, as is `timed_at`.
+    # Deadline of the last round, then that of workers to leave. Run time, as is `timed_at`.
     until: float | None = None
-    extended: int | None = None  # the last round that got more time because all had begun
-    # Workers that the last round is made without, its time being up; None unless that was just found.
+    extended: int | None = None  # the last round that got more time because it was closing
+    # Workers without which the last round closes at its deadline; None unless that is being decided.
     without: tuple[str, ...] | None = None
-    is_announced: bool = False  # the workers have been told which round is the last
-    is_over: bool = False  # the last round is made: no other closes
-    is_asked_to_end: bool = False  # the broker has been
-    timed_at: float | None = None  # up to when time is counted
-    rest_s: float = 0.0  # of time, less than a second, that is not counted yet
+    is_announced: bool = False  # the workers know the last round
+    is_over: bool = False  # the last round has closed
+    is_asked_to_end: bool = False  # `End` was requested
+    timed_at: float | None = None  # up to when the time of the run is counted
+    rest_s: float = 0.0  # fraction of a second that is not counted yet
 
 
 @dataclass(frozen=True)
 class UnreleasedVersion:
-    """A version of which every chunk is there, and what it contains; not released yet."""
+    """A complete version that is not released yet, and its contents."""
 
     ended: Update
     pushes: tuple[effects.CountedPush, ...]
     record: FragmentRecord
-    waits_for_lease: bool = False  # nothing else is missing
+    waits_for_lease: bool = False  # only the lease is missing
 
 
 @dataclass
 class Refusals:
-    """What was refused, and when that was last said: of each cause once a minute, or logs would fill.
+    """Rate limit of warnings, once a minute for each cause, so that peers cannot fill the log.
 
     Attributes:
-        noisy: of those who have not joined, by connection, messages that could not be read.
+        noisy: by connection of a peer that has not joined, the number of malformed messages.
     """
 
     said_at: dict[str, float] = field(default_factory=dict)
@@ -196,107 +196,107 @@ class Refusals:
     noisy: Counter[bytes] = field(default_factory=Counter)
 
     def to_say(self, cause: str, text: str, now: float) -> str | None:
-        """The sentence, with how many like it were not said; None where it is not to be said now."""
+        """The text, with the number of suppressed repetitions; None to suppress this one."""
         if now - self.said_at.get(cause, -SAID_AGAIN_AFTER_S) < SAID_AGAIN_AFTER_S:
             self.unsaid[cause] += 1
             return None
-        self.said_at.pop(cause, None)  # the latest comes last
+        self.said_at.pop(cause, None)  # keep the causes in order of time
         if len(self.said_at) >= CAUSES_KEPT:
             oldest = next(iter(self.said_at))
             del self.said_at[oldest]
             self.unsaid.pop(oldest, None)
         self.said_at[cause] = now
         more = self.unsaid.pop(cause, 0)
-        return f"{text} ({more} more like this in the meantime.)" if more else text
+        return f"{text} ({more} similar messages suppressed.)" if more else text
 
 
 @dataclass
 class Described:
-    """A worker that describes its model, to join."""
+    """A description in progress of the model of a joining worker."""
 
     join: Join
     progress: DescriptionInProgress
-    heard_at: float  # when it was asked, or the last piece came
-    ends_at: float  # until when all of it must be here
+    heard_at: float  # when it was requested, or its last slice received
+    ends_at: float  # deadline of the complete description
 
 
 @dataclass
 class RunState:
-    """Everything the broker knows, except tensors."""
+    """The complete state of the broker, except tensors."""
 
     config: BrokerConfig
     draw: Callable[
         [], int
     ]  # returns an unpredictable number below 2**64 (tokens, tags, the run's name)
     started_at: float
-    epoch: str  # this life of the broker, 16 hexadecimal digits
+    epoch: str  # this incarnation of the broker, 16 hexadecimal digits
     model: RunModel
     mode: str  # as `rounds.modes` names it
-    start: Start = Start.WAITING_FOR_WORKERS  # how it gets its first parameters
+    start: Start = Start.WAITING_FOR_WORKERS  # the state of seeding
     seeding: Seeding = field(default_factory=Seeding)
     recovery: Recovery = field(default_factory=Recovery)
     members: Membership = field(default_factory=Membership)
     relays: Relays = field(default_factory=Relays)
     absences: Absences = field(default_factory=Absences)
-    shards: Shards = field(default_factory=Shards)  # who samples which part of the data
-    data: DataSets = field(default_factory=DataSets)  # of which units are handed out
-    # By connection, those who are about to join and have to describe their models.
+    shards: Shards = field(default_factory=Shards)  # shares of the data by worker
+    data: DataSets = field(default_factory=DataSets)  # of the work queue
+    # By connection, models that joining workers are describing.
     descriptions: dict[effects.Route, Described] = field(default_factory=dict)
     probes: ProbeAllowance = field(default_factory=ProbeAllowance)
     versions: VersionStore = field(default_factory=VersionStore)
-    # The round going on, in asynchronous mode the update; None until there are parameters.
+    # The current round or asynchronous update; None until the broker has parameters.
     round: Update | None = None
     # Whether the open round closes, as of the last event.
     decision: Decision = field(default_factory=lambda: Decision(Why(Reason.PARAMETERS)))
-    # Whom rounds wait for, by fragment.
+    # By fragment, the workers that rounds wait for.
     barriers: dict[int, Barrier] = field(default_factory=lambda: defaultdict(Barrier))
-    # A version that waits for its checkpoint to be written, if the run is durable.
+    # A version that waits for its checkpoint or for the lease.
     unreleased: UnreleasedVersion | None = None
-    chunks_waiting: int = 0  # chunks of pseudo-gradients that wait to be added or looked at
-    # Pushes that are kept until they are whole, where the run needs whole ones.
+    chunks_waiting: int = 0  # received chunks of pseudo-gradients, not yet added or inspected
+    # Staged pushes, if the mode needs complete ones.
     submissions: Submissions = field(default_factory=Submissions)
-    now: float = 0.0  # the time of the event at hand, seconds of the core's clock
-    held_s: float = 0.0  # how much of that time the run was held; see `operations.holding`
-    resumed: str = ""  # title of the run that this life of the broker resumed; empty: of none
+    now: float = 0.0  # the time of the current event, seconds of the core's clock
+    held_s: float = 0.0  # seconds of it during which the run was held; see `operations.holding`
+    resumed: str = ""  # title of the run that this incarnation resumed; empty if none
     saving: Saving = field(default_factory=Saving)
     totals: Totals = field(default_factory=Totals)
-    # What the totals were when this life of the broker began.
+    # The totals when this incarnation of the broker started.
     totals_before: Totals = field(default_factory=Totals)
     last_report: effects.RoundReport | None = None
     ending: Ending = field(default_factory=Ending)
     orders: dict[str, Order] = field(default_factory=dict)  # the newest of each kind
-    stopping: Stopping | None = None  # how the broker is about to stop; None while it is not
-    # When the broker ran again after it had stood still; None when it never has.
+    stopping: Stopping | None = None  # None while the broker is not stopping
+    # When the broker was last resumed after a suspension of its process; None if never.
     back_at: float | None = None
-    # The configuration that an operator has asked for, until the next version is begun.
+    # The configuration that an operator has requested, until the next version is started.
     wanted: BrokerConfig | None = None
-    # Since when no round closes, as an operator asked; None while rounds do.
+    # When an operator paused the run; None while it is not paused.
     paused_at: float | None = None
-    first_round_pending: bool = True  # no round has closed in this life, so `workers` is the floor
-    departed: Departure | None = None  # who went last; None while nobody has
-    # The last answer to a heartbeat: most are alike, so it is kept.
+    first_round_pending: bool = True  # this incarnation closed no round: `workers` is the floor
+    departed: Departure | None = None  # the last worker that died or left
+    # The last answer to a heartbeat, reused since most are equal.
     alive: Notice = field(default_factory=lambda: Notice("alive"))
-    # Workers to send a word, since a connection was closed and nobody knows whose.
+    # Workers to probe after some connection was closed, since it is unknown whose.
     to_probe: list[str] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)  # work that was refused, by code
+    refused: Counter[str] = field(default_factory=Counter)  # rejected pushes, by code
     refusals: Refusals = field(default_factory=Refusals)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     surroundings: Surroundings = field(default_factory=Surroundings)
-    # At a hub that has a standby: the lease without which nothing is released.
+    # Of a hub with a standby: the lease without which no version is released.
     standby: Lease | None = None
     term: int = 0  # how often the run's hub was replaced by a standby
-    # From when on workers are waited for that may hold newer versions (run time).
+    # When the wait for workers that may hold newer versions started (run time).
     recovers_from: float = 0.0
-    # Of the user's outer optimizer, over all fragments; empty before it is made.
+    # Groups of the user's outer optimizer, over all fragments; empty before it exists.
     outer_groups: tuple[OuterGroup, ...] = ()
-    # Settings of it that an operator has asked for, until the next version is begun.
+    # Settings of it that an operator has requested, until the next version is started.
     wanted_outer: dict[str, float] = field(default_factory=dict)
-    # Versions of asynchronous mode that the log has no line of yet.
+    # Versions of asynchronous mode that were not logged yet.
     untold: UntoldVersions = field(default_factory=UntoldVersions)
 
     @property
     def run_time(self) -> float:
-        """Seconds of the core's clock, less those in which the run was held: `operations.holding`."""
+        """Seconds of the core's clock, without those in which the run was held: `operations.holding`."""
         return self.now - self.held_s
 
     @property
@@ -309,22 +309,22 @@ class RunState:
 
     @property
     def has_own_optimizer(self) -> bool:
-        """The outer optimizer is one of torch's, made by the user's factory."""
+        """Whether the outer optimizer is one of torch's, made by the user's factory."""
         return self.surroundings.has_own_optimizer
 
     @property
     def fragment_pattern(self) -> str:
-        """How the model is split, for people: the pattern, or "own"."""
+        """How the model is split: the name of a pattern, or "own"."""
         return OWN if self.surroundings.has_own_split else self.config.fragment_pattern
 
     @property
     def pushes_in_progress(self) -> list[PushInProgress]:
-        """Those taken in, of which no version has been released."""
+        """Accepted pushes that no released version contains."""
         found: list[PushInProgress] = [*self.submissions]
         return found or ([] if self.round is None else [*self.round.pushes])
 
     def knows(self, route: effects.Route) -> bool:
-        """Is this a connection of a worker that has joined, or of a relay?"""
+        """Whether this is a connection of a member or of a relay."""
         return self.relays.on(route) is not None or self.members.on_route(route) is not None
 
     def reject(self, worker_id: str, code: str, text: str) -> None:
@@ -333,14 +333,14 @@ class RunState:
         self.rejections.append(Rejection(self.now, worker_id, code, text))
 
     def warn(self, cause: str, text: str, *, is_listed: bool = True) -> effects.Effects:
-        """Warn, unless this was done for the same cause within the last minute."""
+        """Warn, unless a warning with the same cause was logged within the last minute."""
         said = self.refusals.to_say(cause, text, self.now)
         if said is not None:
             yield effects.warning(said, is_listed=is_listed)
 
     @property
     def closing(self) -> Update | None:
-        """The round that is being finished; None while one is open, or there is none."""
+        """The current round if it is closing, else None."""
         return self.round if self.round and self.round.phase is Phase.CLOSING else None
 
     @property
@@ -352,30 +352,30 @@ class RunState:
         needed = config.workers
         may_refuse = config.max_delta_norm is not None
         if may_refuse and round_ is not None and round_.barrier is not None:
-            # They are here, though their work is refused.
+            # These workers are present, but their pushes are rejected.
             needed -= sum(name in self.members for name in round_.barrier.skipped)
         return max(config.min_workers, needed)
 
     @property
     def below_floor(self) -> bool:
-        """True while even all the workers that the open round waits for would be too few."""
+        """Whether the open round has too few workers, even if all of them deliver."""
         round_ = self.round
         if round_ is None or round_.barrier is None or self.closing:
             return False
         return len(round_.barrier.expected | round_.participating) < self.floor
 
     def skip(self, worker_id: str, fragment: int) -> None:
-        """A push was refused: no other worker waits for this one in that round."""
+        """Stop waiting for a worker in a round of this fragment, since its push was refused."""
         if self.round is not None and self.round.barrier is not None:
             self.barriers[fragment].skip(worker_id)
 
     def coming(self, number: int) -> tuple[int, int]:
-        """The fragment whose turn it is in round `number`, and its chunks."""
+        """The fragment of round `number`, and the number of its chunks."""
         fragment = number % self.config.num_fragments
         return fragment, self.versions[fragment].layout.chunks
 
     def open_barrier(self, fragment: int) -> Barrier:
-        """A round of this fragment opens: it waits for everyone who is here and trains."""
+        """Open the barrier of a round of this fragment: it expects all members that are not stalled."""
         barrier = self.barriers[fragment]
         barrier.open(
             {member.worker_id for member in self.members if not member.liveness.is_stalled}
@@ -383,16 +383,16 @@ class RunState:
         return barrier
 
     def next_round_of(self, fragment: int) -> int:
-        """The first round that a new push of this fragment can be part of."""
+        """The first round that can count a new push of this fragment."""
         assert self.round is not None
         pieces = self.config.num_fragments
         first = self.round.number + bool(self.closing)
         return first + (fragment - first) % pieces
 
     def begin_version(self, fragment: int, gradients: int) -> int:
-        """A version of the fragment is being made from now on, by so many gradients.
+        """Start a version of the fragment, made by this number of gradients.
 
-        Returns how many the outer optimizer has had of this fragment before.
+        Returns the number of gradients of this fragment that the outer optimizer received before.
         """
         versions = self.versions[fragment]
         version, before = versions.record.version, versions.record.gradients

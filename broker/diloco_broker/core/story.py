@@ -1,9 +1,8 @@
-"""The last events of the core, for the error that ends it: what had happened to this worker and round?
+"""The story of the core: its last events, which the text of a fatal error contains.
 
-Events are kept as short tuples of numbers and names, never with a payload or a text of a peer; sentences
-are made when an error needs them. What comes for every chunk has a place of its own, so that it does not
-push out what comes once a round. Heartbeats and ticks are not kept. (The idea is `story()` in
-`distributed/worker_state_machine.py` of Dask.)
+Events are kept as short records of numbers and names, without payloads and texts of peers; an error
+formats them. Events of chunks are kept apart from those of rounds, which they would push out. Heartbeats
+and ticks are not kept. (The idea is `story()` in `distributed/worker_state_machine.py` of Dask.)
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from diloco_broker.core.rounds.round import InvariantBroken
 from diloco_broker.core.state import RunState
 from diloco_protocol import messages
 
-KEPT = 200  # of the events that come once a round, and as many of those that come for each chunk
-TOLD = 8  # of each of these, of a worker and of a round
+KEPT = 200  # events of rounds, and as many of chunks: bounds the memory
+MOST_SHOWN = 8  # events of each kind in an error, for the worker and for the round
 LONGEST_CAUSE, LONGEST_ID = 500, 64  # characters
 
-# What comes once a round or more rarely, and what comes for every chunk. Others are not kept.
+# Events that occur once a round or more rarely, and those that occur for every chunk.
 RARE = {
     messages.Join,
     messages.Push,
@@ -50,7 +49,7 @@ FREQUENT = {
 
 @dataclass(slots=True)
 class Entry:
-    """An event, as far as it has these. A session is never kept: anybody may send megabytes as one."""
+    """The fields of an event. Session tokens are not kept: a peer may send one of megabytes."""
 
     at: float = 0.0
     number: int | None = None  # of the round
@@ -68,7 +67,7 @@ class Entry:
 
 
 def entry_of(event: events.Event, state: RunState, at: float) -> Entry:
-    """What an event is about; the state is as it was before it."""
+    """Make the entry of an event; the state is that before the event."""
     subject: Any = event.message if type(event) is events.Received else event
     about = getattr(subject, "work", subject)
     get = partial(getattr, about)
@@ -85,11 +84,11 @@ def entry_of(event: events.Event, state: RunState, at: float) -> Entry:
 
 
 class CoreError(RuntimeError):
-    """The core could not handle an event; the cause is what it met. The text tells what came before."""
+    """The core failed to handle an event, with the exception as cause. The text has the last events."""
 
 
 class Story:
-    """See the head of this module. `len` is how many events it keeps."""
+    """Keeps the last events; `len` is their number."""
 
     def __init__(self) -> None:
         self._rare: deque[Entry] = deque(maxlen=KEPT)
@@ -100,7 +99,7 @@ class Story:
         return len(self._rare) + len(self._frequent)
 
     def note(self, event: events.Event, state: RunState) -> None:
-        """An event comes in; the state is as it was before. Every event comes here."""
+        """Record an event; the state is that before the event. To be called for every event."""
         self._last = entry_of(event, state, state.now)
         if self._last.kind in FREQUENT:
             self._frequent.append(self._last)
@@ -108,7 +107,7 @@ class Story:
             self._rare.append(self._last)
 
     def failure(self, error: Exception, state: RunState) -> InvariantBroken | CoreError:
-        """The error to raise for one that the core has met: it names round, worker and their events."""
+        """Make the error to raise for an exception, with the events of its round and worker."""
         round_ = state.round
         number = None if round_ is None else round_.number
         phase = "" if round_ is None else f" ({round_.phase.value}, fragment {round_.fragment})"
@@ -120,18 +119,20 @@ class Story:
         ]
         if worker_id:
             lines.append(f"  before it, of {worker_id}:")
-            lines += self._told(lambda entry: entry.worker_id == worker_id, state)
+            lines += self._lines(lambda entry: entry.worker_id == worker_id, state)
         lines.append("  before it, in this round:")
-        lines += self._told(lambda entry: entry.number == number, state)
+        lines += self._lines(lambda entry: entry.number == number, state)
         text = "\n".join(lines)
         if isinstance(error, AssertionError):
             return InvariantBroken(text, worker_id)
         return CoreError(text)
 
-    def _told(self, concerns: Callable[[Entry], bool], state: RunState) -> list[str]:
+    def _lines(self, concerns: Callable[[Entry], bool], state: RunState) -> list[str]:
         found: list[Entry] = []
         for kept in (self._rare, self._frequent):
-            found += [each for each in kept if each is not self._last and concerns(each)][-TOLD:]
+            found += [each for each in kept if each is not self._last and concerns(each)][
+                -MOST_SHOWN:
+            ]
         found.sort(key=lambda entry: entry.at)
         return [f"    {_sentence(entry, state)}" for entry in found]
 

@@ -1,12 +1,12 @@
 """Record the events of a core on a tape, and replay them.
 
-A tape has the state at its beginning, then every event with its time and a checksum of each resulting
+A tape starts with the state, followed by every event with its time and a checksum of each resulting
 effect. Handling an event depends only on the state, the event and the clocks; randomness is part of the
-state (`Draws`). So a core with the same first state produces the same effects, and a failure elsewhere
-can be reproduced here.
+state (`Draws`). So a core with the same initial state produces the same effects, and a failure on
+another machine can be reproduced.
 
-A tape never has parameters or pseudo-gradients, only their size, and the fingerprint of each inspected
-chunk. It has session tokens and the seed of future ones: the tape of a live run lets its reader
+A tape contains no parameters or pseudo-gradients, only their sizes and the fingerprint of each inspected
+chunk. It contains session tokens and the seed of future ones: with the tape of a live run its reader can
 impersonate the workers.
 
 Object identity is preserved: records that shared an object share it again. Only classes of the core, its
@@ -39,7 +39,7 @@ FORMAT = 1
 # Modules whose classes a tape may name; builtin containers have tags.
 OURS = (
     "diloco_broker.core.",
-    "diloco_broker.standby.lease.",  # of a hub that has a standby
+    "diloco_broker.standby.lease.",  # part of the state of a hub with a standby
     "diloco_broker.config.",
     "diloco_protocol.",
 )
@@ -119,7 +119,7 @@ def _kind(title: str) -> Any:
     found: Any = getattr(sys.modules.get(module), name, None)
     is_ours = f"{module}.".startswith(OURS) and getattr(found, "__module__", "") == module
     if not is_ours or not isinstance(found, type):
-        raise ValueError(f"a tape cannot have {title!r:.80}")
+        raise ValueError(f"a tape cannot contain {title!r:.80}")
     return found
 
 
@@ -128,7 +128,7 @@ class _Freezer:
 
     def __init__(self, shapes: dict[Shape, int], *, shares: bool = True) -> None:
         self._shapes = shapes
-        # Of what may be shared, by identity; None: what is equal has the same plain values.
+        # Numbers of shared objects, by identity; None: equal objects have equal plain values.
         self._numbers: dict[int, int] | None = {} if shares else None
 
     def plain(self, value: Any) -> Any:
@@ -166,7 +166,7 @@ class _Freezer:
         if not _is_ours(kind):
             nbytes = getattr(value, "nbytes", None)
             if nbytes is None:
-                raise NotPlain(f"{_title(kind)} is nothing that a tape can have")
+                raise NotPlain(f"a tape cannot contain {_title(kind)}")
             return ["b", int(nbytes)]
         if slots := _slots_of(kind):
             shape = self._shape(kind, slots)
@@ -202,7 +202,7 @@ class _Thawer:
                 return self._made[number]
             case [_, number, *_] if isinstance(number, int):
                 return self._shared(plain, number)
-        raise ValueError(f"{plain!r:.80} is nothing that a tape can have")
+        raise ValueError(f"invalid value on a tape: {plain!r:.80}")
 
     def _shared(self, plain: list[Any], number: int) -> Any:
         found: Any
@@ -229,26 +229,26 @@ class _Thawer:
                 for name, value in zip(names, values, strict=True):
                     object.__setattr__(found, name, self.made(value))
             case _:
-                raise ValueError(f"{plain!r:.80} is nothing that a tape can have")
+                raise ValueError(f"invalid value on a tape: {plain!r:.80}")
         return found
 
 
 @cache
 def _zeros(nbytes: int) -> memoryview:
-    """What stands for bytes that are not on the tape; those of one length are the same ones."""
+    """A placeholder for bytes that are not on the tape, shared by all of one length."""
     return memoryview(bytes(nbytes))
 
 
 # Events.
 
 
-# Most events are about a chunk. What those have to say is written down as it is: `Codec` takes several
-# times longer, which would be felt in a broker that is busy.
+# Most events are about a chunk. Their fields are written directly: `Codec` takes several times as long,
+# which would slow down a busy broker.
 def _brief_chunk(event: events.Received) -> list[Any] | None:
     chunk, peer = event.message, event.peer
     if type(chunk) is not Chunk or chunk.version is not None or chunk.delta_of is not None:
         return None
-    if type(event.payload) is Held:  # what a relay has found is said
+    if type(event.payload) is Held:  # it has results of a relay, which are written in full
         return None
     whose = None if peer is None else (peer.role.value, peer.name)
     size = event.payload.nbytes
@@ -278,7 +278,7 @@ def _brief_stepped(event: events.Stepped) -> list[Any] | None:
     return ["stepped", event.fragment, event.index, event.wire.nbytes, event.overflow]
 
 
-# What an event about a chunk has to say, or None where it says more.
+# The fields of an event about a chunk; None if it has others, and is written by `Codec`.
 _BRIEF: dict[type, Callable[[Any], list[Any] | None]] = {
     events.Received: _brief_chunk,
     events.WorkDone: _brief_done,
@@ -319,7 +319,7 @@ def _of_send(send: effects.Send) -> Any:
 
 
 # The fields that are checksummed of frequent or large effects; all fields of the others.
-_SAYS: dict[type, Callable[[Any], Any]] = {
+_FIELDS: dict[type, Callable[[Any], Any]] = {
     effects.Send: _of_send,
     effects.Fold: lambda work: (work.fragment, work.index, work.worker_id, work.push_id),
     effects.Inspect: lambda work: (work.fragment, work.index, work.worker_id, work.push_id),
@@ -331,16 +331,16 @@ _SAYS: dict[type, Callable[[Any], Any]] = {
         tuple((each.push_id, each.weight, each.scale) for group in work.wholes for each in group),
         work.count,
     ),
-    effects.Save: lambda save: save.number,  # the record in it is made of the state
+    effects.Save: lambda save: save.number,  # its record only repeats the state
     effects.Finish: lambda finish: -1 if finish.save is None else finish.save.number,
 }
 
 
 def _gist(effect: Effect) -> tuple[str, Any]:
-    """Kind and fields of an effect, without the parameters, which would be kept in memory."""
-    says = _SAYS.get(type(effect))
+    """Kind and fields of an effect, without parameters, which it would keep in memory."""
+    fields = _FIELDS.get(type(effect))
     kind = type(effect.message if type(effect) is effects.Send else effect).__name__
-    return kind, effect if says is None else says(effect)
+    return kind, effect if fields is None else fields(effect)
 
 
 def _mark(gist: tuple[str, Any]) -> tuple[str, int]:
@@ -402,7 +402,7 @@ class Difference:
     became: str
 
     def __str__(self) -> str:
-        return f"effect {self.at} was {self.was or 'nothing'}, and is {self.became or 'nothing'}"
+        return f"effect {self.at} was {self.was or 'none'} on the tape, now {self.became or 'none'}"
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_a_worker_that_does_not_leave_is_waited_for_within_bounds() -> None:
     assert not stage.ends
     stage.passes(1.5)
     assert stage.ends
-    assert stage.said("without waiting")
+    assert stage.said("no longer waiting for")
 
 
 @BOTH
@@ -75,8 +75,8 @@ def test_the_last_round_is_made_of_what_is_whole_when_its_time_is_up(determinist
     assert all(chunk["a", 91] == 1 for chunk in stage.counted())
     assert a.last(Error) is None
     assert b.got(Error).push_id == 92  # nobody waits for it any more
-    assert stage.said("made without b, c")
-    assert not stage.said("could not be made")
+    assert stage.said("closes without b, c")
+    assert not stage.said("too few complete pushes")
 
 
 def test_a_last_round_with_too_few_is_not_made() -> None:
@@ -87,7 +87,7 @@ def test_a_last_round_with_too_few_is_not_made() -> None:
     assert a.notices[-1] == "over"
     assert a.got(Error).push_id == 91
     assert stage.version().counter == 2
-    assert not stage.said("is made without")
+    assert not stage.said("closes without")
 
 
 @BOTH

@@ -139,7 +139,7 @@ def test_tape_makes_nothing_but_records_of_the_core() -> None:
         "diloco_broker.core.tape:replay",
         "diloco_broker.storage.tape_file:Path",
     ):
-        with pytest.raises(ValueError, match="cannot have"):
+        with pytest.raises(ValueError, match="cannot contain"):
             codec.know([[title, []]])
 
 

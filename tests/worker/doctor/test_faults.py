@@ -173,7 +173,7 @@ def test_key_that_nobody_asks_for(broker: Broker, folder: KeyFolder) -> None:
 
 def test_monitor_sees_all_but_the_line(keyed: Broker, folder: KeyFolder) -> None:
     file = file_of(folder, "display")
-    told = finds(Fault.LINE, "may not measure the way", keyed.address, "--keys", file)
+    told = finds(Fault.LINE, "may not send probes", keyed.address, "--keys", file)
     assert told["clock_ahead_s"] is not None
     assert "cannot train" in told["notes"][0]
 

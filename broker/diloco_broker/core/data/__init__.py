@@ -1,1 +1,1 @@
-"""The work queue: units of data sets, handed out and counted."""
+"""The work queue: hands out units of data sets, and counts them."""

@@ -1,17 +1,17 @@
-"""Data sets of which the broker hands out the units: a unit goes to one worker in each epoch.
+"""Data sets whose units the broker hands out: each unit goes to one worker in each epoch.
 
-The life of a unit, in one epoch:
+The states of a unit in one epoch:
 
     free -> handed out -> in a contribution -> counted
       ^         |                |
-      +---------+----------------+   its worker is gone or gives it back; the contribution does not count
+      +---------+----------------+   its worker is gone or returns it; the contribution does not count
 
-A *ticket* counts units over all epochs (`diloco_protocol.data.order`), so a data set is a line of
-tickets. Those below `next` have been handed out; of these some were given back and are free, some are
-held by workers, and all others are counted. Nothing is kept of those. What was given back goes out again
-when the rest of its epoch is out: a worker that comes back until then finds its own. The next epoch
-begins when nothing of this one is free, and is not held up by those who still hold some of it: a worker
-that waited for them could never make the boundary at which its own count.
+A *ticket* numbers a unit over all epochs (`diloco_protocol.data.order`), so a data set is a sequence of
+tickets. Those below `next` have been handed out: some of them were returned and are free, some are held
+by workers, and the others are counted and take no memory. Returned tickets are handed out again after
+the rest of their epoch, so that a worker which reconnects before that gets its own back. The next epoch
+starts when no ticket of this one is free, even if workers still hold some: a worker that waited for
+those would never reach the boundary at which its own count.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from diloco_broker.core.versions.record import DataSetRecord
 from diloco_protocol.data.spans import MOST_RANGES, Spans
 from diloco_protocol.messages import Push
 
-# Data sets of a run, and the tickets that one worker may hold of one: what it has taken, trained on and
-# not seen counted yet.
+# Data sets of a run; more are refused, since each takes memory.
 MOST_DATA_SETS = 64
+# Tickets of a data set that one worker may hold: those that it took and that are not counted yet.
 MOST_HELD = 1 << 20
-# Rows of tickets that may lie free, for each worker that holds some and one more: with so many, no
-# worker is given what would leave as many.
+# Ranges of free tickets, for each worker that holds some and one more. A claim that would leave more is
+# refused: each range takes memory, and time with each request.
 MOST_FREE_RANGES = 2 * MOST_RANGES
-# A worker that outlived a broker may name tickets that the checkpoint has not handed out yet: so many.
+# Tickets beyond `next` that a worker may name: it may have received them from an earlier incarnation of
+# the broker, after its last checkpoint.
 MOST_AHEAD = 1 << 24
 
 
 @dataclass
 class DataSet:
-    """One of them. Only the methods here change it."""
+    """A data set and its tickets. Only the methods here change it."""
 
     size: int  # K, its units
-    epochs: int  # 0: without an end
-    seed: int | None  # of the order in each epoch; None: as they are numbered
+    epochs: int  # 0: no limit
+    seed: int | None  # of the order in each epoch; None: in the order of their numbers
     next: int = 0  # tickets below it have been handed out
-    free: Spans = field(default_factory=Spans)  # those of them that were given back
+    free: Spans = field(default_factory=Spans)  # those of them that were returned
     held: dict[str, Spans] = field(default_factory=dict)  # by worker id; none is empty
 
     @property
     def uncounted(self) -> Spans:
-        """Tickets below `next` that are in no version."""
+        """Tickets below `next` that no version contains."""
         found = self.free.copy()
         for spans in self.held.values():
             found = found | spans
@@ -65,7 +66,7 @@ class DataSet:
 
     @property
     def end(self) -> int | None:
-        """One more than the last ticket; None where there is none."""
+        """One more than the last ticket; None for unlimited epochs."""
         return self.size * self.epochs or None
 
     @property
@@ -76,7 +77,7 @@ class DataSet:
         return self.held.get(worker_id, Spans())
 
     def take(self, worker_id: str, count: int) -> Spans:
-        """Hand out so many tickets, or as many as are free."""
+        """Hand out up to `count` tickets."""
         count = min(count, MOST_HELD - len(self.of(worker_id)))
         found = Spans()
         while len(found) < count:
@@ -95,29 +96,29 @@ class DataSet:
         return found
 
     def claim(self, worker_id: str, spans: Spans) -> None:
-        """A worker stands for these, and has those that are free again."""
-        if self._scatters(worker_id, spans):
+        """Give a worker those of these tickets that are free."""
+        if self._leaves_too_many_ranges(worker_id, spans):
             spans = spans & self.of(worker_id)
-        self._reach(spans)
+        self._advance_past(spans)
         new = spans - self.of(worker_id)
         had = new & self.free
         self.free = self.free - had
         self._hold(worker_id, self.of(worker_id) | had)
 
     def can_claim(self, worker_id: str, spans: Spans) -> bool:
-        """Whether all of them are its own or free, and it may have them."""
-        is_there = self._is_near(spans) and not spans - self.of(worker_id) - self._reached(spans)
-        return is_there and not self._scatters(worker_id, spans)
+        """Whether a worker holds or may be given all of these tickets."""
+        is_there = self._is_near(spans) and not spans - self.of(worker_id) - self._free_after(spans)
+        return is_there and not self._leaves_too_many_ranges(worker_id, spans)
 
-    def _scatters(self, worker_id: str, spans: Spans) -> bool:
-        """Would too many rows lie free without these? Each costs memory, and time with each request."""
+    def _leaves_too_many_ranges(self, worker_id: str, spans: Spans) -> bool:
+        """Whether handing out these tickets would leave too many ranges of free ones."""
         new = spans - self.of(worker_id)
-        left = (self._reached(new) - new).ranges if new else 0
+        left = (self._free_after(new) - new).ranges if new else 0
         most = MOST_FREE_RANGES * (1 + len(self.held.keys() | {worker_id}))
         return left > most and left >= self.free.ranges
 
-    def _reached(self, spans: Spans) -> Spans:
-        """What is free once all up to these has been handed out."""
+    def _free_after(self, spans: Spans) -> Spans:
+        """The free tickets if `next` moved to the end of these."""
         ahead = (self.next, spans.stop) if self._is_near(spans) else (0, 0)
         return self.free | Spans(ahead)
 
@@ -125,22 +126,22 @@ class DataSet:
         end = self.next + MOST_AHEAD
         return spans.stop <= (end if self.end is None else min(end, self.end))
 
-    def _reach(self, spans: Spans) -> None:
-        """A broker that is older than these were has handed them out in its former life."""
+    def _advance_past(self, spans: Spans) -> None:
+        """Move `next` past tickets that an earlier incarnation of the broker has handed out."""
         if spans.stop > self.next and self._is_near(spans):
             self.free.add(self.next, spans.stop)
             self.next = spans.stop
 
     def count(self, worker_id: str, spans: Spans) -> None:
-        """These are in a version: nothing of them is kept. Free ones are, where a broker is older."""
-        if self._scatters(worker_id, spans):
+        """Count tickets that a version contains: take them from this worker, and from the free ones."""
+        if self._leaves_too_many_ranges(worker_id, spans):
             spans = spans & self.of(worker_id)
-        self._reach(spans)
+        self._advance_past(spans)
         self._hold(worker_id, self.of(worker_id) - spans)
         self.free = self.free - spans
 
     def give_back(self, worker_id: str, spans: Spans) -> None:
-        """Of those that this worker holds."""
+        """Return those of these tickets that this worker holds."""
         again = self.of(worker_id) & spans
         self._hold(worker_id, self.of(worker_id) - again)
         self.free = self.free | again
@@ -151,31 +152,31 @@ class DataSet:
             self.held[worker_id] = spans
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where a ticket is in two places, or was never handed out; for tests."""
+        """Raise AssertionError if a ticket has two states, or was never handed out; for tests."""
         parts = [self.free, *self.held.values()]
-        assert len(self.uncounted) == sum(map(len, parts)), "a ticket is in two places"
+        assert len(self.uncounted) == sum(map(len, parts)), "a ticket has two states"
         assert self.uncounted.stop <= self.next, "a ticket was never handed out"
         assert all(self.held.values()) and (self.end is None or self.next <= self.end)
 
 
 @dataclass
 class PendingLot:
-    """Units whose last steps one push has, and the pushes that they count with."""
+    """A batch of units, which counts once a version contains the last steps on them."""
 
     units: dict[str, Spans]  # by data set
     push: Push  # the one that named them
-    left: dict[int, int]  # by fragment, push ids that no version contains whole yet
+    left: dict[int, int]  # by fragment, ids of pushes that no version completely contains yet
 
 
 @dataclass
 class DataSets:
-    """All of a run. Only the methods here change it."""
+    """All data sets of a run, and batches of units in pushes. Only the methods here change it."""
 
     sets: dict[str, DataSet] = field(default_factory=dict)
     lots: dict[str, list[PendingLot]] = field(default_factory=dict)  # by worker id
 
     def restore(self, records: Mapping[str, DataSetRecord]) -> None:
-        """What a checkpoint has: whatever is not counted in it is free."""
+        """Continue from a checkpoint: the tickets that it does not count are free."""
         self.sets = {
             name: DataSet(
                 each.size, each.epochs, each.seed, each.next, Spans.read(each.uncounted, None)
@@ -220,4 +221,5 @@ class DataSets:
             data.check_invariants()
         for worker_id, lot in self.all_lots():
             for name, spans in lot.units.items():
-                assert not spans - self.sets[name].of(worker_id), "a lot has what nobody holds"
+                missing = spans - self.sets[name].of(worker_id)
+                assert not missing, "a batch has units that its worker does not hold"

@@ -1,11 +1,11 @@
-"""The work queue: units are handed out, counted with the pushes that contain them, or given back.
+"""The work queue: units are handed out, counted with the pushes that contain them, or returned.
 
-See `core.data.data_sets` for the life of a unit. A worker says with each request which units it stands
-for: what it does not name any more is given back, what it names and the broker does not know of (one of
-them was away) it keeps while nobody else has it. A push names the units that count with it. It is
-refused where another worker has been given one of them, so that no unit counts twice.
+`core.data.data_sets` has the states of a unit. Each request of a worker lists the units that it claims.
+Those that it no longer lists are returned; those that it lists but does not hold here, because the
+broker or the worker restarted, it gets if they are free. A push names the units that count with it, and
+is refused if another worker has been given one of them, so that no unit counts twice.
 
-A worker that is gone gives back all but what is in pushes that may still count.
+A worker that dies or leaves returns all units but those in pushes that may still count.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Lot, Push, Result, Take, is_data_set_name
 from diloco_protocol.version import Ledger
 
-MOST_AT_A_TIME = 4096  # units in one answer
-# Of one worker that are not settled: each push in flight has one, and some that were given up.
+MOST_AT_A_TIME = 4096  # units in one answer: bounds its size
+# Pending batches of one worker: one for each push in flight, and those of abandoned pushes.
 MOST_LOTS = 256
-# And the rows of units in all of these: those of one request, which names them once.
+# Ranges of units in all pending batches of one worker, since each takes memory.
 MOST_ROWS = 4 * MOST_RANGES
 
 
 def take(state: RunState, member: Member, message: Take) -> effects.Effects:
-    """A worker says what it stands for, and may ask for more."""
+    """Update the units that a worker claims, and hand out more."""
     who, data = member.worker_id, state.data.sets.get(message.name)
     try:
         holds = Spans.read(message.holds)
@@ -39,18 +39,18 @@ def take(state: RunState, member: Member, message: Take) -> effects.Effects:
         if data is None:
             data = _begin(state, message)
             yield effects.info(
-                f"{who} begins the data set {message.name!r} of {message.size} units."
+                f"{who} starts the data set {message.name!r} of {message.size} units."
             )
         _check_same(data, message)
     except ValueError as error:
         yield member.tell(Result(message.request, False, f"{error}."))
         return
-    is_ready = state.is_running  # before that, a worker may still bring a newer version
+    is_ready = state.is_running  # before that, the broker may still adopt a newer version
     stands_for = holds
     for units, lot in zip(lots, message.lots, strict=False):
         spans = units.get(message.name, Spans())
         if not is_ready:
-            stands_for = stands_for | spans  # nobody else gets them until it is known
+            stands_for = stands_for | spans  # reserved until it is known whether they count
         elif len(lot.pushes) == state.config.num_fragments and not _uncounted(
             state, who, dict(enumerate(lot.pushes))
         ):
@@ -76,16 +76,16 @@ def take(state: RunState, member: Member, message: Take) -> effects.Effects:
 
 
 def _begin(state: RunState, message: Take) -> DataSet:
-    """Raises ValueError for what is no data set."""
+    """Start a data set; raises ValueError if it is invalid."""
     if not is_data_set_name(message.name):
         raise ValueError(
-            f"a data set cannot be called {message.name!r:.80}; take 1 to 64 printable characters"
+            f"the name of a data set must have 1 to 64 printable characters, got {message.name!r:.80}"
         )
     whole = message.size * max(1, message.epochs)
     if message.size < 1 or message.epochs < 0 or whole >= LARGEST:
         raise ValueError(f"a data set cannot have {message.size} units in {message.epochs} epochs")
     if len(state.data.sets) >= MOST_DATA_SETS:
-        raise ValueError(f"this run has {MOST_DATA_SETS} data sets already, which is the most")
+        raise ValueError(f"this run already has {MOST_DATA_SETS} data sets, the maximum")
     data = DataSet(message.size, message.epochs, message.seed)
     return state.data.begin(message.name, data)
 
@@ -96,13 +96,13 @@ def _check_same(data: DataSet, message: Take) -> None:
         if ours != theirs:
             what = "units" if name == "size" else name
             raise ValueError(
-                f"the data set {message.name!r} has {what}={ours} in this run, and this worker says "
-                f"{theirs}; give all workers the same, or another name"
+                f"the data set {message.name!r} has {what}={ours} in this run, but this worker has "
+                f"{theirs}; use the same value in all workers, or another name"
             )
 
 
 def _units(lot: Lot) -> dict[str, Spans]:
-    """Raises ValueError for what are no ranges."""
+    """Read the units of a batch by data set; raises ValueError for invalid ranges."""
     return {name: Spans.read(flat) for name, flat in lot.units.items()}
 
 
@@ -115,9 +115,9 @@ def _all_units(push: Push) -> dict[str, Spans]:
 
 
 def _uncounted(state: RunState, worker_id: str, pushes: Mapping[int, int]) -> dict[int, int]:
-    """Of these push ids by fragment, those that no version contains whole.
+    """Those of these push ids, by fragment, that no version completely contains.
 
-    One that is being saved, before anybody is told of it, is a version: with it units have counted.
+    This includes a version that waits for its checkpoint: its units have counted.
     """
     trained = state.versions.trained
     ledgers = {number: each.ledger for number, each in enumerate(trained) if each.current}
@@ -134,54 +134,52 @@ def _uncounted(state: RunState, worker_id: str, pushes: Mapping[int, int]) -> di
 
 
 def check(state: RunState, member: Member, push: Push) -> bool:
-    """Has this push units that come with it? Raises ProtocolError where it cannot have them."""
+    """Whether this push has new units; raises ProtocolError if its worker may not have them."""
     who = member.worker_id
     if not push.lots or state.data.has_lot(who, push):
         return False
     if not _uncounted(state, who, {push.fragment: push.push_id}):
-        return False  # it has counted, and is told so
+        return False  # it has counted, and will be answered so
     under_way = state.data.lots.get(who, ())
     if len(under_way) + len(push.lots) > MOST_LOTS:
         raise ProtocolError(
-            Code.BAD_PUSH, f"{who} has {MOST_LOTS} lots of units under way already."
+            Code.BAD_PUSH, f"{who} already has {MOST_LOTS} pending batches of units, the maximum."
         )
-    rows = sum(spans.ranges for lot in under_way for spans in lot.units.values())
+    ranges = sum(spans.ranges for lot in under_way for spans in lot.units.values())
     pieces = state.config.num_fragments
     for lot in push.lots:
         try:
             units = _units(lot)
         except ValueError as error:
-            raise ProtocolError(Code.BAD_PUSH, f"The units of this push: {error}.") from None
+            raise ProtocolError(Code.BAD_PUSH, f"Invalid units in this push: {error}.") from None
         if len(lot.pushes) != pieces or lot.pushes[push.fragment] != push.push_id:
-            text = (
-                f"Units count with a push of each of {pieces} fragments, and this is one of them."
-            )
+            text = f"A batch of units must name a push of each of {pieces} fragments, this one included."
             raise ProtocolError(Code.BAD_PUSH, text)
-        rows += sum(spans.ranges for spans in units.values())
-    if rows > MOST_ROWS:
+        ranges += sum(spans.ranges for spans in units.values())
+    if ranges > MOST_ROWS:
         text = (
-            f"{who} has {rows} rows of units under way, and {MOST_ROWS} may be; make units larger."
+            f"{who} has {ranges} ranges of pending units, more than {MOST_ROWS}; use larger units."
         )
         raise ProtocolError(Code.BAD_PUSH, text)
     for name, spans in _all_units(push).items():
         data = state.data.sets.get(name)
         if data is None:
             text = (
-                f"This broker knows no data set {name!a:.80}, of which this push of {who} has units; "
-                "it is dropped, and they are trained on again."
+                f"Dropped a push of {who}: this broker does not know its data set {name!a:.80}. Its "
+                "units will be handed out again."
             )
             raise ProtocolError(Code.STALE, text)
         if not data.can_claim(who, spans):
             text = (
-                f"Units of the data set {name!a:.80} in this push of {who} have meanwhile counted or "
-                "been given to others; it is dropped, so that none counts twice."
+                f"Dropped a push of {who}: some of its units of the data set {name!a:.80} have counted "
+                "or were given to other workers in the meantime."
             )
             raise ProtocolError(Code.STALE, text)
     return True
 
 
 def under_way(state: RunState, member: Member, push: Push) -> None:
-    """This push was taken in, or waits for its turn: its units count when it does."""
+    """Note the units of a push that was granted or deferred: they count when it does."""
     who = member.worker_id
     for name, spans in _all_units(push).items():
         state.data.sets[name].claim(who, spans)
@@ -195,7 +193,7 @@ def under_way(state: RunState, member: Member, push: Push) -> None:
 
 
 def counted(state: RunState, fragment: int, ledger: Ledger) -> None:
-    """A version of this fragment is whole, with this ledger: units of its pushes may count now."""
+    """Count the units whose last push is in this ledger, that of a complete version."""
     for worker_id, lot in state.data.all_lots():
         push_id = lot.left.get(fragment)
         if push_id is not None and ledger.names_whole(worker_id, push_id):
@@ -208,19 +206,19 @@ def _count(state: RunState, worker_id: str, lot: PendingLot) -> None:
     state.data.end_lot(worker_id, lot)
     for name, spans in lot.units.items():
         state.data.sets[name].count(worker_id, spans)
-        for other in state.data.lots.get(worker_id, ()):  # that names them again
+        for other in state.data.lots.get(worker_id, ()):  # it may name the same units
             if name in other.units:
                 other.units[name] -= spans
 
 
-# What does not count.
+# Units that are returned.
 
 
 def _may_count(state: RunState, worker_id: str, lot: PendingLot) -> bool:
-    """Is all that is missing of its pushes still under way, or whole and waiting to be merged?"""
+    """Whether each of its uncounted pushes is in progress, or complete and waiting to be merged."""
     if state.round is None:
         return False
-    # Of a worker that is gone nothing more is taken, but what is whole is in the round.
+    # The round still has complete pushes of workers that died or left.
     whole = {each.key for each in state.round.pushes if each.held.is_full}
     pushes = (replace(lot.push, fragment=f, push_id=each) for f, each in lot.left.items())
     return all(
@@ -230,7 +228,7 @@ def _may_count(state: RunState, worker_id: str, lot: PendingLot) -> bool:
 
 
 def _give_back(state: RunState, worker_id: str, name: str, *, keeps: Spans) -> None:
-    """A worker stands for nothing else of this data set any more."""
+    """Return the units of this data set that a worker holds, except those that it `keeps`."""
     data = state.data.sets[name]
     for lot in list(state.data.lots.get(worker_id, ())):
         is_dropped = bool(lot.units.get(name, Spans()) - keeps)
@@ -241,13 +239,13 @@ def _give_back(state: RunState, worker_id: str, name: str, *, keeps: Spans) -> N
 
 
 def leave(state: RunState, worker_id: str) -> None:
-    """A worker is gone."""
+    """A worker died or left: return its units."""
     for name in state.data.sets:
         _give_back(state, worker_id, name, keeps=Spans())
 
 
 def released(state: RunState) -> None:
-    """A round is over: what workers that are gone had in it has counted, or never will."""
+    """A round ended: return uncounted units of workers that died or left."""
     for worker_id in list(state.data.lots):
         if worker_id not in state.members:
             leave(state, worker_id)

@@ -1,1 +1,1 @@
-"""Who takes part: joining, signs of life, and the parameters that newcomers bring."""
+"""Workers: admission, liveness, and the parameters that they upload to a new broker."""

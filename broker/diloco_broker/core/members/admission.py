@@ -47,7 +47,7 @@ def join(
     elif member is not None and not member.comes_back_as(join):
         yield from _contest(member, route, state.now)
     else:
-        # The run has so many fragments, with the frozen one; ignore versions of others.
+        # Ignore versions of fragments that the run does not have; it has one frozen fragment more.
         known = join.versions[: state.config.num_fragments + 1]
         yield from _let_in(state, route, replace(join, versions=known), manifest, plan)
 

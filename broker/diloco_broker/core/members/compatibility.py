@@ -1,8 +1,8 @@
-"""What a worker may have for itself, and what it trains with as the run does.
+"""Settings that a worker may choose, and those that must match the run.
 
-The wire dtype is a worker's own affair: each push is decoded as it came. So is H where nobody waits for
-anybody. In a run with rounds a slow worker may take fewer steps to each boundary than the others; more
-would only make them wait.
+A worker may choose its wire dtype, since each push is decoded by its own, and H if the run has no
+rounds. In a run with rounds a slow worker may make fewer steps per cycle than the others, but not more,
+since they would wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diloco_protocol.messages import Join
 
 
 def check_wants(config: BrokerConfig, join: Join) -> None:
-    """Raise ProtocolError where a worker insists on what it cannot have, naming both values."""
+    """Raise ProtocolError, with both values, if a worker insists on a setting that it cannot have."""
     for name, asked in join.wants.items():
         runs = _as_run(config, name)
         if asked is None or asked == runs:
@@ -33,15 +33,15 @@ def check_wants(config: BrokerConfig, join: Join) -> None:
             continue
         raise ProtocolError(
             Code.CONFIG_DIFFERS,
-            f"The worker asks for {name:.40}={asked!s:.60}, the run has {name:.40}={runs}; leave it out "
-            "to take the run's, or start the broker with the other.",
+            f"The worker asks for {name:.40}={asked!s:.60}, the run has {name:.40}={runs}; omit it to "
+            "use the run's value, or restart the broker with the worker's.",
         )
 
 
 def _as_run(config: BrokerConfig, name: str) -> object:
-    """A field of the run's configuration, in the words of the options."""
+    """A field of the run's configuration, as the option has it."""
     if name == "fragment_sync_delay":
-        return config.fragment_sync_delay  # "auto" is 0 with a mark on the wire
+        return config.fragment_sync_delay  # "auto" is sent as 0 with a flag
     return getattr(config.run_config, name, None)
 
 
@@ -53,31 +53,31 @@ def _check_steps(config: BrokerConfig, join: Join, asked: Any) -> None:
             f"The worker asks for sync_every={asked!s:.60}; with {config.num_fragments} fragment(s) and "
             f"a delay of {config.fragment_sync_delay} it must be from {least} to {MOST_STEPS}.",
         )
-    # Who has been in the run takes the smaller of the two: an operator may have changed the run's.
+    # A former member uses the smaller value: an operator may have changed the run's since it joined.
     is_new = join.run is None and join.session is None
     if asked > runs and mode_of(config).has_rounds and is_new:
         raise ProtocolError(
             Code.CONFIG_DIFFERS,
-            f"The worker asks for sync_every={asked}, the run has sync_every={runs}, and the others "
-            "would wait for it in each round; leave it out or take fewer steps, or start the broker "
-            "with more.",
+            f"The worker asks for sync_every={asked}, the run has sync_every={runs}: the other workers "
+            "would wait for it in each round. Omit it, use a smaller one, or restart the broker with a "
+            "larger one.",
         )
 
 
 def remark(config: BrokerConfig, join: Join) -> str | None:
-    """What should be known of a worker whose cycle is shorter than the run's; None for others."""
+    """A remark for the log on a worker whose cycle is shorter than the run's; None for others."""
     own = own_sync_every(join.wants)
     is_longer = own is None or own >= config.sync_every
     if is_longer or config.weight_by != "equal" or not mode_of(config).has_rounds:
         return None
     return (
-        f"{join.worker_id} makes {own} steps a cycle, the run has {config.sync_every}, and both count "
-        "the same in the mean; with --weight-by tokens or samples each would count by its work."
+        f"{join.worker_id} makes {own} steps per cycle instead of {config.sync_every}, but has the same "
+        "weight in the mean; use --weight-by tokens or samples to weight each worker by its work."
     )
 
 
 def sync_every_of(state: RunState, member: Member) -> int:
-    """H of one worker: its own, or smaller for slow ones under Dynamic Local Updates."""
+    """H of one worker: its own, the run's, or less for slow ones with Dynamic Local Updates."""
     config, own = state.config, member.sync_every
     if own is not None:
         return min(own, config.sync_every) if mode_of(config).has_rounds else own

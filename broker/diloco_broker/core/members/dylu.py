@@ -1,9 +1,9 @@
-"""Dynamic Local Updates: fewer inner steps for slower workers, so that all are done at about one time.
+"""Dynamic Local Updates: fewer inner steps for slower workers, so that all finish at about one time.
 
     H_w = max(H_min, floor(v_w / v_max H))            (Liu et al. 2024, arXiv 2401.09135, section 5)
 
 v is an exponential average of the optimizer steps per second that a worker reports in its heartbeats,
-without the time it spends waiting. Whoever is gone has no part in v_max.
+not counting the time it waits. v_max is the maximum over the current members.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-# Weight of the newest report. Each is an average itself, of about the worker's last twenty steps.
+# Weight of the newest report, which is an average itself, of about the worker's last twenty steps.
 SPEED_WEIGHT = 0.5
 
 
 def average_speed(speed: float | None, reported: float | None) -> float | None:
-    """The average after one more report, steps per second; reports that make no sense are left out.
+    """The average after one more report, in steps per second; invalid reports are ignored.
 
-    What is averaged are seconds per step, so that one absurdly high report does not stay for long.
+    The average is over seconds per step, so that the effect of one absurdly high report is short.
     """
     if reported is None or not (math.isfinite(reported) and reported > 0):
         return speed
@@ -28,14 +28,14 @@ def average_speed(speed: float | None, reported: float | None) -> float | None:
 
 
 def sync_every(speeds: Mapping[str, float], worker_id: str, base: int, least: int) -> int:
-    """H of one worker, which gets `base` until its speed is known.
+    """H of one worker; `base` until its speed is known.
 
-    `speeds` are steps per second of the workers here, by id; `base` is the H of the fastest
-    (`--sync-every`); `least` is H_min, which guards against the collapse of H on a fast network.
+    `speeds` are steps per second of the members, by id; `base` is the H of the fastest one
+    (`--sync-every`); `least` is H_min, which prevents the collapse of H on a fast network.
     """
     speed = speeds.get(worker_id)
     if speed is None:
         return base
-    # A quotient a hair below a whole number is that number: 0.29 / 0.58 * 100 is 49.99...
+    # Rounding errors must not lower an integer quotient: 0.29 / 0.58 * 100 is 49.99...
     share = math.floor(speed / max(speeds.values()) * base + 1e-9)
     return min(base, max(least, share))

@@ -1,8 +1,8 @@
-"""Who is here: sessions, connections, signs of life.
+"""Members of the run: sessions, connections, liveness and figures.
 
-A session is one stay of a worker: a 128-bit token drawn at joining, the control connection it joined
-on, and the bulk connection it bound later. Connections come and go; whoever shows the token is the
-worker, on the connection that it joined on.
+A session starts with a join: it has a random 128-bit token, the control connection of the join, and the
+data connection that is bound later. A worker that reconnects joins again with its token. A message with
+the token is the worker's only if it arrives on the control connection or a data connection.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from diloco_protocol.version import VersionId
 
 MAX_HOST_LENGTH = 255
 MAX_WARNING_LENGTH = 300
-MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
+MAX_STATE_LENGTH = 20  # characters of a worker's state, which displays show
 
 
 def own_sync_every(wants: Mapping[str, Any]) -> int | None:
-    """H that a worker has asked for; None where it takes what the broker says."""
+    """H that a worker has asked for; None if it uses the run's."""
     asked = wants.get("sync_every")
     return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
 
 
 @dataclass
 class Liveness:
-    """Signs of life of a worker. Times are the core's clock."""
+    """Liveness of a worker. Times are of the core's clock."""
 
-    last_seen: float  # when anything came from it
-    probed_at: float  # when it was last sent a word to see whether its connection is there
+    last_seen: float  # its last message
+    probed_at: float  # when it was last probed, to find out whether its connection is broken
     beat_at: float  # its last heartbeat
     moved_at: float  # the last one that showed progress
-    disconnected_at: float | None = None  # when its connection broke; None while it is there
+    disconnected_at: float | None = None  # when its connection broke; None while it is connected
     contested_at: float | None = None  # when another worker asked for its id
-    is_stalled: bool = False  # it stands still, and the others do not wait for it
+    is_stalled: bool = False  # it makes no progress, and rounds do not wait for it
 
     def hear(self, now: float) -> None:
         self.last_seen = now
@@ -62,58 +62,58 @@ class Liveness:
         self.is_stalled = True
 
     def move(self, now: float) -> bool:
-        """It makes progress. Returns whether it stood still before."""
+        """Note progress. Returns whether it was stalled before."""
         was_stalled, self.is_stalled, self.moved_at = self.is_stalled, False, now
         return was_stalled
 
     def stood_still(self) -> float:
-        """Seconds without a step while it said that it trains, as of its last heartbeat."""
+        """Seconds without a step in the state "training", as of its last heartbeat."""
         return self.beat_at - self.moved_at
 
 
 @dataclass(frozen=True)
 class SentUpdate:
-    """The last whole update of a worker for one fragment, by which others are recognised as the same."""
+    """The last complete update of a worker for one fragment, to detect identical ones of others."""
 
     base: VersionId | None
-    fingerprint: int  # as `tensors.fingerprint` has it
+    fingerprint: int  # of `tensors.fingerprint`
 
 
 @dataclass
 class Figures:
-    """What displays show of a worker: what it last told about itself, and what it has contributed."""
+    """Figures of a worker for displays: its last report about itself, and its contributions."""
 
     host: str = ""
     pid: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    step: int = 0  # optimizer steps in all
-    inner_step: int = 0  # and in its present cycle
-    told_at: float | None = None  # when it told of its inner step; None: the broker concluded it
+    step: int = 0  # optimizer steps in total
+    inner_step: int = 0  # optimizer steps in the current cycle
+    told_at: float | None = None  # when it reported its inner step; None: the broker inferred it
     state: str = "joining"
     steps_per_s: float | None = None
     speed: float | None = None  # `steps_per_s` as an average over heartbeats
     loss: float | None = None
     tokens: int = 0
-    warning: str | None = None  # a sentence, as long as it holds
+    warning: str | None = None  # a sentence; None if it has nothing to warn of now
     has_warned: bool = False
-    merge_delay: int | None = None  # steps from slot to merge, of the last merge it told of
-    pushes: int = 0  # taken in
+    merge_delay: int | None = None  # steps from sync step to merge, of its last reported merge
+    pushes: int = 0  # accepted
     rejected: int = 0
-    # Euclidean length of its last whole push of each fragment, as the broker found it; the last push is
-    # the last entry.
+    # Euclidean length of its last complete push of each fragment, as the broker measured it; the newest
+    # push is the last entry.
     norms: dict[int, float] = field(default_factory=dict)
     sent: dict[int, SentUpdate] = field(default_factory=dict)  # by fragment
     same_as: str | None = (
-        None  # another worker, whose last update from the same version was the same
+        None  # another worker whose last update from the same version was identical
     )
-    is_known_as_alike: bool = False  # that has been said of it
+    is_known_as_alike: bool = False  # it was warned about already
     staleness: int = 0
     last_round: int | None = None
-    # When a version last took in work of this worker; `staleness` is that work's.
+    # When a version last counted a push of this worker; `staleness` is that of this push.
     counted_at: float | None = None
 
     def take(self, beat: messages.Heartbeat, now: float) -> bool:
-        """Take over what a heartbeat tells. Returns whether the worker has made progress."""
+        """Update from a heartbeat. Returns whether the worker has made progress."""
         has_moved = beat.step != self.step or beat.state != "training" or self.told_at is None
         self.told_at = now
         self.step = beat.step
@@ -129,7 +129,7 @@ class Figures:
         return has_moved
 
     def push_begins(self, push: messages.Push, number: int | None) -> None:
-        """A push is taken in, for round `number` where there are common rounds."""
+        """Note an accepted push, for round `number` if the run has rounds."""
         self.pushes += 1
         self.state = "pushing"
         self.inner_step, self.told_at = push.steps, None
@@ -138,8 +138,10 @@ class Figures:
             self.last_round = number
 
     def push_counts(self, staleness: int, now: float) -> None:
-        """A version with work of this worker is on its way to it, and it will train on from there,
-        unless it has said since its push that it trains."""
+        """Note that a version with a push of this worker was released.
+
+        The worker will continue from that version, unless it has reported since its push that it trains.
+        """
         if self.state != "training" or self.told_at is None:
             self.inner_step, self.told_at = 0, None
         self.state = "training"
@@ -152,11 +154,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Binding:
-    """A connection for chunks of a worker of several processes."""
+    """A data connection of a worker of several processes."""
 
     route: effects.Route
-    shares: tuple[Bitmap, ...]  # by fragment, the chunks that come and go on it
-    credit: int  # that it was bound with
+    shares: tuple[Bitmap, ...]  # by fragment, the chunks that it carries
+    credit: int  # when it was bound
 
 
 @dataclass
@@ -164,23 +166,23 @@ class Member:
     """A worker that has joined."""
 
     worker_id: str
-    session: bytes  # the token of this stay
+    session: bytes  # the session token
     control: effects.Route
     joined_at: float  # run time
     liveness: Liveness
-    relay: Relay | None = None  # that its connections go through
-    bulk: effects.Route | None = None  # None until a credit has come on it
+    relay: Relay | None = None  # through which its connections go
+    bulk: effects.Route | None = None  # its first data connection; None until a credit binds it
     processes: int = 1
-    voter: int | None = None  # of this life of the worker
-    # Of several processes: the other connections for chunks that are bound, by index from 1 on.
+    voter: int | None = None  # of this incarnation of the worker
+    # Of a worker of several processes: its other bound data connections, by index from 1 on.
     lanes: dict[int, Binding] = field(default_factory=dict)
-    sync_every: int | None = None  # H of its own; None where it takes the run's
-    versions: tuple[VersionId | None, ...] = ()  # by fragment, what it held when it joined
+    sync_every: int | None = None  # its own H; None if it uses the run's
+    versions: tuple[VersionId | None, ...] = ()  # by fragment, the version it held when it joined
     # How often it was too slow as a seed worker; infinite: its parameters cannot be used.
     seed_failures: float = 0
     # By fragment, a push whose round is not open yet.
     deferred: dict[int, messages.Push] = field(default_factory=dict)
-    # By fragment, those that came before the bulk connection.
+    # By fragment, pulls received before the data connection was bound, or while a hub had no lease.
     early_pulls: dict[int, messages.Pull] = field(default_factory=dict)
     uploads: Uploads = field(default_factory=Uploads)
     figures: Figures = field(default_factory=Figures)
@@ -188,18 +190,18 @@ class Member:
 
     @property
     def via(self) -> str:
-        """The relay that it comes through; empty for a direct connection."""
+        """The name of its relay; empty for a direct connection."""
         return "" if self.relay is None else self.relay.name
 
     @property
     def has_trained(self) -> bool:
-        """Has it taken part, be it with one step?"""
+        """Whether it has made a step or a push."""
         return self.figures.step > 0 or self.figures.pushes > 0
 
     def comes_back_as(self, join: messages.Join) -> bool:
         """Whether this join is from the same process on new connections.
 
-        It shows its session token. If its welcome was lost it has none, but its voter number is known.
+        It has the same session token. If its welcome was lost, it has none, but the same voter number.
         """
         is_same_process = join.voter is not None and join.voter == self.voter
         return join.session == self.session or is_same_process
@@ -209,7 +211,7 @@ class Member:
 
     @property
     def routes(self) -> list[effects.Route]:
-        """Its connections, as far as they are known."""
+        """Its bound connections."""
         found = [self.control, *(each.route for each in self.lanes.values())]
         return found if self.bulk is None else [*found, self.bulk]
 
@@ -220,34 +222,34 @@ class Member:
             self.lanes.clear()
 
     def takes_chunks_on(self, route: effects.Route) -> bool:
-        """Whether chunks that come on this connection are this worker's, as things stand."""
+        """Whether this is a data connection of this worker that is bound now."""
         if self.processes == 1 or route == self.bulk:
             return True
         return any(each.route == route for each in self.lanes.values())
 
     def lane_of(self, route: effects.Route) -> int:
-        """The lane that a connection is; 0 for one that is not bound."""
+        """The lane of a connection; 0 if it is not bound."""
         for index, each in self.lanes.items():
             if each.route == route:
                 return index
         return 0
 
     def defer(self, push: messages.Push) -> None:
-        """This push waits for its turn; it takes the place of an earlier one of its fragment."""
+        """Defer a push; it replaces an earlier deferred one of its fragment."""
         self.deferred[push.fragment] = push
 
     def take_deferred(self, fragment: int) -> messages.Push | None:
-        """The push of a fragment that waits, which does so no longer."""
+        """Remove and return the deferred push of a fragment."""
         return self.deferred.pop(fragment, None)
 
     def forget_work(self) -> None:
-        """Drop all that was under way: it is gone, or has to be sent again on new connections."""
+        """Drop all pushes and pulls in progress: the worker is dead, or will send them again."""
         self.uploads.clear()
         self.deferred.clear()
         self.early_pulls.clear()
 
     def unfinished_pushes(self) -> list[messages.Push]:
-        """Pushes under way, whole, or waiting for their turn, that no version contains."""
+        """Pushes that are in progress, complete or deferred, and not in any version."""
         waiting = list(self.deferred.values())
         return waiting + [each.push for each in self.uploads if not each.is_void]
 
@@ -256,11 +258,11 @@ class Member:
         return any((each.fragment, each.push_id) == key for each in self.unfinished_pushes())
 
     def begins(self, push: messages.Push, number: int | None) -> None:
-        self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
+        self.take_deferred(push.fragment)  # an earlier one, which this one replaces
         self.figures.push_begins(push, number)
 
     def counts(self, push: messages.Push, staleness: int, now: float) -> None:
-        """A push is in a version that is being released."""
+        """Note that a version with this push is being released."""
         self.uploads.void(push.fragment, push.push_id)
         self.figures.push_counts(staleness, now)
         self.account.staleness[push.fragment] = staleness
@@ -274,7 +276,7 @@ class Member:
         }
 
     def goes_on_from(self, counters: Mapping[str, int]) -> None:
-        """Count on from what a checkpoint has of this worker."""
+        """Continue from the counters of a checkpoint."""
         self.figures.pushes = counters.get("pushes", 0)
         self.figures.rejected = counters.get("rejected", 0)
         self.account.bytes_up = counters.get("bytes_up", 0)
@@ -338,7 +340,7 @@ class Membership:
     def renew(
         self, member: Member, join: messages.Join, session: bytes, route: effects.Route, now: float
     ) -> None:
-        """The same worker on new connections: all credits of the old ones are void."""
+        """Move a member to its new connections, which start without credit."""
         del self._by_session[member.session]
         self._by_session[session] = member
         member.session = session

@@ -1,4 +1,4 @@
-"""What a key is good for. Without keys everybody may do everything that the other rules allow."""
+"""Permissions of keys. Without keys, any peer may do everything that the other rules allow."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.roles import Peer, Role
 
-# What each role may ask for with `control`; an operator may ask for anything.
+# Actions that each role may request with `control`; an operator may request all.
 _READS_STATUS = frozenset({"status"})
 _READS_MODEL = frozenset({"status", "manifest"})
 _MAY_ASK = {Role.WORKER: _READS_MODEL, Role.RELAY: _READS_MODEL, Role.MONITOR: _READS_STATUS}
 
 
 def check(peer: Peer | None, message: messages.Message) -> None:
-    """Raises ProtocolError where this key is not good for this message."""
+    """Raise ProtocolError if this key does not permit this message."""
     if peer is None:
         return
     match message:
@@ -25,40 +25,44 @@ def check(peer: Peer | None, message: messages.Message) -> None:
         case messages.Control(action=action):
             if action not in _MAY_ASK.get(peer.role, {action}):
                 raise _not_allowed(
-                    f"{peer} may not ask for {action!r:.60}; that takes the key of an operator."
+                    f"{peer} may not request {action!r:.60}; use the key of an operator."
                 )
         case messages.Join():
             if peer.role is not Role.WORKER:
-                raise _not_allowed(f"{peer} may not train; that takes the key of a worker.")
+                raise _not_allowed(f"{peer} may not train; use the key of a worker.")
             if message.worker_id != peer.name:
                 raise _not_allowed(
-                    f"{peer} may train under its own name only, not as {message.worker_id!r:.80}; leave "
-                    "worker_id out, or take the key of that worker."
+                    f"{peer} may train only under its own name, not as {message.worker_id!r:.80}; omit "
+                    "worker_id, or use the key of that worker."
                 )
         case messages.Promise() if peer.role is not Role.OPERATOR:
-            raise _not_allowed(f"{peer} may not be a standby; that takes the key of an operator.")
+            raise _not_allowed(f"{peer} may not be a standby; use the key of an operator.")
         case messages.Probe() if peer.role is Role.MONITOR:
-            raise _not_allowed(f"{peer} may not measure the way; that takes another key.")
+            raise _not_allowed(
+                f"{peer} may not send probes; use the key of a worker or an operator."
+            )
         case messages.Pull(session=None) | messages.Credit(session=None) if (
             peer.role is Role.MONITOR
         ):
-            raise _not_allowed(f"{peer} may not read the model; that takes another key.")
+            raise _not_allowed(
+                f"{peer} may not read the model; use the key of a worker or an operator."
+            )
 
 
 def _check_relay(peer: Peer, name: str) -> None:
     if peer != Peer(Role.RELAY, name):
-        raise _not_allowed(f"{peer} may not be the relay {name!r:.80}; that takes its own key.")
+        raise _not_allowed(f"{peer} may not be the relay {name!r:.80}; use the key of that relay.")
 
 
 def signed(peer: Peer | None, control: messages.Control) -> messages.Control:
-    """What an operator asks for, under the name that their key proves."""
+    """A request of an operator, with the name that their key proves."""
     if peer is None:
         return control
     return replace(control, arguments={**control.arguments, "who": str(peer)})
 
 
 def is_own(peer: Peer, member: Member) -> bool:
-    """Does this session belong to this key? Under another one it is worth no more than a made-up one."""
+    """Whether this session belongs to this key; with any other key it is invalid."""
     return peer == Peer(Role.WORKER, member.worker_id)
 
 

@@ -1,4 +1,4 @@
-"""Whether there is room for what somebody wants to bring: checked before anything is made for it."""
+"""Limits on the model and on the number of workers, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.messages import Join
 
-MASTER_BYTES = 4  # of a parameter at the broker, and of whatever is remembered or added up of it
-# Values that the outer optimizer remembers of a parameter; two where it is one of torch's, as Adam does.
+MASTER_BYTES = 4  # per parameter at the broker, and per value of optimizer state or sums: fp32
+# Values of state per parameter, by outer optimizer; a torch optimizer counts two, as Adam has.
 REMEMBERED = {"sgd": 0, "nesterov": 1, "dn": 2, "fedbuff": 2}
 
 
 def bytes_per_parameter(config: BrokerConfig, *, has_own_optimizer: bool = False) -> float:
-    """What the broker keeps of each parameter, all in all, once rounds go on.
+    """Bytes of memory that the broker needs per parameter while rounds run.
 
-    The value itself, what the outer optimizer remembers, the sum of a round or the submissions that are
-    kept whole, and the value in wire form where that is another one.
+    They are the value, the outer optimizer's state, the sum of a round or its staged pushes, and the
+    value in wire form if that is not fp32.
     """
     pieces, mode = config.num_fragments, mode_of(config)
     remembered = 2 if has_own_optimizer else REMEMBERED[config.outer_name]
     kept = MASTER_BYTES * (1 + remembered) + reply_bytes(config)
     if mode.room_needed is None:
         return kept + MASTER_BYTES / pieces
-    # Of 1000 parameters, in fragments of one size: sizes are whole numbers of bytes.
+    # For 1000 parameters, in fragments of equal size, since sizes are integers.
     sizes = [int(1000 * SIZES[config.wire_dtype].element) // pieces] * pieces
     many, _, size = mode.room_needed(config, sizes)
     return kept + many * size / 1000
 
 
 def reply_bytes(config: BrokerConfig) -> float:
-    """Of a parameter in wire form, where that is another one than its own.
+    """Bytes per parameter of the wire form, 0 for fp32, which shares the memory of the parameters.
 
-    In few bits that is the shadow, in fp32, and the codes of the last versions.
+    For quantized replies: the values that workers hold, in fp32, and the codes of the last versions.
     """
     if in_few_bits(config.reply_dtype):
         return MASTER_BYTES + LONGEST_CHAIN * SIZES[config.reply_dtype].element
@@ -45,15 +45,16 @@ def reply_bytes(config: BrokerConfig) -> float:
 
 
 def check_size(state: RunState, manifest: Manifest) -> None:
-    """Raises ProtocolError for a model that is larger than the broker may take, or has memory for."""
+    """Raise ProtocolError for a model that exceeds the broker's limit or memory."""
     config, memory = state.config, state.surroundings.memory_bytes
     size = sum(entry.elements for entry in manifest.entries)
     if config.max_parameters is not None:
         if 0 < config.max_parameters < size:
             raise ProtocolError(
                 Code.MODEL_DIFFERS,
-                f"The model has {size:,} elements; this broker takes {config.max_parameters:,} at most. "
-                "Start it with a larger --max-parameters, if the model is meant.",
+                f"The model has {size:,} elements; this broker accepts at most "
+                f"{config.max_parameters:,}. If it is the right model, restart the broker with a larger "
+                "--max-parameters.",
             )
         return
     each = bytes_per_parameter(config, has_own_optimizer=state.has_own_optimizer)
@@ -62,25 +63,25 @@ def check_size(state: RunState, manifest: Manifest) -> None:
     if memory is not None and needed > memory:
         raise ProtocolError(
             Code.MODEL_DIFFERS,
-            f"The model has {size:,} elements, and the broker keeps {each:.1f} bytes of each that is "
-            f"trained: {needed / 1e9:,.1f} GB, where it has {memory / 1e9:,.1f} GB. Start it on a "
-            "machine with more memory, or with --max-parameters 0 to try all the same.",
+            f"The model has {size:,} elements, and the broker needs {each:.1f} bytes for each that is "
+            f"trained: {needed / 1e9:,.1f} GB, but has {memory / 1e9:,.1f} GB. Start it on a machine "
+            "with more memory, or with --max-parameters 0 to try anyway.",
         )
 
 
 def check_number(state: RunState, join: Join) -> None:
-    """Raises ProtocolError where one more worker would be too many."""
+    """Raise ProtocolError if one more worker would exceed `max_workers`."""
     most = state.config.max_workers
     if join.worker_id not in state.members and len(state.members) >= most:
         raise ProtocolError(
             Code.NOT_ALLOWED,
-            f"There are {len(state.members)} workers already, and this broker takes {most} at most. "
-            "Start it with a larger --max-workers, if more are meant.",
+            f"This broker has {len(state.members)} workers and accepts at most {most}. To admit more, "
+            "restart it with a larger --max-workers.",
         )
 
 
 def announce(state: RunState) -> effects.Effects:
-    """Log what keeping whole submissions costs."""
+    """Log the memory that complete submissions need, if the mode keeps them."""
     config, layouts = state.config, [each.layout for each in state.versions.trained]
     mode = mode_of(config)
     if mode.room_needed is None:
@@ -88,7 +89,7 @@ def announce(state: RunState) -> effects.Effects:
     sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
     many, whose, size = mode.room_needed(config, sizes)
     yield effects.info(
-        f"{mode.asked_for_by(config)} needs whole submissions: up to {many} "
+        f"{mode.asked_for_by(config)} needs complete submissions: up to {many} "
         f"{whose}{'s'[: many != 1]} x {_megabytes(size)} of memory beyond parameters and momentum."
     )
 

@@ -1,4 +1,4 @@
-"""The run's model: what it consists of, as the first worker has described it."""
+"""The run's model, as the first worker described it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from diloco_protocol.messages import RunConfig
 
 @dataclass
 class RunModel:
-    """The model of the run, and what is known of the run from files."""
+    """The model of the run, and facts about the run from files."""
 
     initial: InitialModel | None = None  # None without a model file
     manifest: Manifest | None = None  # the run's model, settled by the first worker that joins
     plan: tuple[int, ...] = ()  # the fragment of each of its tensors
     layout: ModelLayout | None = None
-    description: Description | None = None  # the manifest as it travels
-    # The digest that the manifest came with; it differs from ours if the sender packs it differently.
+    description: Description | None = None  # the packed manifest
+    # The digest of the sender; it differs from ours if the sender packs the manifest differently.
     came_as: bytes | None = None
     run: str | None = None  # name of the run; None until parameters are in transfer
-    checkpoint: str = ""  # its name, for people; empty without one
-    # Counters of the workers that were here when the checkpoint was written, by id.
+    checkpoint: str = ""  # its path, for messages; empty without one
+    # Counters of the workers that were members when the checkpoint was written, by id.
     known: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    resumed_number: int | None = None  # the next round by the checkpoint
+    resumed_number: int | None = None  # the next round according to the checkpoint
     moved_aside: frozenset[str] = frozenset()  # earlier runs, by name, that this one replaces
 
     def described_by(self, digest: bytes) -> Manifest | None:
-        """The manifest, if that is the digest of its description."""
+        """The manifest, if this is its digest."""
         known = self.description
         return self.manifest if known and digest in (known.digest, self.came_as) else None
 
     def as_known(self, manifest: Manifest) -> Manifest:
-        """The run's manifest where this one differs from it by the names of wrappers alone."""
+        """The run's manifest, if this one differs from it only in names of wrapper modules."""
         known = self.manifest
         if known is None or known == manifest:
             return manifest
@@ -49,7 +49,7 @@ class RunModel:
         config: RunConfig,
         came_as: bytes | None = None,
     ) -> ModelLayout:
-        """This is the run's model from now on; `plan` is the fragment of each of its tensors."""
+        """Set the run's model; `plan` is the fragment of each of its tensors."""
         self.manifest, self.plan, self.came_as = manifest, plan, came_as
         self.description = describe(manifest)
         self.layout = lay_out_plan(
@@ -58,7 +58,7 @@ class RunModel:
         return self.layout
 
     def forget_manifest(self) -> None:
-        """The next worker that joins brings the run's model."""
+        """Let the next worker that joins define the run's model."""
         self.manifest, self.plan, self.layout = None, (), None
         self.description = self.came_as = None
 

@@ -1,24 +1,24 @@
-"""How a broker without parameters gets some: the transitions of `Start`.
+"""Seeding: how a broker without parameters gets them, as transitions of `Start`.
 
     WAITING_FOR_WORKERS, WAITING_FOR_HOLDERS
         -> ADOPTING -> WAITING_FOR_HOLDERS    while a worker holds a newer version than the broker
-        -> RUNNING                            a run exists, and the newest versions are here
+        -> RUNNING                            a run exists, and the broker has its newest versions
         -> LOADING_FILE -> RUNNING            a new run, from the model file
         -> SEEDING -> RUNNING                 a new run, from the parameters of a worker
 
-An upload that fails leads back to waiting. No version is released before all fragments are complete.
+A failed upload leads back to waiting. No version is released before all fragments are complete.
 
-Workers outlive a broker that was killed. Each still holds, complete and with its ledger, the version of
-each fragment that it received last, and it may be newer than the checkpoint. So before a round opens the
-broker adopts the newest version of each fragment from the worker that holds it, one worker after the
-other, unless it was told to rewind. The steps of the outer optimizer in between are lost: its momentum
-is the checkpoint's, and a buffer of gradients that was applied since is dropped rather than applied
-again. Where replies are not fp32, only the broker had the master parameters x, and the run goes on from
-the values w that workers hold: the residual x - w is lost as well. That of the checkpoint does not
-replace it, since later replies have sent what they could of it: in simulations adding it to the adopted
-w left the parameters farther from x (by a factor of 1.4 where the two residuals are unrelated), except
-with heavy-tailed updates in int4z. A fragment of which no worker has a newer version than the checkpoint
-keeps everything.
+Workers survive a broker that was killed. Each still has the last version of each fragment that it
+received, complete and with its ledger, and it may be newer than the checkpoint. So before a round opens,
+the broker adopts the newest version of each fragment from the worker that holds it, one worker at a
+time, unless it was started to rewind. The outer optimizer's steps in between are lost: its momentum is
+the checkpoint's, and a buffer of gradients that was applied since is dropped rather than applied again.
+If replies are not fp32, only the broker had the master parameters x, and the run continues from the
+values w that workers hold: the residual x - w is lost as well. That of the checkpoint does not replace
+it, since later replies have sent a part of it: in simulations, adding it to the adopted w left the
+parameters farther from x (by a factor of 1.4 if the two residuals are unrelated), except with
+heavy-tailed updates in int4z. A fragment of which no worker has a newer version than the checkpoint
+loses nothing.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import summarise
 from diloco_protocol.version import Ledger, VersionId
 
-# A broker without a checkpoint may be the next incarnation of one, and its workers about to return: they
-# retry every 2 s (docs/specification.md, section 7), and then join. No new run begins for so long.
+# Seconds in which a broker without a checkpoint starts no new run: it may have been restarted, and its
+# workers retry every 2 s (docs/specification.md, section 7) until they rejoin.
 RETURN_WITHIN_S = 3.0
 
 
-# Workers come and go.
+# Workers that join, die or leave.
 
 
 def joined(state: RunState, member: Member) -> effects.Effects:
-    """A worker has joined, or is back. If it holds a version, that run goes on instead of a new one."""
+    """A worker joined or reconnected. If it holds a version, that run continues instead of a new one."""
     seeding = state.seeding
     if any(member.versions):
         state.recovery.holder_lost_at = None
     if any(member.versions) and state.start in (Start.SEEDING, Start.LOADING_FILE):
-        why = f"{member.worker_id} holds a version of a run, which goes on instead of a new one."
+        why = f"{member.worker_id} holds a version of a run, which continues instead of a new one."
         yield from abandon(state, why)
     elif member.worker_id == seeding.worker_id:
         held = dict(enumerate(member.versions))
@@ -70,13 +70,13 @@ def joined(state: RunState, member: Member) -> effects.Effects:
 
 
 def lost(state: RunState, member: Member) -> None:
-    """A worker is dead. If it holds a version that may be wanted, it is given time to come back."""
+    """A worker died. If it holds a version that may be needed, give it time to rejoin."""
     if any(member.versions) and not state.is_running:
         state.recovery.holder_lost_at = state.run_time
 
 
 def removed(state: RunState, member: Member) -> effects.Effects:
-    """A worker is gone."""
+    """A worker was removed: abandon its upload. Without workers, forget a model without parameters."""
     if state.seeding.worker_id == member.worker_id:
         yield from abandon(state)
         yield from advance(state)
@@ -90,7 +90,7 @@ def removed(state: RunState, member: Member) -> effects.Effects:
 
 
 def advance(state: RunState) -> effects.Effects:
-    """Make the transition that is due, if one is."""
+    """Make the transition that is due, if any."""
     if state.is_running or state.model.manifest is None:
         return
     if not fence.may_release(state):  # another broker may have the run
@@ -104,17 +104,17 @@ def advance(state: RunState) -> effects.Effects:
 
 
 def _seeds(state: RunState, failures: float = math.inf) -> list[Member]:
-    """Workers that may upload their parameters and have failed less often, the first to join first."""
+    """Workers that have failed less often than this to upload their parameters, in order of joining."""
     return [member for member in state.members if member.seed_failures < failures]
 
 
 def manifest_is_settled(state: RunState) -> bool:
-    """Whether parameters are here, so that no worker may bring another model."""
+    """Whether the broker has parameters, so that no worker may define another model."""
     return state.start in (Start.LOADING_FILE, Start.RUNNING) or bool(state.recovery.restored)
 
 
 def run_is_settled(state: RunState) -> bool:
-    """Whether a run exists and no other one takes its place."""
+    """Whether a run exists and no other one may replace it."""
     return state.start in (Start.ADOPTING, Start.RUNNING) or bool(state.recovery.restored)
 
 
@@ -133,7 +133,7 @@ def _continue_transfer(state: RunState) -> effects.Effects:
 
 
 def _recover(state: RunState) -> effects.Effects:
-    """A run exists: adopt the newest version of each fragment, then go on."""
+    """Adopt the newest version of each fragment of an existing run, then continue it."""
     model = state.model
     if not model.checkpoint or state.config.recover == "adopt":
         if (yield from _waits(state, *_newer_holders(state))):
@@ -153,14 +153,14 @@ def _recover(state: RunState) -> effects.Effects:
 
 
 def _is_restored(state: RunState) -> bool:
-    """Whether every fragment of the run that exists is here."""
+    """Whether the broker has every fragment of the existing run."""
     return state.recovery.restored.keys() >= set(state.model.all_fragments)
 
 
 def _sources(state: RunState, members: Sequence[Member]) -> dict[int, tuple[Member, VersionId]]:
     """By fragment, the newest version that is newer than ours, and the first worker that holds it.
 
-    Of the run; if none is known, of that of the worker that has made the most rounds.
+    Only versions of the run count; if none is known, of the run of the worker with the most rounds.
     """
     run, fragments = state.model.run or _newest_run(members), state.model.all_fragments
     newest = {f: each.version.counter for f, each in state.recovery.restored.items()}
@@ -181,7 +181,7 @@ def _newest_run(members: Sequence[Member]) -> str | None:
 
 
 def _seek_new_run(state: RunState) -> effects.Effects:
-    """No run exists: begin one, unless a worker that holds a version may come back."""
+    """Start a new run, unless a worker that holds a version of an existing one may rejoin."""
     model = state.model
     if (yield from _waits(state, *_lost_holders(state))):
         return
@@ -189,27 +189,27 @@ def _seek_new_run(state: RunState) -> effects.Effects:
         yield from _load_file(state)
     elif seeds := _seeds(state):
         worker = min(seeds, key=lambda each: each.seed_failures)
-        yield effects.info(f"Asking {worker.worker_id} for its parameters.")
+        yield effects.info(f"Requesting parameters from {worker.worker_id}.")
         yield from _ask(state, worker, Start.SEEDING, dict.fromkeys(model.all_fragments))
 
 
 def _waits(state: RunState, whom: str, until: float) -> Generator[effects.Effect, None, bool]:
-    """Wait for these workers until then. Returns whether there is something to wait for."""
+    """Wait for these workers until that time. Returns False if the wait is over or not needed."""
     recovery = state.recovery
     if not whom or state.run_time >= until:
         state.start, recovery.waits_for = Start.WAITING_FOR_WORKERS, ""
         return False
     if state.start is not Start.WAITING_FOR_HOLDERS or recovery.waits_until != until:
-        then = "the run goes on" if _run_exists(state) else "a new run begins"
+        then = "the run continues" if _run_exists(state) else "a new run starts"
         left = until - state.run_time
-        yield effects.info(f"Waiting {left:.1f} s at most for {whom}; then {then}.")
+        yield effects.info(f"Waiting up to {left:.1f} s for {whom}; then {then}.")
     state.start = Start.WAITING_FOR_HOLDERS
     recovery.waits_for, recovery.waits_until = whom, until
     return True
 
 
 def _newer_holders(state: RunState) -> tuple[str, float]:
-    """Workers that may hold newer versions of the run than are here, and until when they may come."""
+    """Workers that may hold newer versions than the broker, and the deadline for their return."""
     model, recovery, config = state.model, state.recovery, state.config
     if model.checkpoint:
         away = sorted(model.known.keys() - {member.worker_id for member in state.members})
@@ -224,17 +224,17 @@ def _newer_holders(state: RunState) -> tuple[str, float]:
 
 
 def _lost_holders(state: RunState) -> tuple[str, float]:
-    """Workers that may hold a version of an earlier run, and until when they may come back."""
+    """Workers that may hold a version of an earlier run, and the deadline for their return."""
     config, lost_at = state.config, state.recovery.holder_lost_at
     if lost_at is not None:
         whom = "the worker that holds the run and whose connection broke"
         return whom, lost_at + config.recover_wait
-    if config.has_new_address or state.model.moved_aside:  # they would not come, or be refused
+    if config.has_new_address or state.model.moved_aside:  # no worker knows it, or all are refused
         return "", 0.0
-    whom, wait = "workers that may come back with an earlier run", config.recover_wait
+    whom, wait = "workers that may return with an earlier run", config.recover_wait
     if len(state.members) >= config.workers:
         return whom, state.recovers_from + min(wait, RETURN_WITHIN_S)
-    return f"{whom}, and for {config.workers} workers to be here", state.recovers_from + wait
+    return f"{whom}, and for {config.workers} workers to join", state.recovers_from + wait
 
 
 # Uploads of a seed worker, and the model file.
@@ -246,7 +246,7 @@ def _adopt_from(state: RunState, worker: Member, wanted: dict[int, VersionId]) -
     whose = ", ".join(f"fragment {f} at version {wanted[f]}" for f in sorted(wanted))
     has = "is ahead of the checkpoint" if model.checkpoint else "has parameters of this run"
     instead = ", not the model file's" if model.initial is not None else ""
-    yield effects.info(f"{worker.worker_id} {has}; taking {whose} from it{instead}.")
+    yield effects.info(f"{worker.worker_id} {has}; requesting {whose} from it{instead}.")
     yield from _ask(state, worker, Start.ADOPTING, wanted)
 
 
@@ -260,7 +260,7 @@ def _ask(
 
 
 def _notify(state: RunState, worker: Member) -> effects.Effects:
-    text = "The broker needs the parameters of this worker; send them."
+    text = "The broker needs this worker's parameters; upload them."
     for fragment in state.seeding.wanted:
         yield worker.tell(messages.Notice("donate", text, fragment))
 
@@ -279,22 +279,22 @@ def _load_file(state: RunState) -> effects.Effects:
 
 
 def offered(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
-    """The seed worker offers a fragment; an upload that was interrupted resumes."""
+    """Grant the upload of a fragment by the seed worker, or resume an interrupted one."""
     model, seeding = state.model, state.seeding
     if seeding.worker_id != member.worker_id:
         raise ProtocolError(
             Code.NOT_ALLOWED,
-            f"Parameters of {member.worker_id} are not wanted: the run has others, or another worker "
-            "was asked.",
+            f"The broker did not request parameters from {member.worker_id}: it has some, or requested "
+            "them from another worker.",
         )
     if push.fragment not in seeding.wanted:
-        text = f"Fragment {push.fragment} is not wanted: the broker has it."
+        text = f"The broker did not request fragment {push.fragment}: it has it."
         raise ProtocolError(Code.NOT_ALLOWED, text)
     if push.base != seeding.wanted[push.fragment]:
         raise ProtocolError(
             Code.BAD_PUSH,
-            f"{member.worker_id} said that it holds fragment {push.fragment} at version "
-            f"{seeding.wanted[push.fragment]} and offers {push.base}; it is not asked again.",
+            f"{member.worker_id} joined with fragment {push.fragment} at version "
+            f"{seeding.wanted[push.fragment]} but offers {push.base}; its parameters are not used.",
         )
     _check_ledger(push)
     first = seeding.versions.get(push.fragment)
@@ -317,7 +317,7 @@ def offered(state: RunState, member: Member, push: messages.Push) -> effects.Eff
 
 
 def _check_ledger(push: messages.Push) -> None:
-    """The ledger becomes the run's own: it must be valid."""
+    """Raise ProtocolError for an invalid ledger, since it becomes the run's."""
     for pushes in (push.ledger or Ledger()).pushes.values():
         for counted in pushes:
             for chunks in (counted.chunks, counted.from_earlier):
@@ -326,7 +326,7 @@ def _check_ledger(push: messages.Push) -> None:
 
 
 def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
-    """A chunk is stored: its credit goes back to the seed worker. After the last one the run begins."""
+    """A chunk is stored: acknowledge it. After the last one the run starts or continues."""
     work, seeding = event.work, state.seeding
     first = seeding.versions[work.fragment]
     assert first.wires[work.index] is None, "a chunk was stored twice"
@@ -350,12 +350,12 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
 
 
 def _adopt(state: RunState) -> effects.Effects:
-    """Keep the versions that a worker has uploaded; the outer optimizer's state lags behind them."""
+    """Keep the versions that a worker has uploaded; the outer optimizer's state stays older."""
     model, restored = state.model, state.recovery.restored
     config, size = state.config, state.config.dn_size
-    # Where a version takes any number of gradients, nobody knows where the buffer stood.
+    # If a version may have any number of gradients, the state of the buffer is unknown.
     is_unsure = mode_of(config).takes_any_number(config)
-    residual = f" What replies in {config.reply_dtype} left out of the parameters is lost as well."
+    residual = f" The quantization residual of replies in {config.reply_dtype} is lost as well."
     if config.reply_dtype == "fp32":
         residual = ""
     lost: dict[int, int] = {}
@@ -363,7 +363,7 @@ def _adopt(state: RunState) -> effects.Effects:
         ours = restored[fragment].record if fragment in restored else None
         counter, had = first.version.counter, ours.gradients if ours else 0
         lost[fragment] = counter - (ours.version.counter if ours else 0)
-        # Without a checkpoint the buffer is empty, however often we adopt; the schedules go on.
+        # Without a checkpoint the buffer is empty, however often we adopt; the schedules continue.
         has = had + lost[fragment] if ours and model.checkpoint else counter - counter % size
         if ours and (is_unsure or had // size != (had + lost[fragment]) // size):
             yield effects.ForgetBuffer(fragment)
@@ -374,7 +374,7 @@ def _adopt(state: RunState) -> effects.Effects:
         if fragment < config.num_fragments and number
     ]
     if rounds:
-        since = model.checkpoint or "the run began"
+        since = model.checkpoint or "the run started"
         yield effects.warning(
             f"Recovered the parameters from {state.seeding.worker_id}. The outer optimizer's state "
             f"of the rounds since {since} is lost: {', '.join(rounds)}.{residual}"
@@ -386,12 +386,12 @@ def _adopt(state: RunState) -> effects.Effects:
 
 
 def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
-    """Parameters have values that cannot be used: ask another worker."""
+    """A chunk of parameters is not finite: request them from another worker."""
     work = event.work
     names = summarise(state.versions[work.fragment].layout.names_in(work.index))
     text = (
         f"The parameters of {work.worker_id or 'the model file'} are not all finite in "
-        f"{whole_dtype(state.config.reply_dtype)}, in {names}; they cannot begin a run."
+        f"{whole_dtype(state.config.reply_dtype)}, in {names}; a run cannot start from them."
     )
     yield effects.Log("error", text)
     worker = state.members.named(work.worker_id)
@@ -402,7 +402,7 @@ def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
 
 
 def reject(state: RunState, member: Member) -> effects.Effects:
-    """The parameters of this worker cannot be used: it is not asked again before it joins again."""
+    """Stop using a worker as seed worker until it rejoins: its parameters are invalid."""
     if state.seeding.worker_id == member.worker_id:
         member.seed_failures = math.inf
         yield from abandon(state)
@@ -410,7 +410,7 @@ def reject(state: RunState, member: Member) -> effects.Effects:
 
 
 def _replace(state: RunState, worker: Member) -> effects.Effects:
-    """The seed worker makes no progress: ask another one. If there is none, give it more time."""
+    """Replace a seed worker that makes no progress, or give the only one more time."""
     seeding = state.seeding
     slow = f"{worker.worker_id} has sent no parameters for {seeding.patience_s:g} s"
     worker.seed_failures += 1
@@ -420,16 +420,16 @@ def _replace(state: RunState, worker: Member) -> effects.Effects:
     else:
         is_replaceable = bool(others)
     if is_replaceable:
-        yield effects.warning(f"{slow}; going on without it.")
-        yield from abandon(state, "The broker asks another worker meanwhile.")
+        yield effects.warning(f"{slow}; continuing without it.")
+        yield from abandon(state, "Too slow; the broker requests them from another worker.")
         yield from advance(state)
     else:
         seeding.patience_s, seeding.progress_at = 2 * seeding.patience_s, state.run_time
-        yield effects.warning(f"{slow}, and no other worker has them; waiting for it.")
+        yield effects.warning(f"{slow}, and no other worker has them; still waiting for it.")
 
 
 def abandon(state: RunState, why: str = "") -> effects.Effects:
-    """Drop what is in transfer; `why` is for a seed worker that could go on."""
+    """Abandon the upload in progress; `why` is sent to a seed worker that is still sending."""
     seeding, state.seeding = state.seeding, Seeding()
     state.start = Start.WAITING_FOR_WORKERS
     worker = state.members.named(seeding.worker_id)
@@ -440,7 +440,7 @@ def abandon(state: RunState, why: str = "") -> effects.Effects:
             yield worker.tell(error)
     yield effects.DropInitial(tuple(seeding.versions))
     restored, saved = state.recovery.restored, state.recovery.saved
-    for fragment in [f for f in seeding.versions if f in restored]:  # what was there is overwritten
+    for fragment in [f for f in seeding.versions if f in restored]:  # the upload has overwritten it
         del restored[fragment]
         if fragment in saved:
             restored[fragment] = saved[fragment]
@@ -450,21 +450,21 @@ def abandon(state: RunState, why: str = "") -> effects.Effects:
 
 
 def _give_up_run(state: RunState) -> effects.Effects:
-    """No worker has the rest of a run: a new one begins with a worker that holds no part of it."""
+    """Give up a run of which no worker has the rest; a worker without a version starts a new one."""
     model = state.model
     for member in state.members:
         if any(member.versions):
             member.seed_failures = math.inf
     yield effects.warning(
-        f"No worker here has all of run {model.run}: a new run begins with the next worker that holds "
-        "no version, or with these when they are started afresh."
+        f"No connected worker has all of run {model.run}. A new run starts with the next worker that "
+        "holds no version; restart these workers without their saved state to use them."
     )
     yield effects.DropInitial(tuple(state.recovery.restored))
     state.recovery.restored.clear()
     model.run = None
 
 
-# The run begins, or goes on.
+# The run starts or continues.
 
 
 def _begin_run(state: RunState) -> effects.Effects:
@@ -473,7 +473,7 @@ def _begin_run(state: RunState) -> effects.Effects:
         whole = first.whole()
         state.versions.install(fragment, whole)
         yield effects.RecordVersion(whole.version, None, fragment, 0)
-    yield effects.info(f"Run {state.model.run} begins with the parameters of {source}.")
+    yield effects.info(f"Run {state.model.run} starts with the parameters of {source}.")
     yield from _run(state, 0, is_new=True)
 
 
@@ -481,10 +481,10 @@ def _continue_run(state: RunState) -> effects.Effects:
     model = state.model
     for member in state.members:
         if any(held is not None and held.run != model.run for held in member.versions):
-            # It joined before the broker knew which run goes on; when it joins again it is told.
+            # It joined before the broker knew which run continues; its next join is refused.
             state.members.remove(member)
             state.versions.forget(member.bulk)
-            text = f"This broker goes on with run {model.run}, which is another one; join again."
+            text = f"This broker continues run {model.run}, not that of this worker; join again."
             yield member.tell(messages.Rejoin(state.epoch, text))
     for fragment, restored in state.recovery.restored.items():
         state.versions.install(fragment, restored)
@@ -492,13 +492,13 @@ def _continue_run(state: RunState) -> effects.Effects:
         yield from state.versions.warn_of_branches(member.worker_id, member.versions)
     number = sum(s.version.counter for s in state.versions.trained if s.version)
     is_newer = number != model.resumed_number
-    source = f"from {model.checkpoint}" if model.checkpoint else "with what its workers hold"
-    yield effects.info(f"Run {model.run} goes on with round {number}, {source}.")
+    source = f"from {model.checkpoint}" if model.checkpoint else "from versions of its workers"
+    yield effects.info(f"Run {model.run} continues with round {number}, {source}.")
     yield from _run(state, number, is_new=is_newer)
 
 
 def _run(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
-    """Every fragment has a version: readers get it, and a round opens. `is_new`: it is not saved."""
+    """Release the version of every fragment and open a round. `is_new`: it is not saved yet."""
     state.start, state.seeding = Start.RUNNING, Seeding()
     state.recovery.restored.clear()
     state.recovery.saved = {}

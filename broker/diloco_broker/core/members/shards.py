@@ -1,8 +1,8 @@
-"""Which share of the data each worker has that samples for itself: slot `index` of `count`.
+"""Shards: each worker that samples for itself has share `index` of `count` of the data.
 
-A worker keeps its slot when it goes away, since it may come back. A newcomer takes the lowest slot that
-nobody has had. Where all that are planned for are taken, it takes that of whoever has been away
-longest, and a new one only while everybody is here.
+An absent worker keeps its share, since it may rejoin. A new worker gets the lowest unused share of the
+planned number. If all are used, it gets the share of the worker that has been absent longest, and an
+additional share if no worker is absent.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Shards:
-    """See the head of this module. Only the methods here change it."""
+    """The shares of all workers. Only the methods here change it."""
 
-    owners: list[str] = field(default_factory=list)  # by slot, ids of workers
-    absent: list[str] = field(default_factory=list)  # of these, those away, the longest first
+    owners: list[str] = field(default_factory=list)  # worker ids by share
+    absent: list[str] = field(default_factory=list)  # absent ones, the longest absent first
 
     def restore(self, owners: Sequence[str]) -> None:
-        """What a checkpoint has: nobody is here yet."""
+        """Continue from a checkpoint: all workers are absent."""
         self.owners, self.absent = list(owners), list(owners)
 
     def slot(self, worker_id: str, planned: int) -> tuple[int, int]:
-        """Index and count for a worker that joins, in a run planned for so many."""
+        """Index and count for a worker that joins, in a run planned for `planned` workers."""
         if worker_id in self.absent:
             self.absent.remove(worker_id)
         if worker_id not in self.owners:

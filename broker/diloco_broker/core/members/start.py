@@ -12,19 +12,19 @@ from diloco_broker.core.versions.record import FragmentRecord
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.version import Ledger, VersionId, tag_of
 
-# Seconds without progress after which another worker replaces the seed worker, if there is one; twice as
-# many for each time that it was too slow before.
+# Seconds without progress after which another worker, if any, replaces the seed worker; doubled each
+# time that it is too slow.
 SEED_PATIENCE_S = 30.0
 
 
 class Start(Enum):
     """How the broker gets its parameters. Only `seeding` changes it."""
 
-    WAITING_FOR_WORKERS = "workers"  # no worker here can upload any
-    WAITING_FOR_HOLDERS = "holders"  # workers that may hold newer versions have time to come back
-    ADOPTING = "adopting"  # a worker uploads versions of a run that exists
+    WAITING_FOR_WORKERS = "workers"  # no member can upload parameters
+    WAITING_FOR_HOLDERS = "holders"  # workers that may hold newer versions have time to rejoin
+    ADOPTING = "adopting"  # a worker uploads versions of an existing run
     SEEDING = "seeding"  # a worker uploads the parameters of a new run
-    LOADING_FILE = "file"  # a new run begins with the model file
+    LOADING_FILE = "file"  # a new run starts from the model file
     RUNNING = "running"  # every fragment has a version
 
 
@@ -33,11 +33,11 @@ class FirstVersion:
     """The first version of one fragment, while its chunks arrive."""
 
     version: VersionId
-    wires: list[Any]  # its chunks in wire form, None where one is missing
-    arrived: Bitmap  # chunks received, stored or waiting to be
+    wires: list[Any]  # its chunks in wire form, None for missing ones
+    arrived: Bitmap  # chunks received, whether stored yet or not
     push_id: int = 0  # of the seed worker's push
     ledger: Ledger = field(default_factory=Ledger)
-    stored: int = 0  # how many chunks are
+    stored: int = 0  # number of stored chunks
     digests: dict[int, bytes] = field(default_factory=dict)  # of frozen chunks that are stored
 
     @property
@@ -45,9 +45,9 @@ class FirstVersion:
         return self.stored == len(self.wires)
 
     def whole(self, before: FragmentRecord | None = None, gradients: int = 0) -> WholeVersion:
-        """The complete version. `before`: the record of the version that it replaces.
+        """Make the complete version. `before` is the record of the version that it replaces.
 
-        Frozen parameters are named by their content: a worker that has them need not fetch them.
+        Frozen parameters have a tag of their content: a worker that has the same need not download them.
         """
         version = self.version
         if self.digests:
@@ -60,10 +60,10 @@ class FirstVersion:
 
 @dataclass
 class Seeding:
-    """What a seed worker uploads, or the model file has; without `wanted`, nothing is in transfer."""
+    """An upload by a seed worker, or the load of the model file; without `wanted` there is neither."""
 
     worker_id: str = ""  # empty for the model file
-    # By fragment, the version that the worker said it holds; None for the parameters of a new run.
+    # By fragment, the version that the worker claims to hold; None for the parameters of a new run.
     wanted: Mapping[int, VersionId | None] = field(default_factory=dict)
     patience_s: float = SEED_PATIENCE_S
     progress_at: float = 0.0  # when the worker was asked, or its last chunk stored (run time)
@@ -76,13 +76,13 @@ class Seeding:
 
 @dataclass
 class Recovery:
-    """What is known of a run that exists, until it goes on. Times are run time."""
+    """The recovery of an existing run, until it continues. Times are run time."""
 
-    # Complete versions by fragment, from a checkpoint or a worker; those of the checkpoint.
+    # Complete versions by fragment: all recovered ones, and those of the checkpoint.
     restored: dict[int, WholeVersion] = field(default_factory=dict)
     saved: Mapping[int, WholeVersion] = field(default_factory=dict)
-    # In WAITING_FOR_HOLDERS: for whom, as the end of a sentence, and until when.
+    # In WAITING_FOR_HOLDERS: the workers it waits for, as the end of a sentence, and the deadline.
     waits_for: str = ""
     waits_until: float = 0.0
-    waits_since: float | None = None  # when it first waited so for a run without a checkpoint
+    waits_since: float | None = None  # when such a wait for a run without a checkpoint started
     holder_lost_at: float | None = None  # when a worker died that held a version

@@ -1,1 +1,1 @@
-"""What operators see and change, and how a run ends."""
+"""Status, commands and settings of operators, and the end of a run."""

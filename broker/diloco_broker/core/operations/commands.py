@@ -1,6 +1,6 @@
-"""What operators ask for: each request is answered by a `result` with a sentence that states the effect.
+"""Requests of operators: each is answered by a `result` with a sentence that states the effect.
 
-What changes the run is written into the log of control actions, with who asked for it.
+Requests that change the run are written to the log of control actions, with the operator's name.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.packed import Packed, pack_with
 from diloco_protocol.records import to_plain
 
-LONGEST_FILE = 1 << 62  # bytes; systems know no longer ones
+LONGEST_FILE = 1 << 62  # bytes; no file system has longer files
 WHO = "who"  # the argument in which operators name themselves
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an operator asks for, and on which connection. `is_proven`: a key says who they are."""
+    """A request of an operator, and its connection. `is_proven`: a key proves the operator's name."""
 
     route: effects.Route
     control: messages.Control
@@ -55,15 +55,13 @@ def control(state: RunState, route: effects.Route, control: messages.Control) ->
         yield from REQUESTS[control.action](state, request)
         return
     known = f"{', '.join(ACTIONS[:-1])} and {ACTIONS[-1]}"
-    yield request.no(
-        f"This broker knows no control action {control.action!r:.60}; it knows {known}."
-    )
+    yield request.no(f"Unknown control action {control.action!r:.60}; this broker has {known}.")
 
 
 def _manifest(state: RunState, request: Request) -> effects.Effects:
     layout, description = state.model.layout, state.model.description
     if layout is None or description is None:
-        yield request.no("The broker has no model yet; the first worker that joins brings it.")
+        yield request.no("The broker has no model yet; the first worker that joins provides it.")
         return
     elements = sum(each.lengths[Segment.PARAMETERS] for each in layout.fragments)
     others = {
@@ -71,7 +69,7 @@ def _manifest(state: RunState, request: Request) -> effects.Effects:
         "plan": state.model.plan if state.config.num_fragments > 1 else (),
         "pattern": state.fragment_pattern,
     }
-    # 50 bytes ask for it, and it may be megabytes: it is packed already.
+    # A request of 50 bytes is answered with megabytes, so the manifest is packed only once.
     data = Packed(pack_with(others, {"manifest": description.packed}))
     text = f"The model has {elements} trainable parameters."
     yield effects.Send(request.route, messages.Result(request.control.request, True, text, data))
@@ -81,17 +79,17 @@ def _save(state: RunState, request: Request) -> effects.Effects:
     if state.config.save_dir is None:
         yield request.no(_SAVES_NOTHING)
     elif state.round is None:
-        yield request.no("There is nothing to save yet: the run has no parameters.")
+        yield request.no("Nothing to save yet: the run has no parameters.")
     else:
         yield from checkpoints.save_soon(state)
-        yield request.noted("save", "a checkpoint is asked for")
+        yield request.noted("save", "a checkpoint was requested")
         yield request.yes(
-            f"A checkpoint is being written to {state.config.save_dir}; see the log and the feed."
+            f"Writing a checkpoint to {state.config.save_dir}; see the log and the feed for the result."
         )
 
 
 def _checkpoint(state: RunState, request: Request) -> effects.Effects:
-    """Which files the newest checkpoint has, and sizes and sums of them."""
+    """List the files of the newest checkpoint, with their sizes and checksums."""
     if state.config.save_dir is None:
         yield request.no(_SAVES_NOTHING)
     else:
@@ -99,7 +97,7 @@ def _checkpoint(state: RunState, request: Request) -> effects.Effects:
 
 
 def _piece(state: RunState, request: Request) -> effects.Effects:
-    """Some bytes of a file of a checkpoint."""
+    """Read a part of a file of a checkpoint."""
     given = request.control.arguments
     name, file, offset = (given.get(each) for each in ("checkpoint", "file", "offset"))
     if state.config.save_dir is None:
@@ -113,7 +111,7 @@ def _piece(state: RunState, request: Request) -> effects.Effects:
         yield effects.ReadCheckpoint(request.route, request.control.request, name, file, offset)
     else:
         yield request.no(
-            "A piece is asked for with checkpoint and file, as the action 'checkpoint' names them, and "
+            "The action 'piece' needs checkpoint and file, as returned by the action 'checkpoint', and "
             "offset, in bytes from 0."
         )
 
@@ -122,19 +120,19 @@ def _kick(state: RunState, request: Request) -> effects.Effects:
     name = request.control.arguments.get("worker")
     member = state.members.named(name) if isinstance(name, str) else None
     if isinstance(name, str) and member is None and state.absences.kicked(name):
-        yield request.noted("kick", f"{name}, which is dead, is no longer missed", name)
-        yield request.yes(f"{name} is dead; the run no longer counts on it.")
+        yield request.noted("kick", f"{name}, which is dead, is not due any more", name)
+        yield request.yes(f"{name} is dead; the run no longer expects it.")
         return
     if member is None:
-        here = ", ".join(each.worker_id for each in state.members)[:300] or "nobody"
-        yield request.no(f"No worker named {name!r:.80} is here; here: {here}.")
+        here = ", ".join(each.worker_id for each in state.members)[:300] or "none"
+        yield request.no(f"No worker is named {name!r:.80}; connected workers: {here}.")
         return
     yield request.noted("kick", f"{member.worker_id} removed from the run", member.worker_id)
     yield from admission.kick(state, member)
     left = len(state.members)
     yield request.yes(
         f"{member.worker_id} was removed; {left} {'worker is' if left == 1 else 'workers are'} left. "
-        "It trains on alone, or stops, and may join again when it is started again."
+        "It continues alone or stops; to join again, it must be restarted."
     )
 
 
@@ -146,7 +144,7 @@ def _set(state: RunState, request: Request) -> effects.Effects:
         yield request.no(str(error))
         return
     if not changes:
-        yield request.yes("Nothing changes: it is set to that already.")
+        yield request.yes("Nothing changes: the settings have these values already.")
         return
     when, remark = settings.first_use(state), settings.remark(state, changes)
     for change in changes:
@@ -155,7 +153,7 @@ def _set(state: RunState, request: Request) -> effects.Effects:
     settings.want(state, changes)
     if not state.closing:
         yield from settings.take_effect(state)
-        yield from sequence.expect_all(state)  # more workers may be needed than were
+        yield from sequence.expect_all(state)  # the round may need more workers than before
     said = "; ".join(change.text for change in changes)
     again = settings.after_restart(state, changes)
     text = f"{said[0].upper()}{said[1:]}{when}.{remark}{again}"
@@ -164,14 +162,14 @@ def _set(state: RunState, request: Request) -> effects.Effects:
 
 def _pause(state: RunState, request: Request) -> effects.Effects:
     if state.paused_at is not None:
-        yield request.yes("The run is paused already; go on with: diloco-broker resume")
+        yield request.yes("The run is paused already; to continue: diloco-broker resume")
         return
     state.paused_at = state.now
     yield request.noted("pause", "the run is paused")
     closing = state.closing
-    first = f"Round {closing.number} is being finished; then n" if closing else "N"
+    first = f"Round {closing.number} finishes; then n" if closing else "N"
     yield request.yes(
-        f"{first}o round closes: workers train to their next boundary and wait there. Go on with: "
+        f"{first}o round closes: workers train to their next boundary and wait there. To continue: "
         "diloco-broker resume"
     )
 
@@ -182,75 +180,75 @@ def _resume(state: RunState, request: Request) -> effects.Effects:
         return
     paused_s = state.now - state.paused_at
     state.paused_at = None
-    yield request.noted("resume", f"the run goes on after {paused_s:.0f} s")
-    yield request.yes(f"The run goes on; it was paused for {paused_s:.0f} s.")
+    yield request.noted("resume", f"the run continues after {paused_s:.0f} s")
+    yield request.yes(f"The run continues; it was paused for {paused_s:.0f} s.")
 
 
 def _shutdown(state: RunState, request: Request) -> effects.Effects:
     restarting = request.control.arguments.get("restarting", False)
     if not isinstance(restarting, bool):
-        yield request.no(f"restarting is {restarting!r:.40}; it must be true or false.")
+        yield request.no(f"restarting must be true or false, got {restarting!r:.40}.")
         return
     if state.stopping is not None:
-        what = "to come back" if state.stopping.restarting else "for good"
-        text = f"The broker is stopping already, {what}: {state.stopping.reason}."
+        what = "restarting" if state.stopping.restarting else "stopping"
+        text = f"The broker is already {what}: {state.stopping.reason}."
         yield request.yes(text) if restarting == state.stopping.restarting else request.no(text)
         return
     finish = f"finishes round {state.closing.number}, " if state.closing else ""
     saves = f"saves to {state.config.save_dir}, " if state.config.save_dir else "saves nothing, "
-    what = "the broker restarts" if restarting else "the run is over, the broker stops"
+    what = "the broker restarts" if restarting else "the broker ends the run and stops"
     noted = request.noted("restart" if restarting else "shutdown", what)
     yield noted
-    then = "The run is over: the workers' scripts are told to end."
+    then = "The run is over: the workers' scripts stop training."
     if restarting:
-        then = "Workers train on and come back to the broker that is started next."
-    yield request.yes(f"The broker {finish}{saves}tells its workers and stops. {then}")
+        then = "Workers continue to train and rejoin when a broker is back."
+    yield request.yes(f"The broker {finish}{saves}notifies its workers and stops. {then}")
     yield effects.End(f"{noted.by} asked for it", restarting)
 
 
 def _promote(state: RunState, request: Request) -> effects.Effects:
-    """To a hub: there is no standby any more, and it goes on without a lease."""
+    """Let a hub continue without a lease because its standby will not come back."""
     lease, force = state.standby, request.control.arguments.get("force", False)
     if not isinstance(force, bool):
-        yield request.no(f"force is {force!r:.40}; it must be true or false.")
+        yield request.no(f"force must be true or false, got {force!r:.40}.")
     elif lease is None:
-        text = f"This broker has the run, with term {state.term}; it is no hub with a standby."
+        text = f"This broker already has the run, in term {state.term}, and has no standby."
         yield request.yes(text, is_over=True)
     elif lease.superseded_by is not None:
         yield request.no("This hub was replaced by its standby, which has the run now.")
     elif lease.hears_standby and not force:
         yield request.no(
-            f"The standby of this hub ({lease.standby}) is there. To hand the run over to it, "
-            "give its own address alone. If it is to go, stop it and ask again in "
-            f"{lease.seconds:g} s; with --force this hub goes on alone at once."
+            f"The standby of this hub ({lease.standby}) is alive. To hand the run over to it, promote "
+            "the standby's address. To remove the standby, stop it and try again in "
+            f"{lease.seconds:g} s; with --force this hub continues alone at once."
         )
     else:
         lease.goes_on_alone()
-        text = "this hub goes on without a lease, until a standby comes"
+        text = "this hub continues without a lease until a standby connects"
         yield request.noted("promote", text)
         yield request.yes(
-            "This hub goes on alone, without a lease, until a standby comes. If its standby should have "
-            "taken over after all, stop this one: there would be two."
+            "This hub continues alone, without a lease, until a standby connects. If its standby has "
+            "taken over, stop this hub: only one may have the run."
         )
 
 
 def _order(state: RunState, request: Request) -> effects.Effects:
-    """Give an order to all workers; with its number, ask only how things stand with it."""
+    """Send a command to all workers; with its number, only report which workers have answered."""
     action = request.control.action
     if request.control.arguments.get("order") is None:
         yield request.noted(action, f"each worker is asked to {orders.WHAT[action]}")
         yield from orders.give(state, action)
     elif action not in state.orders:
         name = action.replace("_", "-")
-        text = f"This broker has been given no {name} since it was started; give it again."
+        text = f"This broker received no {name} since it started; send it again."
         yield request.no(text)
         return
     found = orders.standing(state, action)
     text = "; ".join(f"{what}: {', '.join(found[what])}" for what in _REPLIES if found.get(what))
-    yield request.yes(text or "No worker is here.", **found)
+    yield request.yes(text or "No worker is connected.", **found)
 
 
-_SAVES_NOTHING = "This broker saves nothing; start it with --save-dir DIR."
+_SAVES_NOTHING = "This broker writes no checkpoints; start it with --save-dir DIR."
 _REPLIES = ("saved", "left", "waiting")
 REQUESTS = {
     "promote": _promote,
@@ -266,4 +264,4 @@ REQUESTS = {
     orders.SAVE: _order,
     orders.STOP: _order,
 }
-ACTIONS = ("status", *REQUESTS)  # `status` is answered by the loop, which has figures of its own
+ACTIONS = ("status", *REQUESTS)  # the loop answers `status`, since it adds its own figures

@@ -1,13 +1,13 @@
 """How the run ends, and how the broker stops.
 
-The options of a run set its end: so many rounds, tokens, or so much time.
+The options of a run limit its rounds, its tokens, or its time.
 
-The round in which that is reached is the last one; with fragments tokens and time end a run with the
-last fragment of a cycle, so that all have had the same steps. Workers are told which it is, then that
-the run is over: each ends once its own work in it is back. Who does neither is not waited for: what
-is whole when the last round's time is up makes that round, and only the rest is left out.
+The round that reaches a limit is the last one. With fragments, a limit of tokens or time ends the run at
+the last fragment of a cycle, so that all fragments have made the same steps. The broker announces the
+last round, then the end of the run; each worker stops once its own work in that round is released. The
+last round has a deadline: the pushes that are complete by then make its version, the others are dropped.
 
-A broker that is to stop finishes a closing round, saves what the last checkpoint lacks, and ends.
+A stopping broker finishes a closing round, saves the state that the last checkpoint lacks, and exits.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from diloco_protocol.errors import Code
 from diloco_protocol.messages import Error, Notice
 from diloco_protocol.ranges import MOST
 
-# The last round may take twice as long as the one before it, and at least so long. Where no round was
-# made in this life of the broker nobody knows how long one takes, and in asynchronous mode any worker
-# may make it: then it is waited for like any other.
+# Seconds that the last round may take at least; it may take twice as long as the round before it. It has
+# no deadline if this incarnation of the broker has closed no round, since the length of one is unknown,
+# or in asynchronous mode, where any worker may complete it.
 LAST_ROUND_S = 60.0
-# How long workers have, once the run is over, to get the last version, save, and leave.
+# Seconds that workers have to receive the last version, save, and leave once the run is over.
 LEAVE_WITHIN_S = 60.0
 OVER = "The run is over: "
 
 
 def tick(state: RunState) -> effects.Effects:
-    """Time has passed: it is counted, and what was waited for may be here.
+    """Count the time, and end the run if that is due.
 
-    Nothing ends while the run is held. A hub whose lease has lapsed may have been replaced: if it ended
-    all the same, it and its standby would both have a final model.
+    A held run does not end. A hub without a lease may have been replaced: if it ended its run, it and
+    its standby would both have a final model.
     """
     _count_time(state)
     ending, round_ = state.ending, state.round
@@ -50,12 +50,12 @@ def tick(state: RunState) -> effects.Effects:
         ending.is_asked_to_end = True
         if len(state.members):
             names = ", ".join(member.worker_id for member in state.members)[:300]
-            yield effects.warning(f"The run ends without waiting longer for {names}.")
+            yield effects.warning(f"The run ends; no longer waiting for {names}.")
         yield effects.End(ending.why or "", is_complete=True)
 
 
 def look(state: RunState, number: int) -> effects.Effects:
-    """Round `number` has been made (-1: none): was it the last one, or is the next?"""
+    """Check whether round `number`, which has closed (-1: none), or the next one is the last."""
     ending, config, totals = state.ending, state.config, state.totals
     made = number + 1
     if ending.is_over:
@@ -68,8 +68,8 @@ def look(state: RunState, number: int) -> effects.Effects:
         if not state.closing or made > state.closing.number:
             ending.is_over, ending.until = True, state.run_time + LEAVE_WITHIN_S
             yield effects.info(
-                f"The run is over: {ending.why}. It has made {made} rounds, from {totals.tokens} "
-                f"tokens, in {totals.open_s} s."
+                f"The run is over: {ending.why}. It made {made} rounds with {totals.tokens} tokens in "
+                f"{totals.open_s} s."
             )
         return
     pieces = 1 if config.is_async else config.num_fragments
@@ -90,16 +90,16 @@ def look(state: RunState, number: int) -> effects.Effects:
 
 
 def _last_round_s(state: RunState) -> float:
-    """How long the last round may take."""
+    """Seconds that the last round may take."""
     return max(LAST_ROUND_S, 2 * state.last_report.seconds if state.last_report else 0.0)
 
 
 def _time_is_up(state: RunState) -> effects.Effects:
-    """The last round is made of what is whole; what has begun gets more time, once."""
+    """Close the last round with the complete pushes; a closing round gets more time, once."""
     ending, round_ = state.ending, state.round
     assert round_ is not None
     if round_.has_work_to_look_at:
-        return  # at the next tick
+        return  # it is checked again at the next tick
     is_new = ending.extended != round_.number
     if state.closing is not None and (is_new or round_.stepped.is_full):
         ending.extended, ending.until = round_.number, state.run_time + _last_round_s(state)
@@ -111,24 +111,24 @@ def _time_is_up(state: RunState) -> effects.Effects:
 
 
 def settle(state: RunState) -> effects.Effects:
-    """It is decided whether a last round whose time is up closes: if not, the run ends without it."""
+    """End the run if its last round did not close at the deadline, or report the workers left out."""
     ending, round_ = state.ending, state.round
     without, ending.without = ending.without, None
     assert round_ is not None
     if state.closing is None and holding.is_held(state):
-        return  # the lease has lapsed meanwhile
+        return  # the lease lapsed in the meantime
     if state.closing is None:
         ending.is_over, ending.until = True, state.run_time + LEAVE_WITHIN_S
         yield effects.warning(
-            f"The last round, {round_.number}, could not be made within the time it had. "
-            "The run is over."
+            f"The last round, {round_.number}, has too few complete pushes at its deadline. The run "
+            "is over."
         )
         yield from tell_all(state)
         yield from refuse_the_rest(state)
         return
-    ending.until = state.run_time + _last_round_s(state)  # with fragments, of the next
+    ending.until = state.run_time + _last_round_s(state)  # with fragments, for the next one
     if without:
-        text = f"The time of the last round is up: round {round_.number} is made without "
+        text = f"Round {round_.number}, the last one, reached its deadline and closes without "
         text += ", ".join(without)[:300] + "."
         yield effects.warning(text)
         for member in filter(None, map(state.members.named, without)):
@@ -136,14 +136,14 @@ def settle(state: RunState) -> effects.Effects:
 
 
 def forget(state: RunState) -> None:
-    """The options have changed: what was announced no longer holds."""
+    """Withdraw the announced end after a change of the options."""
     if not state.ending.is_over:
         state.ending.last = state.ending.until = None
         state.ending.is_announced = False
 
 
 def _end(state: RunState, made: int) -> tuple[str | None, int | None]:
-    """Why the run ends, and with which round; None while that cannot be told."""
+    """Why the run ends, and its last round; None while these are unknown."""
     config, totals = state.config, state.totals
     ends: list[tuple[int, str]] = []
     if config.max_rounds is not None:
@@ -151,18 +151,18 @@ def _end(state: RunState, made: int) -> tuple[str | None, int | None]:
     if config.token_budget is not None and totals.tokens >= config.token_budget:
         ends.append((_cycle_end(state, made - 1), f"--token-budget is {config.token_budget}"))
     if config.max_seconds is not None and totals.open_s >= config.max_seconds:
-        was_over = state.totals_before.open_s >= config.max_seconds  # in an earlier life
+        was_over = state.totals_before.open_s >= config.max_seconds  # in an earlier incarnation
         ends.append((_cycle_end(state, made - was_over), f"--max-time is {config.max_time}"))
     if not ends:
         return None, None
     last, why = min(ends)
     if state.ending.last is not None and last > state.ending.last >= made - 1:
-        last = state.ending.last  # what is announced is not put off by the next reason
+        last = state.ending.last  # another reason does not postpone the announced round
     return why, last
 
 
 def _cycle_end(state: RunState, number: int) -> int:
-    """The round with which the cycle of fragments ends that this round belongs to."""
+    """The last round of the fragment cycle that this round belongs to."""
     if state.config.is_async:
         return number
     pieces = state.config.num_fragments
@@ -170,22 +170,22 @@ def _cycle_end(state: RunState, number: int) -> int:
 
 
 def tell_all(state: RunState) -> effects.Effects:
-    """If the run has just become over, the workers are told."""
+    """Notify all workers if the run is over."""
     for member in state.members:
         yield from tell(state, member)
 
 
 def refuse_the_rest(state: RunState) -> effects.Effects:
-    """If the run has just become over, nothing more is taken in."""
+    """Refuse all unfinished pushes if the run is over."""
     if not state.ending.is_over:
         return
     for member in state.members:
-        text = f"{OVER}{state.ending.why}. This work came after its last round."
+        text = f"{OVER}{state.ending.why}. This push is too late for its last round."
         yield from _refuse(member, text)
 
 
 def _refuse(member: Member, text: str, fragment: int | None = None) -> effects.Effects:
-    """Nothing that is under way of this worker (and fragment) counts any more."""
+    """Refuse the unfinished pushes of this worker, of one fragment or of all."""
     for push in member.unfinished_pushes():
         if fragment not in (None, push.fragment):
             continue
@@ -195,7 +195,7 @@ def _refuse(member: Member, text: str, fragment: int | None = None) -> effects.E
 
 
 def tell(state: RunState, member: Member) -> effects.Effects:
-    """A worker that is here, or comes, is told if the run is over."""
+    """Notify this worker if the run is over."""
     if state.ending.is_over and not state.ending.is_asked_to_end:
         yield member.tell(Notice("over", f"{OVER}{state.ending.why}."))
 
@@ -215,15 +215,15 @@ def _count_time(state: RunState) -> None:
 
 
 def stop(state: RunState, event: events.Stop) -> effects.Effects:
-    """From now on no round closes any more; one that is closing has until the deadline."""
-    reason = event.reason.rstrip(".")  # it may be a sentence
+    """Stop closing rounds, and give one that is closing until the deadline."""
+    reason = event.reason.rstrip(".")  # some are sentences
     state.stopping = Stopping(reason, event.restarting, state.now + events.FINISH_WITHIN_S)
-    is_over = "The run is over, and workers are told so."
-    then = "Workers train on until a broker is back." if event.restarting else is_over
+    is_over = "The run is over; notifying the workers."
+    then = "Workers continue to train until a broker is back." if event.restarting else is_over
     yield effects.info(f"Stopping: {reason}. {then}")
     if event.restarting and state.paused_at is not None:
         yield effects.warning(
-            "The pause ends with this broker: the run goes on when it is restarted."
+            "The restart ends the pause: the run continues when a broker is back."
         )
     for member in state.members:
         yield member.tell(farewell(state.stopping))
@@ -238,14 +238,14 @@ def farewell(stopping: Stopping) -> Notice:
 
 
 def finish_if_due(state: RunState, stopping: Stopping) -> effects.Effects:
-    """Once no round is closing, or time is up: save what the last checkpoint lacks, and end."""
+    """Save and exit, unless a round is closing and the deadline is not over."""
     if stopping.is_finished:
         return
     save, round_ = None, state.round
     if state.closing:
         if state.now < stopping.until:
             return
-        text = "The closing round could not be finished in time."
+        text = f"Round {state.closing.number} could not be finished before the broker stops."
         yield effects.warning(text, is_listed=False)
     elif round_ is not None and state.config.save_dir and state.saving.number != round_.number:
         save = checkpoints.save(state, round_.number)

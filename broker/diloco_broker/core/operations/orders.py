@@ -1,4 +1,4 @@
-"""Orders of an operator to all workers: save now, or stop. Each is pending until all have answered."""
+"""Commands of an operator to all workers: save now, or stop. One is pending until all have answered."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ from diloco_protocol.messages import Notice
 
 SAVE, STOP = "save_all", "stop_all"
 WHAT = {SAVE: "save", STOP: "stop"}
-# How long workers have to save: a script may wait for a round before it looks whether it should.
+# Seconds that workers have to save: a script may wait for a round before it checks for the command.
 SAVE_WITHIN_S = 600.0
-# How long they have to stop by themselves, and at least twice as long as the last round took.
+# Seconds that workers have to stop at least; or twice as long as the last round took, if that is longer.
 STOP_WITHIN_S = 60.0
 
 
 def give(state: RunState, action: str) -> effects.Effects:
-    """Tell everybody who is here; an order of the same kind that is pending is replaced."""
-    number = state.draw() % (1 << 31) + 1  # not that of another life of the broker
+    """Send a command to all workers; it replaces a pending one of the same kind."""
+    number = state.draw() % (1 << 31) + 1  # unlike those of other incarnations of the broker
     within_s = SAVE_WITHIN_S
     if action == STOP:
         within_s = max(STOP_WITHIN_S, 2 * state.last_report.seconds if state.last_report else 0.0)
     order = Order(number, f"An operator asks each worker to {WHAT[action]}.", state.now + within_s)
     state.orders[action] = order
-    if state.first_round_pending:  # those of the run's last life may be on their way back
+    if state.first_round_pending:  # workers of the run before a restart may still be reconnecting
         order.waiting.update(name for name in state.model.known if name not in state.members)
     for member in state.members:
         yield from _tell(member, action, order)
 
 
 def tell(state: RunState, member: Member) -> effects.Effects:
-    """A worker joins, or is back: what is pending concerns it, unless it has done it."""
+    """Send pending commands to a worker that joined or reconnected, unless it has executed them."""
     for action, order in state.orders.items():
         if order.is_pending and member.worker_id not in order.saved:
             yield from _tell(member, action, order)
 
 
 def tick(state: RunState) -> effects.Effects:
-    """Time has passed: an order is not pending for ever.
+    """Give up commands whose deadline is over.
 
-    A worker that has not stopped may wait for a round that never closes, now that others have left.
-    What it has sent stays in that round; `shutdown` ends the wait at its boundary.
+    A worker that has not stopped may wait for a round that cannot close because others have left. Its
+    push remains in that round; `shutdown` ends its wait at the boundary.
     """
     for action, order in state.orders.items():
         if not order.is_pending or state.now < order.until:
             continue
         order.is_given_up = True
         names = ", ".join(sorted(order.waiting))[:300]
-        yield effects.warning(f"No answer to {action.replace('_', '-')} from {names}.")
+        yield effects.warning(f"{action.replace('_', '-')} timed out; no answer from {names}.")
         for member in state.members:
             if action == STOP and member.worker_id in order.waiting:
                 yield member.tell(Notice("shutdown", order.text))
 
 
 def answered(state: RunState, member: Member, number: int) -> effects.Effects:
-    """A heartbeat says which order to save its script has carried out last."""
+    """A heartbeat reports the last save command that the worker's script has executed."""
     order = state.orders.get(SAVE)
     if order is not None and order.number == number and member.worker_id in order.waiting:
         order.settle(member.worker_id, is_gone=False)
-        yield effects.info(f"{member.worker_id} has saved, as an operator asked.")
+        yield effects.info(f"{member.worker_id} saved, as requested by an operator.")
 
 
 def gone(state: RunState, worker_id: str) -> None:
-    """A worker is not here any more."""
+    """A worker died or left: no command waits for it any more."""
     for order in state.orders.values():
         if worker_id in order.waiting:
             order.settle(worker_id, is_gone=True)
 
 
 def standing(state: RunState, action: str) -> dict[str, Any]:
-    """How things stand with the newest order of this kind, for operators."""
+    """Which workers have answered the newest command of this kind, for operators."""
     order = state.orders.get(action)
     if order is None:
         return {}

@@ -1,7 +1,7 @@
-"""How far the run is: what its rounds so far come to, told to each reader with each version.
+"""Progress of the run: totals over its rounds, sent to each reader with each version.
 
-A worker that comes late places its learning-rate schedule by the steps that the others have behind
-them, and logs the loss of all.
+A worker that joins late positions its learning-rate schedule by the steps of the run, and logs the mean
+loss of all workers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from diloco_protocol.ranges import MOST
 
 
 def with_version(state: RunState, made: UnreleasedVersion) -> Totals:
-    """The totals once this version is released: everything that a version adds to them, at once.
+    """Compute the totals as of the release of this version.
 
-    Each fragment is pushed once for the same steps, so steps and tokens of fragment 0 are counted. Of a
-    round it is the median of its workers' steps: slow ones may make fewer, and one may say anything. In
-    asynchronous mode it is the sum, of which each of the planned workers has made a part (`show`).
+    Each fragment is pushed once for the same steps, so only pushes of fragment 0 count. The steps of a
+    round are the median over its workers: slow ones may make fewer, and one may report anything. In
+    asynchronous mode they are the sum, which `show` divides by the planned number of workers.
     """
     before = state.totals
     pushes = [each.push for each in made.pushes if each.chunks.is_full]
@@ -39,7 +39,7 @@ def with_version(state: RunState, made: UnreleasedVersion) -> Totals:
 
 
 def show(state: RunState, number: int) -> None:
-    """So far is the run before this round; readers are told so from now on."""
+    """Set the progress that readers receive, as of before this round."""
     totals, report, versions = state.totals, state.last_report, state.versions
     steps, loss = totals.steps, None if report is None else report.loss
     if state.config.is_async:

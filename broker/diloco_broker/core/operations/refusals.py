@@ -1,4 +1,4 @@
-"""What becomes of a message that cannot be accepted."""
+"""Refusals of messages: answers to their senders, warnings, and counters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from diloco_broker.core.state import RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
-# Messages that cannot be read, after which the connection of somebody who has not joined is ended.
+# Malformed messages after which a connection is closed, unless it is a member's.
 NOISE_OF_A_STRANGER = 20
+# Connections whose malformed messages are counted; above it all counts are reset to bound the memory.
 CONNECTIONS_REMEMBERED = 1000
-# What a refusal may be worth trying again for.
+# Refusals after which the peer should retry.
 WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL, Code.STANDBY})
 
 
 def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
     state.totals.malformed += 1
     yield effects.Send(event.route, messages.Error(event.code, event.sentence))
-    text = f"A message that cannot be read was refused: {event.sentence}"
+    text = f"Refused a malformed message: {event.sentence}"
     yield from state.warn(event.code, text, is_listed=False)
     if state.members.on_route(event.route) is None:
         noisy = state.refusals.noisy
@@ -33,21 +34,21 @@ def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
 
 def connection_ended(state: RunState, event: events.ConnectionEnded) -> effects.Effects:
     state.totals.ended_connections += 1
-    # Figures differ each time, so the cause is what comes without them.
-    yield from state.warn("connection", f"A connection was ended: {event.why}.", is_listed=False)
+    # `why` contains numbers that differ each time, so it is not the key of repeated warnings.
+    yield from state.warn("connection", f"Closed a connection: {event.why}.", is_listed=False)
 
 
 def refuse(
     state: RunState, route: effects.Route, message: messages.Message, error: ProtocolError
 ) -> effects.Effects:
-    """A message cannot be accepted: its sender is told why, and others only of what concerns them."""
+    """Refuse a message: answer its sender, and update the round and the seeding that it belonged to."""
     push_id, member = None, None
     who = f" of {message.worker_id[:64]}" if isinstance(message, messages.Join) else ""
     retry = error.code in WORTH_A_RETRY
     if isinstance(message, messages.Push | messages.Chunk | messages.Commit):
         push_id = message.push_id
         member = state.members.with_session(message.session or b"")
-        if not retry:  # "not now" loses nothing, and is no refusal
+        if not retry:  # the sender retries and loses nothing, so this does not count as a rejection
             state.reject(member.worker_id if member else "", error.code.value, str(error))
         if member is not None:
             member.figures.rejected += not retry
@@ -63,11 +64,11 @@ def refuse(
             state.skip(member.worker_id, message.fragment)
     if isinstance(message, messages.Join) and error.code == Code.STOPPING:
         assert state.stopping is not None
-        # It was on its way when the others were told.
+        # The worker joined too late to receive the farewell that was sent to all members.
         yield effects.Send(route, ending.farewell(state.stopping))
     yield effects.Send(route, messages.Error(error.code, str(error), retry, push_id, message.kind))
     if not retry:
-        # Whoever joins may take another name each time.
+        # Without the worker id, which a hostile peer may change with each join.
         whose = "" if isinstance(message, messages.Join) else who
         cause = f"{message.kind}{whose} {error.code.value}"
         text = f"Refused a {message.kind}{who}: {error}"

@@ -1,4 +1,4 @@
-"""What is shown of the broker: the feed, filled from the state once a second, and a run's history."""
+"""Status of the broker: the feed, filled from the state each second, and lines of the run's history."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from diloco_protocol.records import field_names, to_plain
 from diloco_protocol.version import as_hex
 
 EVENTS_KEPT = 20
-LONGEST_EVENT = 500  # characters: peers may provoke long sentences
-# A worker that missed two heartbeats of the default interval is called slow before it is called dead.
+LONGEST_EVENT = 500  # characters: messages may contain long texts of peers
+# Seconds of silence, more than two default heartbeat intervals, after which a worker is shown as slow.
 SLOW_AFTER_S = 75.0
 
 R = TypeVar("R")
 
-# What does not change from round to round.
+# Fields of the feed that do not change from round to round.
 _SETTINGS = (
     "outer",
     "sync_every",
@@ -54,7 +54,7 @@ _SETTINGS = (
 
 @dataclass
 class EventLog:
-    """The last things that happened, for people who look later."""
+    """The last log lines, which the feed repeats for displays that connect later."""
 
     entries: deque[tuple[int, float, effects.Log]] = field(
         default_factory=lambda: deque(maxlen=EVENTS_KEPT)
@@ -69,7 +69,7 @@ class EventLog:
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """What the loop knows of itself."""
+    """Figures of the loop about itself."""
 
     version: str  # of the broker's program
     control: str
@@ -80,11 +80,11 @@ class LoopFigures:
 def snapshot_and_line(
     state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> tuple[dict[str, Any], str]:
-    """Everything that displays show, and the JSON of it: numbers that are not finite are null."""
+    """The snapshot for displays, and its JSON, in which numbers that are not finite are null."""
     whole = to_plain(_snapshot(state, events, figures, sequence, now), with_none=True)
     try:
         return whole, json.dumps(whole, allow_nan=False)
-    except (ValueError, TypeError):  # of what a worker sent; looking at all costs more than this
+    except (ValueError, TypeError):  # rare: a worker sent a bad value; checking all values is slow
         safe: dict[str, Any] = feed.json_safe(whole)
         return safe, json.dumps(safe, allow_nan=False)
 
@@ -201,9 +201,9 @@ def _snapshot(
 
 
 def _filled(record: type[R], source: object, **others: Any) -> R:
-    """A record with these fields, and all its other fields from what the source calls the same.
+    """Make a record of these fields, and take all others from attributes of the source by name.
 
-    AttributeError for a field that neither has: nothing is left at its default unseen.
+    Raises AttributeError for a field that neither has, so that no field silently keeps its default.
     """
     kind: Any = record
     own = {name: getattr(source, name) for name in field_names(kind) if name not in others}
@@ -247,7 +247,7 @@ def _model(state: RunState) -> feed.Model | None:
 
 
 def _outer(state: RunState) -> feed.Outer:
-    """What steps the parameters; a torch optimizer's settings are its own."""
+    """The outer optimizer; settings of a torch optimizer come from its groups."""
     config, name, has_momentum = state.config, state.config.outer_name, False
     if state.has_own_optimizer:
         lr, momentum = _common(state, "lr"), _common(state, "momentum")
@@ -309,7 +309,7 @@ def _standby(state: RunState) -> feed.Standby | None:
 
 
 def _totals(state: RunState) -> feed.Totals:
-    """Counters of this life of the broker, so that all of them begin at the same time."""
+    """Counters of this incarnation of the broker, so that all of them start at the same time."""
     before = asdict(state.totals_before)
     counted = {name: value - before[name] for name, value in asdict(state.totals).items()}
     return feed.Totals(**counted, refused=dict(state.refused), bytes_down=state.versions.bytes_down)
@@ -340,14 +340,14 @@ def _end(state: RunState) -> feed.End | None:
 
 
 def _has_ended(state: RunState) -> bool:
-    """Versions were made, nobody is here, and who went last was done. Others may still join."""
+    """Whether no worker is left, and the last one finished a run that made versions."""
     made = any(each.version and each.version.counter for each in state.versions.trained)
     last = state.departed
     return made and not len(state.members) and last is not None and not last.why
 
 
 def _common(state: RunState, name: str) -> float | None:
-    """What all groups of a torch optimizer have of a setting; None where they differ."""
+    """The value that all groups of a torch optimizer have; None if they differ."""
     values = {getattr(group, name) for group in state.outer_groups}
     found: float | None = values.pop() if len(values) == 1 else None
     return found
@@ -424,7 +424,7 @@ def _worker(
         pushes=figures.pushes,
         beat_age_s=_age(member.liveness.last_seen, now),
         sync_age_s=_age_if(figures.counted_at, now),
-        # Another worker that sent the same and is still here.
+        # Only while the other worker is a member.
         same_as=figures.same_as if (figures.same_as or "") in state.members else None,
         tokens=figures.tokens,
         merge_delay=figures.merge_delay,
@@ -441,7 +441,7 @@ def _worker(
 
 
 def _why(state: RunState) -> feed.Wait | None:
-    """What the core waits for, as it has decided after the last event."""
+    """Why the round stays open, as decided after the last event."""
     why, now = state.decision.why, state.run_time
     if why is None:
         return None
@@ -450,7 +450,7 @@ def _why(state: RunState) -> feed.Wait | None:
 
 
 def _waiting_for(state: RunState) -> str | None:
-    """What has to happen before training goes on, in a sentence; None when nothing has."""
+    """Describe what blocks training, as the end of a sentence; None if nothing does."""
     round_, why = state.round, state.decision.why
     if why is not None and why.reason is Reason.LEASE:
         assert state.standby is not None
@@ -458,13 +458,13 @@ def _waiting_for(state: RunState) -> str | None:
     if round_ is None:
         return _for_parameters(state)
     if not len(state.members):
-        return _for_others(state)
+        return _for_workers(state)
     if why is not None and why.reason is Reason.WORKERS:
-        still = sum(member.liveness.is_stalled for member in state.members)
-        verb = "stands" if still == 1 else "stand"
-        idle = f" of which {still} {verb} still" if still else ""
+        stalled = sum(member.liveness.is_stalled for member in state.members)
+        verb = "is" if stalled == 1 else "are"
+        idle = f", of which {stalled} {verb} stalled" if stalled else ""
         return (
-            f"for workers to join: {len(state.members)} here{idle}, the round needs {state.floor}"
+            f"for workers to join: {len(state.members)} joined{idle}; the round needs {state.floor}"
         )
     return None
 
@@ -484,12 +484,12 @@ def _for_parameters(state: RunState) -> str:
     return f"for workers to join{needed}"
 
 
-def _for_others(state: RunState) -> str:
-    """Nobody is here."""
+def _for_workers(state: RunState) -> str:
+    """Describe why no worker is connected."""
     if (last := state.departed) is None:
-        return "for workers to join: none is here yet"
+        return "for workers to join: none has joined yet"
     if last.why:
-        return f"for workers to join: nobody is left; {last.worker_id} went last: {last.why}"
+        return f"for workers to join: none is left; {last.worker_id} left last: {last.why}"
     return "for workers to join: all have left"
 
 
@@ -499,7 +499,7 @@ def _for_others(state: RunState) -> str:
 def round_line(
     state: RunState, report: effects.RoundReport, figures: LoopFigures
 ) -> dict[str, Any]:
-    """A line of the history: a round that has ended, with what its workers had to say."""
+    """A line of the history: a closed round, with figures of its workers."""
     told = asdict(report) | {"seconds": round(report.seconds, 3)}
     del told["workers"]
     return {
@@ -531,7 +531,7 @@ def round_line(
 
 
 def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the history: what does not change from round to round, from a snapshot of the feed."""
+    """A line of the history: the settings in a snapshot of the feed."""
     return {
         "kind": "start",
         **{name: snapshot[name] for name in ("version", "run", "mode", "control", "model")},
@@ -540,6 +540,6 @@ def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def action_line(state: RunState, acted: effects.RecordAction) -> dict[str, Any]:
-    """A line of the log of actions: what an operator did."""
+    """A line of the log of actions: an action of an operator."""
     number = state.round.number if state.round else None
     return {**asdict(acted), "run": state.model.run, "round": number}

@@ -1,1 +1,1 @@
-"""Rounds: what they are made of, and when they close."""
+"""Rounds: their pushes, the decision to close them, and the outer step."""

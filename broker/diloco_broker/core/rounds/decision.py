@@ -15,16 +15,16 @@ from enum import Enum
 class Reason(str, Enum):
     """Why no round closes now."""
 
-    STOPPING = "stopping"  # the broker stops
+    STOPPING = "stopping"  # the broker is stopping
     OVER = "over"  # the run is over
-    PAUSED = "paused"  # an operator has paused it
+    PAUSED = "paused"  # an operator has paused the run
     LEASE = "lease"  # a hub with a standby lacks its lease
     TAKEOVER = "takeover"  # the standby is about to take over
-    PARAMETERS = "parameters"  # there are none yet
+    PARAMETERS = "parameters"  # the broker has no parameters yet
     CLOSING = "closing"  # the round is closing: its outer step is being taken
     WORKERS = "workers"  # even the pushes of all workers would be too few
     PUSHES = "pushes"  # pushes are missing
-    GRACE = "grace"  # enough pushes are here, and others have some time left
+    GRACE = "grace"  # enough pushes are complete; the grace period for others is not over
 
 
 @dataclass(frozen=True)

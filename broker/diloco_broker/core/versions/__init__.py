@@ -1,1 +1,1 @@
-"""The versions of the fragments: made, read, remembered and saved."""
+"""Versions of the fragments: released, sent to readers, and saved."""

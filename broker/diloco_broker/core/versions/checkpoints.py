@@ -1,7 +1,7 @@
-"""Checkpoints: what is saved when, and what becomes of a round whose checkpoint cannot be written.
+"""Checkpoints: when one is saved, and how a round continues if its checkpoint cannot be written.
 
-The core itself takes the record of the run, at the end of a round. By the time the loop carries out what
-the core asked for, the next round may have begun in the state, though no tensor has moved yet.
+The core makes the record of the run at the end of a round. By the time the loop writes it, the next
+round may have opened in the state, though no tensor has changed yet.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from diloco_broker.core.state import RunState
 from diloco_broker.core.versions.fragment import WholeVersion
 from diloco_broker.core.versions.record import Resumption, RunRecord
 
-# How long a release waits before it asks again for a checkpoint that could not be written.
+# Seconds until a durable run retries a checkpoint that could not be written.
 RETRY_S = 1.0
 
 
 def run_record(state: RunState, number: int) -> RunRecord:
-    """How things stand between rounds; a version that is whole and not released yet counts as released.
+    """Make the record of the run between two rounds; a complete version counts as released.
 
-    Everything in it belongs to that moment: a broker that goes on from it has what this one will have.
+    All of it is of the same moment, so a broker that resumes from it continues exactly like this one.
     """
     model, unreleased, totals = state.model, state.unreleased, state.totals
     assert model.manifest is not None and model.run is not None
@@ -54,7 +54,7 @@ def run_record(state: RunState, number: int) -> RunRecord:
 
 
 def resume(state: RunState, resumption: Resumption) -> None:
-    """Load the run of a checkpoint; `seeding` lets it go on."""
+    """Load the run of a checkpoint; `seeding` continues it."""
     record = resumption.record
     state.model.resume(resumption)
     state.recovery.saved = {
@@ -80,28 +80,28 @@ def saved(state: RunState, event: events.Saved) -> effects.Effects:
     if saving.error is not None:
         yield effects.info(f"Checkpoints are written again; the newest is {event.path}.")
     elif saving.number is None:
-        text = "a broker started again with this folder goes on from the newest"
-        yield effects.info(f"The first checkpoint is {event.path}; {text}.")
+        text = "a broker that is restarted with this folder resumes from the newest one"
+        yield effects.info(f"Wrote the first checkpoint, {event.path}; {text}.")
     saving.number, saving.saved_at = event.number, state.now
     saving.error = saving.retry_at = None
 
 
 def save_failed(state: RunState, event: events.SaveFailed) -> effects.Effects:
-    """A checkpoint could not be written. Training goes on, unless the run is durable: then it waits."""
+    """Log that a checkpoint could not be written. Only a durable run waits for it."""
     saving = state.saving
     if state.unreleased is not None:
         saving.retry_at = state.now + RETRY_S
-        then = "The round waits for it (--durable) and it is tried again"
+        then = "The round waits for it (--durable); retrying"
     else:
-        then = "Training goes on; it is tried again after the next round"
+        then = "Training continues; retrying after the next round"
     if saving.error != event.error:
         text = f"The checkpoint before round {event.number} could not be written: {event.error}."
-        yield effects.Log("error", f"{text} {then}. Make room, or mend the folder.")
+        yield effects.Log("error", f"{text} {then}. Free disk space or repair the folder.")
     saving.error = event.error
 
 
 def save_soon(state: RunState) -> effects.Effects:
-    """Save now, or as soon as the version that is being made is whole."""
+    """Save now, or once the version in progress is complete."""
     assert state.round is not None
     if state.closing:
         state.saving.is_asked = True
@@ -110,7 +110,7 @@ def save_soon(state: RunState) -> effects.Effects:
 
 
 def save_if_due(state: RunState, number: int) -> effects.Effects:
-    """A round has ended and its version is released; `number` is the next one's."""
+    """Save after a round if that is due; `number` is that of the next round."""
     config, saving = state.config, state.saving
     is_due = number % config.save_every == 0 or saving.is_asked or saving.error
     if config.save_dir is not None and is_due and not config.durable:
@@ -119,12 +119,12 @@ def save_if_due(state: RunState, number: int) -> effects.Effects:
 
 
 def save(state: RunState, number: int) -> effects.Save:
-    """Write a checkpoint of how things stand now; `number` is the coming round's."""
+    """Write a checkpoint of the current state; `number` is that of the next round."""
     return effects.Save(number, run_record(state, number))
 
 
 def save_again(state: RunState) -> effects.Effects:
-    """Time has passed: a release that waits for its checkpoint asks for it again."""
+    """Retry the checkpoint that a release waits for, if that is due."""
     retry_at = state.saving.retry_at
     if state.unreleased is not None and retry_at is not None and state.now >= retry_at:
         state.saving.retry_at = None

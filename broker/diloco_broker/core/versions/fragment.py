@@ -1,4 +1,4 @@
-"""The versions of one fragment: the current one, the one being made, old ones that are still read."""
+"""The versions of one fragment: the current one, the one in progress, and old ones still being read."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Chunk, Push
 from diloco_protocol.version import Ledger, VersionId
 
-# Old versions of a fragment that are kept until their readers are done.
+# Old versions of a fragment that are kept for slow readers; each takes as much memory as the fragment.
 OLD_VERSIONS_KEPT = 2
-# Names of versions that are remembered, of each fragment: two numbers each.
+# Tags of past versions that are kept for each fragment; each takes two numbers.
 TAGS_KEPT = 1024
-# And in a checkpoint, which is written each round.
+# Of these, tags in a checkpoint; fewer, since one is written each round.
 TAGS_SAVED = 128
 
 
 class Replies(dict[VersionId | None, dict[int, Reply]]):
-    """What the readers of a version are sent: by the version that they hold and take deltas from, each
-    chunk.
+    """Cached replies to the readers of a version: by the base of their deltas, then by chunk.
 
-    They can be made again, so a tape has none of them: of a class it has the attributes.
+    Replies can be made again, so tapes leave them out: they have only the attributes of a class.
     """
 
 
 @dataclass(frozen=True)
 class WholeVersion:
-    """A version of which every chunk is there: `wires`, in wire form, and what is known of it."""
+    """A complete version: its record, and its chunks in wire form (`wires`)."""
 
     record: FragmentRecord
     wires: tuple[Any, ...]
@@ -42,31 +41,31 @@ class WholeVersion:
 
 @dataclass
 class VersionInProgress:
-    """A version that is being made: its chunks so far."""
+    """A version in progress: its chunks so far."""
 
     version: VersionId
-    gradients: int  # that the outer optimizer has had of the fragment when it is done
+    gradients: int  # number of gradients that the outer optimizer will have received with it
     wires: list[Any]
-    codes: list[Any]  # of the same chunks, where replies are in few bits
+    codes: list[Any]  # of the same chunks, if replies are quantized
     left: int
     replies: Replies = field(default_factory=Replies)
 
 
 @dataclass
 class FragmentVersions:
-    """One fragment: its current version, the one being made, and old ones that are still read."""
+    """The current version of a fragment, the one in progress, and old ones that are still read."""
 
     layout: FragmentLayout
     current: WholeVersion | None = None
     in_progress: VersionInProgress | None = None
     old: list[WholeVersion] = field(default_factory=list)
-    contributions: int = 0  # whole ones in its versions since the broker started
+    contributions: int = 0  # complete ones in its versions since the broker started
     tags: dict[int, int] = field(default_factory=dict)  # of its last versions, by counter
-    chain: Chain = field(default_factory=Chain)  # of the last versions
+    chain: Chain = field(default_factory=Chain)  # codes of its last versions
 
     @property
     def record(self) -> FragmentRecord:
-        """Of the current version, which there must be."""
+        """The record of the current version, which must exist."""
         assert self.current is not None
         return self.current.record
 
@@ -79,7 +78,7 @@ class FragmentVersions:
         return self.current.wires if self.current else ()
 
     def at(self, version: VersionId) -> VersionInProgress | WholeVersion:
-        """One of those that are kept."""
+        """The version in progress, the current one, or an old one with this id, which must exist."""
         for each in (self.in_progress, self.current, *self.old):
             if each is not None and each.version == version:
                 return each
@@ -88,9 +87,9 @@ class FragmentVersions:
     def reply(
         self, at: VersionInProgress | WholeVersion, index: int, held: VersionId | None
     ) -> Reply:
-        """A chunk of a version as it goes to readers that hold this one: one object for all of them."""
+        """A chunk of a version for readers that hold `held`, which share one object."""
         if held is not None and self.chain.between(held, at.version) is None:
-            held = None  # a peer may name anything
+            held = None  # a peer may claim any version
         made = at.replies.setdefault(held, {})
         reply = made.get(index)
         if reply is None:
@@ -104,7 +103,7 @@ class FragmentVersions:
 
     @property
     def gradients(self) -> int:
-        """How many the outer optimizer has had of it, those being applied included."""
+        """Number of gradients that the outer optimizer has received, including those in progress."""
         if self.in_progress is not None:
             return self.in_progress.gradients
         return self.current.record.gradients if self.current else 0
@@ -120,16 +119,16 @@ class FragmentVersions:
         return dict(list(self.tags.items())[-TAGS_SAVED:])
 
     def name_of(self, counter: int) -> VersionId:
-        """The version of this broker's branch that has this counter."""
+        """The version with this counter on this broker's branch."""
         assert self.version is not None
         return VersionId(self.version.run, counter, self.tags[counter])
 
     def is_of_another_branch(self, version: VersionId) -> bool:
-        """Has this broker another version with the same counter? False where it is too long ago."""
+        """Whether this broker had another version with this counter; False if it was too long ago."""
         return self.tags.get(version.counter, version.tag) != version.tag
 
     def staleness(self, push: Push) -> int:
-        """Versions released since the one that a push starts from."""
+        """Number of versions released since the base of a push."""
         if self.version is None or push.base is None:
             return 0
         return max(0, self.version.counter - push.base.counter)

@@ -1,4 +1,4 @@
-"""Who reads versions: workers, on their bulk connection, and observers that have not joined."""
+"""Pulls of versions: by workers, on their data connections, and by observers, which have not joined."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from diloco_protocol.errors import Code, ProtocolError
 
 
 def pull(state: RunState, member: Member, pull: messages.Pull) -> effects.Effects:
-    """A worker asks for the newest version of a fragment, or for the next."""
+    """Send a worker the newest version of a fragment, or the next one once it is made."""
     _check(state, pull)
     is_bound = member.bulk is not None and _has_reader(state, member)
     if not is_bound or not fence.may_release(state):
-        # It overtook the credit that binds the connection. Or it would be the first that is told of a
-        # version, and another broker may have the run meanwhile, which does not know that one.
+        # The pull overtook the credit that binds the data connection. Or this hub has no lease: it must
+        # not send a version that a broker that may have replaced it does not have.
         member.early_pulls[pull.fragment] = pull
     else:
         assert member.bulk is not None
         reader = _reader_of(state, member, member.bulk)
-        yield from _read(state, reader, _of_what_it_sent(state, member, pull))
+        yield from _read(state, reader, _skip_foreign_version(state, member, pull))
 
 
-def _of_what_it_sent(state: RunState, member: Member, pull: messages.Pull) -> messages.Pull:
-    """What a worker asks for that waits for its own push to count.
+def _skip_foreign_version(state: RunState, member: Member, pull: messages.Pull) -> messages.Pull:
+    """Skip the current version in asynchronous mode if it lacks an unfinished push of the reader.
 
-    Asynchronously others make versions while it trains. They are newer than what it has seen, but its
-    push is in none of them: it would take each whole, and wait on.
+    Pushes of other workers make versions while this worker trains. It would download each of them and
+    still wait for the version that contains its own push.
     """
     version = state.versions[pull.fragment].version
     if not state.config.is_async or version is None or not 0 <= pull.after < version.counter:
@@ -49,7 +49,7 @@ def _of_what_it_sent(state: RunState, member: Member, pull: messages.Pull) -> me
 def credit(
     state: RunState, member: Member, route: effects.Route, credit: messages.Credit
 ) -> effects.Effects:
-    """A worker can take more chunks, on the connection that this comes on."""
+    """Send a worker more chunks on the connection that this credit was received on."""
     if member.processes > 1:
         yield from _credit_of_lane(state, member, route, credit)
         return
@@ -65,18 +65,18 @@ def credit(
 def _read_early(state: RunState, member: Member, reader: Reader) -> effects.Effects:
     while member.early_pulls and fence.may_release(state):
         pull = member.early_pulls.popitem()[1]
-        yield from _read(state, reader, _of_what_it_sent(state, member, pull))
+        yield from _read(state, reader, _skip_foreign_version(state, member, pull))
 
 
 def go_on(state: RunState) -> effects.Effects:
-    """A hub has its lease: pulls that came while it had none are answered."""
+    """Answer the pulls that a hub received while it had no lease."""
     for member in state.members:
         if member.early_pulls and member.bulk is not None and _has_reader(state, member):
             yield from _read_early(state, member, _reader_of(state, member, member.bulk))
 
 
 def _has_reader(state: RunState, member: Member) -> bool:
-    """False where one of several lanes is lost: all of them are void then, until the worker is back."""
+    """False if one of several data connections is lost: all are void until the worker rejoins."""
     return member.processes == 1 or member.bulk in state.versions.readers
 
 
@@ -85,14 +85,14 @@ def _credit_of_lane(
 ) -> effects.Effects:
     index = member.lane_of(route)
     if member.bulk is None or not _has_reader(state, member):
-        if index:  # what it was bound with grows until lane 0 is
+        if index:  # its initial credit grows until lane 0 is bound
             binding = member.lanes[index]
             most = lane_credit(member.processes)
             given = min(binding.credit + max(0, credit.chunks), most)
             member.lanes[index] = replace(binding, credit=given)
         return
     if not index and route not in (member.control, member.bulk):
-        text = "This connection is no lane of its worker; begin with `lane`."
+        text = "This data connection is not bound; send `lane` first."
         raise ProtocolError(Code.BAD_HEADER, text)
     reader = _reader_of(state, member, member.bulk)
     yield from state.versions.add_credit(reader, credit.chunks, state.now, index, member.processes)
@@ -101,7 +101,7 @@ def _credit_of_lane(
 def lane(
     state: RunState, member: Member, route: effects.Route, lane: messages.Lane
 ) -> effects.Effects:
-    """The first word on a connection for chunks of a worker of several processes."""
+    """Bind a data connection of a worker of several processes."""
     shares = _check_lane(state, member, route, lane)
     credit = min(max(0, lane.credit), lane_credit(member.processes))
     if lane.index == 0:
@@ -112,9 +112,10 @@ def lane(
         former = member.lanes.get(lane.index)
         member.lanes[lane.index] = Binding(route, shares, credit)
         if former is not None and member.bulk is not None:
-            # What was sent on the former is lost: its worker opens all of them anew.
+            # Chunks that were sent on the former one are lost: the worker reopens all of them.
             state.versions.forget(member.bulk)
-            yield member.tell(messages.Rejoin(state.epoch, "A lane was opened twice; join again."))
+            text = f"Data connection {lane.index} was opened twice; join again."
+            yield member.tell(messages.Rejoin(state.epoch, text))
             return
         bound = {lane.index: member.lanes[lane.index]}
     if member.bulk is None:
@@ -131,19 +132,19 @@ def lane(
 def _check_lane(
     state: RunState, member: Member, route: effects.Route, lane: messages.Lane
 ) -> tuple[Bitmap, ...]:
-    """The share of each fragment; raises ProtocolError for a lane that cannot be."""
+    """Return the chunks of each fragment that it carries; raises ProtocolError for an invalid lane."""
     if not (member.processes > 1 and 0 <= lane.index < member.processes):
-        text = f"There is no lane {lane.index} of a worker of {member.processes} processes."
+        text = f"A worker of {member.processes} processes has no lane {lane.index}."
         raise ProtocolError(Code.BAD_HEADER, text)
     others = {each.route for index, each in member.lanes.items() if index != lane.index}
     if lane.index:
         others.add(member.bulk or b"")
     if route in {member.control, *others}:
-        text = "Each lane is a connection of its own; open another one for this."
+        text = "This connection is already in use; open a separate one for each lane."
         raise ProtocolError(Code.BAD_HEADER, text)
     fragments = state.versions.fragments
     if len(lane.shares) != len(fragments):
-        text = f"The lane names {len(lane.shares)} fragments, the run has {len(fragments)}."
+        text = f"The lane has shares of {len(lane.shares)} fragments, the run has {len(fragments)}."
         raise ProtocolError(Code.BAD_HEADER, text)
     return tuple(
         Bitmap.from_bytes(share, each.layout.chunks)
@@ -154,7 +155,7 @@ def _check_lane(
 def observe(
     state: RunState, route: effects.Route, message: messages.Pull | messages.Credit
 ) -> effects.Effects:
-    """Somebody reads who has not joined."""
+    """Handle a pull or credit of an observer, which has not joined."""
     versions = state.versions
     if isinstance(message, messages.Credit):
         if route in versions.readers:
@@ -162,7 +163,7 @@ def observe(
         return
     _check(state, message)
     if route not in versions.readers and len(versions.observers) >= MAX_OBSERVERS:
-        text = f"There are {MAX_OBSERVERS} observers already; try later."
+        text = f"This broker already has {MAX_OBSERVERS} observers, the maximum; try again later."
         raise ProtocolError(Code.NOT_ALLOWED, text)
     yield from _read(state, versions.reader(route, route, state.now), message)
 
@@ -176,7 +177,7 @@ def _check(state: RunState, pull: messages.Pull) -> None:
     if not fragments:
         raise ProtocolError(Code.NO_MODEL, "The broker has no model yet; try again later.")
     if not 0 <= pull.fragment < len(fragments) or not fragments[pull.fragment].layout.chunks:
-        text = f"There is no fragment {pull.fragment} to pull in this run."
+        text = f"This run has no fragment {pull.fragment} to pull."
         raise ProtocolError(Code.BAD_HEADER, text)
     if pull.held is not None:
         Bitmap.from_bytes(pull.held, fragments[pull.fragment].layout.chunks)
@@ -189,7 +190,7 @@ def _read(state: RunState, reader: Reader, pull: messages.Pull) -> effects.Effec
 
 
 def give_up(state: RunState) -> effects.Effects:
-    """End the connections of those who have begun with a version, which is kept for them, and stop."""
+    """Disconnect readers that stopped in the middle of a version, since the broker keeps it for them."""
     for reader in state.versions.given_up(state.now):
         state.versions.forget(reader.route)
         yield effects.Disconnect(reader.route)

@@ -1,7 +1,7 @@
-"""What the core writes to a checkpoint and reads from files: all but the tensors.
+"""Records of checkpoints and model files: everything but the tensors.
 
-The core itself takes the record of a run at the end of a round. By the time the loop writes it, the next
-round may have begun in the state, though no tensor has moved yet.
+The core makes the record of a run at the end of a round. By the time the loop writes it, the next round
+may have opened in the state, though no tensor has changed yet.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from diloco_protocol.version import Ledger, VersionId
 
 @dataclass(frozen=True)
 class FragmentRecord:
-    """One fragment."""
+    """The current version of a fragment."""
 
     version: VersionId
     ledger: Ledger
-    gradients: int  # how many the outer optimizer has had
-    round: int  # the last one of it
+    gradients: int  # number of gradients that the outer optimizer has received
+    round: int  # the round that made it
     averaged: int
-    # Of the versions before this one, by counter, as far as they are known.
+    # Tags of versions before this one, by counter, as far as they are known.
     tags: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DataSetRecord:
-    """One data set of the work queue."""
+    """A data set of the work queue."""
 
     size: int
     epochs: int
     next: int  # tickets below it were handed out
-    uncounted: tuple[int, ...]  # those of them that are in no version: start, stop, start, stop
-    seed: int | None = None  # of the order in each epoch; None: as they are numbered
+    uncounted: tuple[int, ...]  # ranges of them that no version contains: start, stop, start, stop
+    seed: int | None = None  # of the order in each epoch; None: in the order of their numbers
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The run."""
+    """A run between two rounds."""
 
     run: str
-    number: int  # of the round that comes next
-    epoch: str  # the life of the broker
+    number: int  # of the next round
+    epoch: str  # the incarnation of the broker
     manifest: Manifest
     plan: tuple[int, ...]  # the fragment of each tensor of the manifest
     fragments: Mapping[int, FragmentRecord]
-    workers: Mapping[str, Mapping[str, int]]  # counters of the workers that are here, by id
+    workers: Mapping[str, Mapping[str, int]]  # counters of the members, by worker id
     totals: Mapping[str, int]  # counters of the run
     shards: tuple[str, ...] = ()  # ids of workers, by their share of the data
     data_sets: Mapping[str, DataSetRecord] = field(default_factory=dict)  # by name
     term: int = 0  # how often the run's hub was replaced
-    standby: str = ""  # the name of the hub's standby; empty where it has had none
+    standby: str = ""  # name of the hub's standby; empty if it never had one
     left: tuple[str, ...] = ()  # ids of workers that left properly and were not replaced
-    missing: tuple[str, ...] = ()  # ids of workers that were gone and still due
+    missing: tuple[str, ...] = ()  # ids of workers that were absent and still due
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class InitialModel:
     """The model file that the broker was started with."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of each tensor, by name
-    # Names of those that are not finite in fp32; only the frozen part may have some.
+    # Names of tensors with values that are not finite in fp32; only frozen ones may have some.
     infinite: frozenset[str] = frozenset()
 
     def mismatches(self, manifest: Manifest) -> list[str]:
@@ -92,10 +92,10 @@ class InitialModel:
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a broker resumes from: all of a checkpoint but the tensors."""
+    """A checkpoint that a broker resumes from, without the tensors."""
 
-    source: str  # where it came from, for people
+    source: str  # path of the checkpoint, for messages
     record: RunRecord
-    layout: ModelLayout  # what follows from the record's manifest and plan
-    wires: Mapping[int, tuple[Any, ...]]  # of each fragment, its chunks in wire form
-    title: str  # the run, for people: when it was saved and how far it was
+    layout: ModelLayout  # derived from the record's manifest and plan
+    wires: Mapping[int, tuple[Any, ...]]  # by fragment, its chunks in wire form
+    title: str  # describes the run in messages: when it was saved, and its progress

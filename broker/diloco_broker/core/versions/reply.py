@@ -1,8 +1,8 @@
-"""Replies in few bits, as the core sees them: which codes lead a reader from what it holds to a version.
+"""Quantized replies, as the core sees them: codes that take a reader from its version to a newer one.
 
-A chunk of a version in few bits has a *code*, which leads from the version before it, and its values
-whole. Codes of the last versions are kept, so that a reader which has missed some gets a chain of them
-while that is shorter than the chunk.
+A chunk of a quantized version has a *code*, the delta from the version before it, and its full values.
+Codes of the last versions are kept: a reader that missed versions receives a chain of codes, if that is
+smaller than the full chunk.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 from diloco_protocol.messages import Chunk
 from diloco_protocol.version import VersionId
 
-# Versions that a chain leads over at most.
+# Versions in a chain at most: the broker keeps the codes of this many in memory.
 LONGEST_CHAIN = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """One chunk of a version. `whole` and `code` are bytes-like; without a code it goes whole."""
+    """One chunk of a version: its full values and its code, both bytes-like; the code may be None."""
 
     whole: Any
     code: Any
     checksum: int  # of the values
 
     def joined(self, codes: Sequence[Any]) -> Any:
-        """Several codes as one payload, which is no longer than all of them."""
+        """Join codes into one payload, which is at most as long as all of them."""
         return codes[0] if len(codes) == 1 else memoryview(b"".join(codes))
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A chunk as it is sent to readers that hold the same version."""
+    """A chunk as sent to all readers that hold the same version."""
 
     message: Chunk
     payload: Any
@@ -42,22 +42,22 @@ class Reply:
 
 @dataclass(eq=False)
 class Chain:
-    """The codes of the last versions of a fragment, which were made one from the other."""
+    """The codes of the last versions of a fragment, each made from the one before it."""
 
     _links: deque[tuple[VersionId, VersionId, Sequence[Any]]] = field(
         default_factory=lambda: deque(maxlen=LONGEST_CHAIN)
     )
 
     def follows(self, version: VersionId, made_from: VersionId, codes: Sequence[Any]) -> None:
-        """A version is being made from another; its `codes` are filled in one by one."""
+        """Append a version in progress, whose `codes` are filled in one by one."""
         while self._links and self._links[-1][1] != made_from:
-            self._links.pop()  # it came to nothing, or the broker went back
+            self._links.pop()  # it was abandoned, or the broker resumed from an older version
         self._links.append((made_from, version, codes))
 
     def reply(self, last: Any, whole: Chunk, held: VersionId | None) -> Reply:
-        """How a chunk of a version goes to a reader that holds this one.
+        """Make the reply with a chunk for a reader that holds `held`.
 
-        `last` is the chunk: bytes-like where it always goes whole. `whole` is its message then.
+        `last` is the chunk, bytes-like if it has no code; `whole` is its message with full values.
         """
         if not isinstance(last, Coded):
             return Reply(whole, last)
@@ -72,7 +72,7 @@ class Chain:
         return Reply(message, last.joined(codes))
 
     def between(self, held: VersionId, version: VersionId) -> list[Sequence[Any]] | None:
-        """The codes of each version after `held` up to this one; None where no chain leads there."""
+        """The codes of each version after `held` up to this one; None if the chain lacks one."""
         found: list[Sequence[Any]] = []
         wanted = version
         for made_from, made, codes in reversed(self._links):
@@ -85,5 +85,5 @@ class Chain:
 
 
 def code_of(wire: Any) -> Any:
-    """The code of a chunk; None where it always goes whole."""
+    """The code of a chunk; None if it has none and is always sent in full."""
     return wire.code if isinstance(wire, Coded) else None

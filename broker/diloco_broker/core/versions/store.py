@@ -1,13 +1,13 @@
-"""The versions that are handed out, and those who read them.
+"""The store of versions, and their readers.
 
-A reader says how many chunks it can take. This credit binds before any of ZeroMQ's high-water marks, so
-a slow reader holds a few chunk references and never a copy of the model.
+A reader grants credit for chunks. It runs out before ZeroMQ's high-water marks are reached, so a slow
+reader keeps references to a few chunks, never a copy of the model.
 
-The store keeps, for each fragment, the current version (whole, never written again) and the one that is
-being made. A reader that waits for the next version gets its chunks as they become ready. When a newer
-version is released, a reader that has begun with the older one goes on with it: a link that needs longer
-for a version than the next one takes to come would never have any otherwise. So that slow readers cost
-no more than `OLD_VERSIONS_KEPT` old versions, others that are behind are moved to the newer.
+The store has, for each fragment, the current version (complete and immutable) and the one in progress. A
+reader that waits for the next version receives its chunks as they become ready. When a newer version is
+released, a reader that has started with the older one finishes that: otherwise a link that needs longer
+for a version than the run would never complete any. At most `OLD_VERSIONS_KEPT` old versions are kept
+for slow readers; other slow readers are moved to the newer version.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from diloco_protocol.version import VersionId
 
 
 class VersionStore:
-    """Versions of all fragments and the readers of them. Methods yield the sends that follow."""
+    """Versions of all fragments, and their readers. Methods yield the messages to send."""
 
     def __init__(self) -> None:
         self.fragments: list[FragmentVersions] = []
         self.readers: dict[effects.Route, Reader] = {}
         self.bytes_down = 0
-        # Told with each version: how far the run is, and the mean loss of its workers.
+        # Sent with each version: the progress of the run, and the mean loss of its workers.
         self.progress = Progress()
         self.loss: float | None = None
 
     def set_layout(self, layouts: tuple[FragmentLayout, ...]) -> None:
-        """Make room for a model: one `FragmentVersions` for each fragment, the frozen one last."""
+        """Set the fragments of the model, the frozen one last."""
         self.fragments = [FragmentVersions(layout) for layout in layouts]
 
     def __getitem__(self, fragment: int) -> FragmentVersions:
@@ -59,13 +59,13 @@ class VersionStore:
 
     @property
     def trained(self) -> list[FragmentVersions]:
-        """Those that rounds make versions of: all but the frozen one."""
+        """All fragments but the frozen one, of which rounds make no versions."""
         return self.fragments[:-1]
 
     # Making versions.
 
     def make(self, fragment: int, version: VersionId, gradients: int) -> None:
-        """Begin a version. Readers that wait for one follow it from now on."""
+        """Start a version, and its download by the readers that wait for one."""
         versions = self[fragment]
         chunks = versions.layout.chunks
         made = VersionInProgress(version, gradients, [None] * chunks, [None] * chunks, chunks)
@@ -78,7 +78,7 @@ class VersionStore:
                 reader.downloads[fragment] = Download(version, chunks, reader.holds.get(fragment))
 
     def install(self, fragment: int, whole: WholeVersion) -> None:
-        """This version is the first one of its fragment."""
+        """Set the first version of a fragment."""
         versions = self[fragment]
         assert versions.current is None and versions.in_progress is None
         versions.set_current(whole)
@@ -86,11 +86,11 @@ class VersionStore:
     def warn_of_branches(
         self, worker_id: str, versions: Sequence[VersionId | None]
     ) -> effects.Effects:
-        """Warn if a worker holds a version, by fragment, from which this broker's do not descend.
+        """Warn if a worker holds a version, by fragment, that is not an ancestor of this broker's.
 
-        A broker that comes back from an older copy, or before a worker that was ahead of it, repeats
-        rounds with other contributions. Counters are then equal and tags differ. Nothing can join the
-        two branches again: the broker's is the run.
+        A broker that resumes from an older checkpoint, or without a worker that is ahead of it, repeats
+        rounds with other contributions. Counters are then equal and tags differ. The branches cannot be
+        merged; the run continues with the broker's.
         """
         fragments = self.trained
         for fragment, (held, each) in enumerate(zip(versions, fragments, strict=False)):
@@ -107,13 +107,13 @@ class VersionStore:
                 continue
             which = f" of fragment {fragment}" if len(fragments) > 1 else ""
             yield effects.warning(
-                f"{worker_id} holds version {held}{which}, but this broker went on from an older copy "
-                f"and {instead}. The rounds that only {worker_id} has are lost, except for what workers "
-                "offer again."
+                f"{worker_id} holds version {held}{which}, but this broker resumed from an older one "
+                f"and {instead}. The rounds that only {worker_id} has are lost, except for pushes that "
+                "workers offer again."
             )
 
     def serve_waiting(self) -> effects.Effects:
-        """Start the readers that have waited for a version which is here now."""
+        """Start the downloads of readers whose version is available now."""
         for reader in list(self.readers.values()):
             for fragment, after in list(reader.waiting.items()):
                 version = self[fragment].version
@@ -136,11 +136,11 @@ class VersionStore:
         return sends
 
     def release(self, fragment: int, record: FragmentRecord) -> effects.Effects:
-        """The version being made is whole: it becomes the current one."""
+        """Make the version in progress, which is complete, the current one."""
         versions = self[fragment]
         in_progress = versions.in_progress
         assert in_progress is not None and in_progress.left == 0
-        self._keep_what_is_read(versions)
+        self._keep_if_read(versions)
         whole = WholeVersion(record, tuple(in_progress.wires), in_progress.replies)
         versions.set_current(whole)
         versions.in_progress = None
@@ -164,7 +164,7 @@ class VersionStore:
         now: float,
         account: Account | None = None,
     ) -> Reader:
-        """The reader on a connection, made if it is new; the account is that of one that has joined."""
+        """The reader on a connection, made if it is new; `account` is that of a member."""
         if route not in self.readers:
             joined = account is not None
             made = Reader(route, announce, account or Account(), joined, now)
@@ -175,7 +175,7 @@ class VersionStore:
     def add_credit(
         self, reader: Reader, chunks: int, now: float, lane: int = 0, lanes: int = 1
     ) -> list[effects.Send]:
-        """A reader can take more on one of its `lanes`."""
+        """Add to the credit of a reader on one of its `lanes`, and send ready chunks."""
         most = lane_credit(lanes) if reader.joined else MAX_OBSERVER_CREDIT
         outlet = reader.lanes[lane]
         outlet.credit = min(outlet.credit + max(0, chunks), most)
@@ -185,7 +185,7 @@ class VersionStore:
     def bind(
         self, reader: Reader, lane: int, route: effects.Route, shares: Sequence[Bitmap]
     ) -> None:
-        """A lane of a worker of several processes: what it takes comes on this connection."""
+        """Bind a lane of a worker of several processes to a connection and its shares of chunks."""
         if reader.lane_map is None:
             reader.lane_map = [[NO_LANE] * each.layout.chunks for each in self.fragments]
         reader.lanes[lane] = Outlet(route)
@@ -193,11 +193,11 @@ class VersionStore:
             reader.give(fragment, lane, share)
 
     def given_up(self, now: float) -> list[Reader]:
-        """Those that have begun with a version, have had what they had credit for, and ask no more."""
+        """Readers that stopped in the middle of a version; see `Reader.has_stopped`."""
         return [reader for reader in self.readers.values() if reader.has_stopped(now)]
 
     def forget(self, route: effects.Route | None) -> None:
-        """Whoever reads on this connection does so no more, nor on any other of its own."""
+        """Remove the reader that has this connection, with all its connections."""
         found = [
             each.route
             for each in self.readers.values()
@@ -220,9 +220,9 @@ class VersionStore:
         held: tuple[VersionId, bytes] | None,
         delta_of: VersionId | None = None,
     ) -> effects.Effects:
-        """Give a reader the newest version above `after`, now or when there is one.
+        """Send a reader the newest version above `after`, now or once it exists.
 
-        `held` is a version of which it has these chunks; `delta_of` one that it has whole.
+        `held` is a version of which it has these chunks; `delta_of` one that it has completely.
         """
         versions = self[fragment]
         if reader.downloads.pop(fragment, None) is not None:
@@ -252,7 +252,7 @@ class VersionStore:
             yield from self.pump(reader)
 
     def pump(self, reader: Reader) -> list[effects.Send]:
-        """Send what is ready while there is credit."""
+        """Send ready chunks within the credit."""
         sends: list[effects.Send] = []
         for fragment, download in list(reader.downloads.items()):
             versions = self.fragments[fragment]
@@ -297,8 +297,8 @@ class VersionStore:
             loss=self.loss,
         )
 
-    def _keep_what_is_read(self, versions: FragmentVersions) -> None:
-        """The current version will be an old one: keep it for readers that have begun with it."""
+    def _keep_if_read(self, versions: FragmentVersions) -> None:
+        """Keep the current version, which is about to be replaced, if a reader has started with it."""
         chunks, fragment = versions.layout.chunks, versions.layout.fragment
         downloads = (reader.downloads.get(fragment) for reader in self.readers.values())
         is_read = any(
@@ -308,7 +308,7 @@ class VersionStore:
             versions.old.append(versions.current)
 
     def _sweep(self) -> None:
-        """Let go of old versions that nobody reads any more."""
+        """Drop old versions that no reader needs any more."""
         for versions in self.fragments:
             if versions.old:
                 fragment = versions.layout.fragment
@@ -317,7 +317,7 @@ class VersionStore:
                 versions.old = [kept for kept in versions.old if kept.version in read]
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when a reader is at a version that does not exist; for tests."""
+        """Raise AssertionError if a reader downloads a version that does not exist; for tests."""
         for reader in self.readers.values():
             assert all(outlet.credit >= 0 for outlet in reader.lanes.values())
             assert all(len(each.old) <= OLD_VERSIONS_KEPT for each in self.fragments)

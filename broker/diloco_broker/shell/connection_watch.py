@@ -61,11 +61,13 @@ MOST_STRANGERS = 256
 # What ZeroMQ says before it lets anybody in: its greeting, and that of CURVE to whoever knows our public
 # key (RFC 26). Who has been sent more is somebody, and not only a connection.
 SAID_TO_ANYBODY = 256
-# Seconds between two looks: at those who have not joined while bytes come of them, and at everybody. A
-# look at many takes long, so that there is a share of the time that looks may take.
+# Seconds between two looks: at connections that have not joined while they send bytes, and at all. A
+# look at many takes long, so looks may take this share of the time, and looks at all of them this one:
+# with 500 members, who may owe much more than others, there is one each 0.3 s.
 STRANGERS_EVERY_S = 0.001
 EVERYBODY_EVERY_S = 0.1
 SHARE_OF_LOOKS = 0.1
+SHARE_OF_LOOKS_AT_ALL = 0.02
 # How a route begins that ZeroMQ has drawn: no other connection ever has it. Others are given by peers.
 DRAWN = b"\0"
 # Routes of ended connections that are kept in mind: more than can have messages waiting.
@@ -344,8 +346,10 @@ class ConnectionWatch:
         ended += _bound_together(strangers, self._most_strangers)
         if is_at_all:
             ended += end_keepers_of_old((c for c in strangers if not c.is_ended), self._newest)
-            self._next_at_all = now + EVERYBODY_EVERY_S
-        pause = max(STRANGERS_EVERY_S, (time.thread_time() - began) / SHARE_OF_LOOKS)
+        took = time.thread_time() - began
+        if is_at_all:
+            self._next_at_all = now + max(EVERYBODY_EVERY_S, took / SHARE_OF_LOOKS_AT_ALL)
+        pause = max(STRANGERS_EVERY_S, took / SHARE_OF_LOOKS)
         self._rests_until = now + pause
         self.next_look = max(self._next_at_all, self._rests_until)
         return ended

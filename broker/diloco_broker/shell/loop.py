@@ -57,8 +57,10 @@ VERSION = version("diloco-broker")
 
 # Messages taken in before tensor work gets its turn.
 MESSAGES_A_TURN = 256
-# Receiving in one turn, and reading what those send who have not joined.
+# Receiving in one turn while tensor work waits, and reading what those send who have not joined.
 RECEIVE_SLICE_S = 0.0005
+# Receiving in one turn while none does: a turn has costs of its own.
+IDLE_SLICE_S = 0.005
 # Tensor work in one turn; heartbeats are answered in between. A turn has costs of its own.
 WORK_SLICE_S = 0.001
 # Chunks that are acknowledged together while there is work, be they of several workers. Most have credit
@@ -315,19 +317,20 @@ class Loop:
             self._executor.feed(events.KeysRevoked(changes.revoked))
 
     def _receive(self) -> bool:
-        """Take in what is there, for one slice of time at most. Returns whether that was all.
+        """Receive messages for one slice of time at most. Returns whether there are no more.
 
         Of a connection of which ZeroMQ takes no more until half is received, more is to come.
         """
         self._received_at = self.now()
-        until = time.perf_counter() + RECEIVE_SLICE_S
+        began = time.perf_counter()
         for number in range(MESSAGES_A_TURN):
             message = self.sockets.receive()
             if message is None:
                 return number < UNREAD_KEPT // 2
             if message.route:
                 self._intake.deliver(message, self._received_at)
-            if time.perf_counter() > until:
+            took = time.perf_counter() - began
+            if took > IDLE_SLICE_S or (took > RECEIVE_SLICE_S and self.tensors):
                 return False
         return False
 

@@ -131,7 +131,9 @@ class Sockets:
         self._poller.register(self._alarm, zmq.POLLIN)
         for monitor, _ in self._monitors:
             self._poller.register(monitor, zmq.POLLIN)
-        self._at_rest = zmq.Poller()  # has those who have not joined, and nothing else
+        # Has those who have not joined, and `wake`: a poller without anything returns at once.
+        self._at_rest = zmq.Poller()
+        self._at_rest.register(self._alarm, zmq.POLLIN)
         if self._doorkeeper is not None:
             self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
 
@@ -172,7 +174,7 @@ class Sockets:
         self._poller.unregister(socket)
 
     def rest(self, seconds: float) -> bool:
-        """Wait so long, or until bytes of somebody who has not joined lie there; returns whether."""
+        """Wait for bytes of a peer that has not joined, or for `wake`; returns whether there are any."""
         return bool(self._at_rest.poll(int(seconds * 1000)))
 
     def wake(self) -> None:

@@ -22,23 +22,15 @@ HELD = (
     Reason.PARAMETERS,
     Reason.CLOSING,
 )
-NAMES = ("a", "b", "c")
 
 
 def tallies() -> Iterator[Tally]:
-    for here, missing, comes, ago in product(range(4), range(4 - 1), range(4), (None, 0, 4, 5, 6)):
-        if here + missing <= len(NAMES):
-            yield Tally(
-                here=set(NAMES[:here]),
-                missing=set(NAMES[here : here + missing]),
-                is_complete=not missing,
-                may_come=max(here, comes),
-                enough_at=None if ago is None else NOW - ago,
-            )
-        # Of asynchronous rounds nobody knows who comes.
-        if not missing:
-            enough_at = None if ago is None or not here else NOW - ago
-            yield Tally(set(NAMES[:here]), frozenset(), False, comes, enough_at)
+    for here, comes, ago in product(range(4), range(4), (None, 0, 4, 5, 6)):
+        enough_at = None if ago is None else NOW - ago
+        yield Tally(here, is_complete=True, may_come=max(here, comes), enough_at=enough_at)
+        yield Tally(here, is_complete=False, may_come=max(here, comes), enough_at=enough_at)
+        # In asynchronous mode fewer workers may be here than pushes.
+        yield Tally(here, False, comes, enough_at if here else None)
 
 
 def expected(tally: Tally | None, limits: Limits) -> Reason | None:
@@ -49,7 +41,7 @@ def expected(tally: Tally | None, limits: Limits) -> Reason | None:
         (tally is None, limits.held or Reason.PARAMETERS),
     ]
     if tally is not None:
-        is_short = len(tally.here) < least
+        is_short = tally.here < least
         since = None if tally.enough_at is None else NOW - tally.enough_at
         table += [
             (is_short and tally.may_come < limits.floor, Reason.WORKERS),
@@ -72,17 +64,17 @@ def test_every_combination_of_what_is_here_and_what_holds(held: Reason | None) -
 
 
 def test_reason_has_its_particulars() -> None:
-    tally = Tally({"a"}, {"c", "b"}, False, 3)
-    assert decide(tally, Limits(floor=3), NOW).why == Why(Reason.PUSHES, ("b", "c"), 2, since=NOW)
-    enough = Tally({"a"}, {"b"}, False, 2, enough_at=NOW - 3)
+    tally = Tally(1, False, 3)
+    assert decide(tally, Limits(floor=3), NOW).why == Why(Reason.PUSHES, 2, since=NOW)
+    enough = Tally(1, False, 2, enough_at=NOW - 3)
     why = decide(enough, Limits(grace_s=5.0), NOW).why
-    assert why == Why(Reason.GRACE, ("b",), since=NOW - 3, until=NOW + 2)
+    assert why == Why(Reason.GRACE, since=NOW - 3, until=NOW + 2)
 
 
 def test_reason_that_goes_on_keeps_its_beginning() -> None:
-    limits, before = Limits(), Decision(Why(Reason.PUSHES, ("a", "b"), 1, since=NOW - 7))
-    fewer = decide(Tally(set(), {"b"}, False, 2), limits, NOW).after(before)
-    assert fewer.why == Why(Reason.PUSHES, ("b",), 1, since=NOW - 7)
+    limits, before = Limits(), Decision(Why(Reason.PUSHES, 2, since=NOW - 7))
+    fewer = decide(Tally(0, False, 2), limits, NOW).after(before)
+    assert fewer.why == Why(Reason.PUSHES, 1, since=NOW - 7)
     other = decide(None, Limits(Reason.PAUSED), NOW).after(before)
     assert other.why == Why(Reason.PAUSED, since=NOW)
 

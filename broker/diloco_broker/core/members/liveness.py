@@ -70,7 +70,7 @@ def connection_lost(state: RunState, route: effects.Route) -> effects.Effects:
     state.versions.forget(route)
     member = state.members.on_route(route)
     if member is not None and route != member.control:
-        member.lose_lanes()
+        state.members.lose_lanes(member)
     if member is not None and member.liveness.disconnected_at is None:
         member.liveness.disconnect(state.now)
         yield effects.info(f"A connection of {member.worker_id} broke.")

@@ -7,7 +7,8 @@ the token is the worker's only if it arrives on the control connection or a data
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,12 +216,6 @@ class Member:
         found = [self.control, *(each.route for each in self.lanes.values())]
         return found if self.bulk is None else [*found, self.bulk]
 
-    def lose_lanes(self) -> None:
-        """One of several is gone, so all are void: the worker opens them anew, and joins again."""
-        if self.processes > 1:
-            self.bulk = None
-            self.lanes.clear()
-
     def takes_chunks_on(self, route: effects.Route) -> bool:
         """Whether this is a data connection of this worker that is bound now."""
         if self.processes == 1 or route == self.bulk:
@@ -284,11 +279,17 @@ class Member:
 
 
 class Membership:
-    """The members, by session token and by worker id; each live id occurs once."""
+    """The members, by session token, worker id and connection; each live id occurs once.
+
+    Connections of a member change only through the methods here, which keep the index of them: the
+    broker looks up the sender of a message, and there may be hundreds of members.
+    """
 
     def __init__(self) -> None:
         self._by_session: dict[bytes, Member] = {}
         self._by_id: dict[str, Member] = {}
+        # Several members may have joined on one connection; the first one that has it counts.
+        self._by_route: dict[effects.Route, list[Member]] = {}
         self.gone = 0  # how many have been removed
 
     def __iter__(self) -> Iterator[Member]:
@@ -306,12 +307,47 @@ class Membership:
     def with_session(self, session: bytes) -> Member | None:
         return self._by_session.get(session)
 
-    def routes(self) -> set[effects.Route]:
+    def routes(self) -> Set[effects.Route]:
         """The connections of all members."""
-        return {route for m in self._by_id.values() for route in m.routes}
+        return self._by_route.keys()
 
     def on_route(self, route: effects.Route) -> Member | None:
-        return next((m for m in self._by_id.values() if route in m.routes), None)
+        found = self._by_route.get(route)
+        return found[0] if found else None
+
+    @contextmanager
+    def _reconnects(self, member: Member) -> Iterator[None]:
+        """Connections of this member may change in here."""
+        self._forget_routes(member)
+        yield
+        self._note_routes(member)
+
+    def _forget_routes(self, member: Member) -> None:
+        for route in set(member.routes):
+            others = [each for each in self._by_route.pop(route) if each is not member]
+            if others:
+                self._by_route[route] = others
+
+    def _note_routes(self, member: Member) -> None:
+        for route in set(member.routes):
+            self._by_route.setdefault(route, []).append(member)
+
+    def bind(self, member: Member, route: effects.Route) -> None:
+        """This is the member's bulk connection from now on."""
+        with self._reconnects(member):
+            member.bulk = route
+
+    def bind_lane(self, member: Member, index: int, binding: Binding) -> None:
+        """This is one more connection for chunks, of a worker of several processes."""
+        with self._reconnects(member):
+            member.lanes[index] = binding
+
+    def lose_lanes(self, member: Member) -> None:
+        """One of several is gone, so all are void: the worker opens them anew, and joins again."""
+        if member.processes > 1:
+            with self._reconnects(member):
+                member.bulk = None
+                member.lanes.clear()
 
     def admit(
         self,
@@ -335,6 +371,7 @@ class Membership:
         )
         self._by_session[session] = member
         self._by_id[join.worker_id] = member
+        self._note_routes(member)
         return member
 
     def renew(
@@ -344,11 +381,12 @@ class Membership:
         del self._by_session[member.session]
         self._by_session[session] = member
         member.session = session
-        member.control = route
-        member.bulk = None
+        with self._reconnects(member):
+            member.control = route
+            member.bulk = None
+            member.lanes.clear()
         member.processes = join.processes
         member.voter = join.voter
-        member.lanes.clear()
         member.liveness.hear(now)
         member.liveness.probed_at = now
         member.sync_every = own_sync_every(join.wants)
@@ -360,10 +398,13 @@ class Membership:
         self.gone += 1
         del self._by_session[member.session]
         del self._by_id[member.worker_id]
+        self._forget_routes(member)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the two indexes disagree; for tests."""
+        """Raise AssertionError when the indexes disagree; for tests."""
         assert {id(m) for m in self._by_id.values()} == {id(m) for m in self._by_session.values()}
         for worker_id, member in self._by_id.items():
             assert member.worker_id == worker_id
             assert self._by_session[member.session] is member
+        found = {(route, id(m)) for route, members in self._by_route.items() for m in members}
+        assert found == {(route, id(m)) for m in self._by_id.values() for route in m.routes}

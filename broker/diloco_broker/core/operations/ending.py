@@ -171,8 +171,9 @@ def _cycle_end(state: RunState, number: int) -> int:
 
 def tell_all(state: RunState) -> effects.Effects:
     """Notify all workers if the run is over."""
-    for member in state.members:
-        yield from tell(state, member)
+    if state.ending.is_over:
+        for member in state.members:
+            yield from tell(state, member)
 
 
 def refuse_the_rest(state: RunState) -> effects.Effects:

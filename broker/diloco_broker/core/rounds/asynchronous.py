@@ -9,7 +9,7 @@ the same parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
@@ -197,7 +197,11 @@ def tally(state: RunState) -> Tally:
     whole = state.submissions.whole()
     here = {each.worker_id for each in whole}
     enough_at = whole[0].whole_at if whole else None
-    return Tally(here, frozenset(), False, len(state.members), enough_at)
+    return Tally(len(here), False, len(state.members), enough_at)
+
+
+def missing(state: RunState) -> Set[str]:
+    return frozenset()  # no update waits for a worker
 
 
 def close(state: RunState) -> Effects:

@@ -7,8 +7,7 @@ push that was complete first, `--grace` seconds after that push was complete.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -29,17 +28,15 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True)
 class Why:
-    """Why the round stays open.
+    """Why the round stays open. Whose pushes are missing, `missing` of the mode says to displays.
 
     Attributes:
-        workers: workers whose pushes are missing, sorted by name.
         needed: the least number of pushes, or of workers, still missing.
         since: when this became the reason (run time).
         until: when the wait times out (run time); None if only an event ends it.
     """
 
     reason: Reason
-    workers: tuple[str, ...] = ()
     needed: int = 0
     since: float = 0.0
     until: float | None = None
@@ -47,11 +44,10 @@ class Why:
 
 @dataclass(frozen=True)
 class Tally:
-    """The contributions of an open round.
+    """The contributions of an open round, as numbers: they are counted after every event.
 
     Attributes:
-        here: workers whose push would be part of its version.
-        missing: workers that the round still waits for.
+        here: the number of workers whose push would be part of its version.
         is_complete: the round waits for no other worker. Always False in asynchronous mode.
         may_come: the number of workers that could contribute: the expected ones, including those whose
             push was refused, and those whose push is in progress or complete, even if they have left.
@@ -60,8 +56,7 @@ class Tally:
             the first push was complete. None before that, and in rounds without a quorum.
     """
 
-    here: Set[str]
-    missing: Set[str]
+    here: int
     is_complete: bool
     may_come: int
     enough_at: float | None = None
@@ -99,8 +94,7 @@ class Decision:
         why, was = self.why, before.why
         if why is None or was is None or why.reason is not was.reason:
             return self
-        is_same = (why.workers, why.needed, why.until) == (was.workers, was.needed, was.until)
-        return before if is_same else Decision(replace(why, since=was.since))
+        return Decision(Why(why.reason, why.needed, was.since, why.until))
 
 
 def decide(tally: Tally | None, limits: Limits, now: float) -> Decision:
@@ -111,17 +105,17 @@ def decide(tally: Tally | None, limits: Limits, now: float) -> Decision:
 def _why_not(tally: Tally | None, limits: Limits, now: float) -> Why | None:
     if tally is None or limits.held not in (None, Reason.PAUSED):
         return Why(limits.held or Reason.PARAMETERS, since=now, until=limits.held_until)
-    needed, missing = max(1, limits.floor) - len(tally.here), tuple(sorted(tally.missing))
+    needed = max(1, limits.floor) - tally.here
     if needed > 0 and tally.may_come < limits.floor:
         # Also in a paused run: the pause is the state of the run, and the lack shows only here.
-        return Why(Reason.WORKERS, missing, needed, since=now)
+        return Why(Reason.WORKERS, needed, since=now)
     if limits.held is not None:
         return Why(limits.held, since=now)
     if needed > 0:
-        return Why(Reason.PUSHES, missing, needed, since=now)
+        return Why(Reason.PUSHES, needed, since=now)
     if tally.is_complete:
         return None
     if tally.enough_at is None:
-        return Why(Reason.PUSHES, missing, since=now)
+        return Why(Reason.PUSHES, since=now)
     until = tally.enough_at + limits.grace_s
-    return Why(Reason.GRACE, missing, since=tally.enough_at, until=until) if now < until else None
+    return Why(Reason.GRACE, since=tally.enough_at, until=until) if now < until else None

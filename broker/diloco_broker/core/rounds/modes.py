@@ -6,7 +6,7 @@ select it and what the rest of the broker needs to know about it. No other code 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,7 +55,10 @@ class Rules(Protocol):
         """Update what the decision depends on, such as the time at which a quorum was reached."""
 
     def tally(self, state: RunState) -> Tally:
-        """Return the contributions of the open update."""
+        """Count the contributions of the open update."""
+
+    def missing(self, state: RunState) -> Set[str]:
+        """Return the workers that the open update waits for."""
 
     def close(self, state: RunState) -> Effects:
         """Begin the outer step, or refuse a push that cannot be in it. Only `close_if_due` calls it."""

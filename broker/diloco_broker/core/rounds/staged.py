@@ -15,7 +15,7 @@ notified either way. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
@@ -76,11 +76,15 @@ class StagedRound(StagedUpdate):
             self.quorum_at = now
 
     def tally(self, floor: int) -> Tally:
-        here = self._whole_of
-        missing = self.barrier.expected - here - self.barrier.skipped
-        may_come = len(self.barrier.expected | self.participating)
+        here, expected = self._whole_of, self.barrier.expected
+        is_complete = expected <= here | self.barrier.skipped
+        may_come = len(expected) + len(self.participating - expected)
         enough_at = self.quorum_at if self._has_quorum(floor) else None
-        return Tally(here, missing, not missing, may_come, enough_at)
+        return Tally(len(here), is_complete, may_come, enough_at)
+
+    def lacks(self) -> set[str]:
+        """Expected workers whose push is not whole."""
+        return self.barrier.expected - self._whole_of - self.barrier.skipped
 
     @property
     def _whole_of(self) -> set[str]:
@@ -91,7 +95,7 @@ class StagedRound(StagedUpdate):
         if self.quorum is None or not here:
             return False
         # As in the tally, but a push in progress whose worker is not expected may never be complete.
-        may_come = len(self.barrier.expected | here)
+        may_come = len(self.barrier.expected) + len(here - self.barrier.expected)
         return len(here) >= max(floor, min(self.quorum, may_come))
 
     def close(self, chosen: Iterable[Submission]) -> None:
@@ -209,6 +213,10 @@ def look(state: RunState) -> Effects:
 
 def tally(state: RunState) -> Tally:
     return _round(state).tally(state.floor)
+
+
+def missing(state: RunState) -> Set[str]:
+    return _round(state).lacks()
 
 
 def close(state: RunState) -> Effects:

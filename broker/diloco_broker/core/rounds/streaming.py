@@ -21,7 +21,7 @@ closes while a worker dies keeps the chunks that it delivered. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -179,8 +179,9 @@ class StreamingRound(Update):
         return ready
 
     def tally(self) -> Tally:
-        here, missing = self.participating, self.missing
-        return Tally(here, missing, not missing, len(self.barrier.expected | here))
+        here, expected = self.participating, self.barrier.expected
+        is_complete = expected <= self.begun | self.barrier.skipped
+        return Tally(len(here), is_complete, len(expected) + len(here - expected))
 
     def close(self) -> list[int]:
         """Begin to close."""
@@ -380,6 +381,10 @@ def commit(state: RunState, member: Member, commit: Commit) -> None:
 
 def tally(state: RunState) -> Tally:
     return _round(state).tally()
+
+
+def missing(state: RunState) -> Set[str]:
+    return _round(state).missing
 
 
 def close(state: RunState) -> Effects:

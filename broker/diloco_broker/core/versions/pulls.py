@@ -55,7 +55,7 @@ def credit(
         return
     if route not in (member.control, member.bulk):
         state.versions.forget(member.bulk)
-        member.bulk = route
+        state.members.bind(member, route)
     if member.bulk is not None:
         reader = _reader_of(state, member, member.bulk)
         yield from state.versions.add_credit(reader, credit.chunks, state.now)
@@ -106,11 +106,11 @@ def lane(
     credit = min(max(0, lane.credit), lane_credit(member.processes))
     if lane.index == 0:
         state.versions.forget(member.bulk)
-        member.bulk = route
+        state.members.bind(member, route)
         bound = {0: Binding(route, shares, credit), **member.lanes}
     else:
         former = member.lanes.get(lane.index)
-        member.lanes[lane.index] = Binding(route, shares, credit)
+        state.members.bind_lane(member, lane.index, Binding(route, shares, credit))
         if former is not None and member.bulk is not None:
             # Chunks that were sent on the former one are lost: the worker reopens all of them.
             state.versions.forget(member.bulk)

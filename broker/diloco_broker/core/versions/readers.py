@@ -85,6 +85,9 @@ class Reader:
         The time starts when this first finds chunks that are ready and no credit, since the reader may
         have waited for the version for hours.
         """
+        if not self.downloads:  # most, whenever they are asked
+            self.stands_since = None
+            return False
         lacks_credit = any(
             each.ready.get(lane)
             for lane, outlet in self.lanes.items()

@@ -7,8 +7,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 if sys.platform == "linux":
     import fcntl
@@ -17,12 +16,12 @@ if sys.platform == "linux":
 # struct tcp_info of Linux 4.1 and later: two counters of 64 bits, in bytes.
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_AT = 120
+_SIZE = _COUNTERS_AT + _COUNTERS.size
 # To end a connection at once, however much of it has not been sent.
 _AT_ONCE = struct.pack("ii", 1, 0)
 
 
-@dataclass(frozen=True)
-class TcpFigures:
+class TcpFigures(NamedTuple):
     """Bytes since the connection was made.
 
     Attributes:
@@ -53,35 +52,38 @@ class Descriptor:
         """None where the connection is gone, or this system does not count."""
         if sys.platform != "linux":
             return None
-        with contextlib.suppress(OSError, struct.error), self._borrowed() as borrowed:
-            size = _COUNTERS_AT + _COUNTERS.size
-            found = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        # Hundreds of connections are asked several times a second.
+        try:
+            borrowed = self._borrow()
+            try:
+                found = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+            finally:
+                borrowed.detach()
             delivered, received = _COUNTERS.unpack_from(found, _COUNTERS_AT)
             taken = received - self._queued(termios.FIONREAD)
             return TcpFigures(taken, delivered, self._queued(termios.TIOCOUTQ))
-        return None
+        except (OSError, struct.error):
+            return None
 
     def shut(self) -> None:
         """End the connection; ZeroMQ notices at once, and frees what it holds of it."""
-        with contextlib.suppress(OSError), self._borrowed() as borrowed:
-            borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
-            borrowed.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            borrowed = self._borrow()
+            try:
+                borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+                borrowed.shutdown(socket.SHUT_RDWR)
+            finally:
+                borrowed.detach()
 
-    @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[socket.socket]:
-        """The connection as a socket; it stays ZeroMQ's to close.
+    def _borrow(self) -> socket.socket:
+        """The connection as a socket, to be detached: it stays ZeroMQ's to close.
 
         Raises OSError once ZeroMQ has closed it, also where the number is in use again.
         """
         if os.fstat(self.number).st_ino != self._inode:
             raise OSError("another connection has this number now")
         # With all of this said the system is asked for none of it. The family plays no part.
-        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.number)
-        try:
-            yield found
-        finally:
-            found.detach()
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.number)
 
     def _queued(self, which: int) -> int:
-        found: int = struct.unpack("i", fcntl.ioctl(self.number, which, bytes(4)))[0]
-        return found
+        return int.from_bytes(fcntl.ioctl(self.number, which, bytes(4)), sys.byteorder)

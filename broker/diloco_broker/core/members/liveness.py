@@ -105,14 +105,15 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
     del state.to_probe[:PROBES_A_TICK]
     timeout = state.config.heartbeat_timeout
     for member in state.members:
-        silent = now - member.liveness.last_seen
-        if _is_given_up(state, member):
+        life = member.liveness
+        silent = now - life.last_seen
+        if life.disconnected_at is not None and _is_given_up(state, member):
             yield from _evict(state, member, "its connection broke and it did not reconnect")
         elif timeout and silent > timeout and not may_be_on_its_way(state):
             yield from _evict(state, member, f"no message for {silent:.0f} s")
-        elif silent > PROBE_AFTER_S and now - member.liveness.probed_at > PROBE_AFTER_S:
+        elif silent > PROBE_AFTER_S and now - life.probed_at > PROBE_AFTER_S:
             # A dead connection fails only when something is sent on it.
-            member.liveness.probed_at = now
+            life.probed_at = now
             yield member.tell(messages.Notice("alive"))
     yield from fence.tick(state)
     if state.standby is not None and state.standby.holds:

@@ -1,4 +1,4 @@
-"""The broker without its world: for whoever has a network, tensors and a clock of their own.
+"""The broker without its world: for programs with their own network, tensors and clock.
 
 What the real broker decides with, and nothing that it acts with: the state machine, its options, what
 goes in (`events`) and what it asks for (`effects`), and the one place where effects are carried out,

@@ -8,7 +8,7 @@ import re
 CONTROL_PORT, FEED_PORT = 8512, 8513  # where an address names none
 DEFAULT_CONTROL_ADDRESS = f"tcp://127.0.0.1:{CONTROL_PORT}"
 DEFAULT_FEED_ADDRESS = f"tcp://127.0.0.1:{FEED_PORT}"
-# What a socket is bound to where all addresses of its machine are meant, and nobody connects to.
+# What a socket is bound to where all addresses of its machine are meant, which no client can connect to.
 EVERYWHERE = frozenset({"*", "0.0.0.0", "[::]", "[::0]"})
 # A host name, an IPv4 address, an IPv6 address in brackets, or `*`.
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)

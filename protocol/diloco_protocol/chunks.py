@@ -25,7 +25,7 @@ from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 # about as much as a raw TCP connection; at 256 KiB two thirds of it.
 CHUNK_ELEMENTS = 524_288
 # Chunks of a model, of each of which both ends keep books: more than any model has at the usual size.
-# Where somebody else says how small they are, this bounds what that costs.
+# Bounds the cost of chunk sizes that a peer chooses.
 MOST_CHUNKS = 1_000_000
 
 
@@ -156,7 +156,7 @@ def _fragment(fragment: int, entries: list[TensorEntry], chunk_elements: int) ->
 
 
 def cut(lengths: Mapping[Segment, int], chunk_elements: int) -> tuple[ChunkSpan, ...]:
-    """The chunks of a fragment with so many elements in each segment."""
+    """The chunks of a fragment with these numbers of elements in its segments."""
     spans: list[ChunkSpan] = []
     for segment in Segment:
         for start in range(0, lengths[segment], chunk_elements):

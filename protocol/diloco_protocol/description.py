@@ -38,7 +38,7 @@ class Description:
 
 
 def seconds_for(size: int) -> float:
-    """How long a description of so many bytes may take on its way."""
+    """How long a description of `size` bytes may take on its way."""
     return size / LEAST_RATE
 
 
@@ -50,7 +50,7 @@ def describe(manifest: Manifest) -> Description:
 
 
 class DescriptionInProgress:
-    """A packed manifest of so many bytes, of which the pieces come one after the other.
+    """A packed manifest of `size` bytes, whose pieces are received one after the other.
 
     Raises:
         ProtocolError: it is too long.
@@ -69,7 +69,7 @@ class DescriptionInProgress:
         """Take in the next piece; returns whether it was the last.
 
         Raises:
-            ProtocolError: the pieces are not what was announced.
+            ProtocolError: the pieces do not match the announced size or digest.
         """
         self._packed += piece
         if not piece or len(self._packed) > self.size:
@@ -88,7 +88,7 @@ class DescriptionInProgress:
         """What all the pieces say. To read 50,000 tensors takes a moment.
 
         Raises:
-            ProtocolError: it is no manifest.
+            ProtocolError: it is not a manifest.
         """
         try:
             plain: Any = msgpack.unpackb(self._packed, use_list=False, strict_map_key=True)

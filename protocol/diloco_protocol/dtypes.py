@@ -34,7 +34,7 @@ class WireSize:
     Attributes:
         element: bytes of one, with its part of all that comes with it; for `packed` as in training.
         block: elements that are encoded together, the last of a chunk with zeros behind them; and the
-            bytes of so many, 0 where `element` says it all.
+            bytes of such a block, 0 where `element` says it all.
         packed: how many they are depends on the values: between `packed_least` and `packed_most`.
     """
 
@@ -43,7 +43,7 @@ class WireSize:
     packed: bool = False
 
     def most(self, elements: int) -> int:
-        """Bytes of a chunk of so many elements; of a packed one as many as it may have."""
+        """Bytes of a chunk of `elements` elements; of a packed one the most that it may have."""
         if self.packed:
             return packed_most(elements)
         size, of_block = self.block
@@ -70,13 +70,13 @@ SIZES = {
 BUFFERS_DTYPE, INTEGERS_DTYPE = "fp32", "int64"
 # What pseudo-gradients may travel in, and what parameters.
 WIRE_DTYPES = tuple(name for name in SIZES if name != INTEGERS_DTYPE)
-# Experiments, which nobody is advised to use: for pseudo-gradients alone.
+# Experiments, not recommended: for pseudo-gradients alone.
 EXPERIMENTAL = ("top64",)
 REPLY_DTYPES = tuple(name for name in WIRE_DTYPES if name not in EXPERIMENTAL)
 
 
 def in_few_bits(name: str) -> bool:
-    """Whether what travels in it is noticeably less than what was meant, so that the rest is kept."""
+    """Whether encoding in it loses a noticeable part of the values, so that the rest is kept."""
     return SIZES[name].element < SIZES["bf16"].element
 
 

@@ -34,7 +34,7 @@ class Code(str, Enum):
     TOO_LARGE = "too_large"  # a pseudo-gradient that is longer than the run takes
     LATE = "late"  # the round closed without this push, and late work is dropped
     STALE = "stale"  # the push started from parameters that are too old
-    NO_MODEL = "no_model"  # nobody has provided parameters yet
+    NO_MODEL = "no_model"  # no worker has provided parameters yet
     UNKNOWN_ACTION = "unknown_action"  # a control action this broker does not know
     NOT_ALLOWED = "not_allowed"  # this connection may not do that
     STOPPING = "stopping"  # the broker is shutting down

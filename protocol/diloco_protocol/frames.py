@@ -15,8 +15,8 @@ from diloco_protocol.messages import LONGEST_PROBE, Chunk, Combined, Message, Pr
 
 # A header from the broker: what it knows of a manifest of 50,000 tensors takes about 6 MB.
 MAX_HEADER_BYTES = 8 << 20
-# A header to the broker of somebody who has not joined takes 0.1 ms at most to read, if it is no longer
-# than this. The others that may be have their kind among the first bytes.
+# A header to the broker from a peer that has not joined takes 0.1 ms at most to read, if it is not
+# longer than this. Longer kinds are named among the first bytes.
 SHORT = 1 << 10
 MAY_BE_LONG = (b"\xa4kind\xa4join", b"\xa4kind\xa8describe", b"\xa4kind\xa4lane")
 # A header to the broker: the longest `join`, which takes 5 ms to read. A member may have to send a
@@ -45,7 +45,7 @@ def unpack(
     """The message, and its buffer or None, of bytes-like frames without the routing id.
 
     Raises:
-        ProtocolError: wrong number or sizes of frames, a header that is no message, or a chunk
+        ProtocolError: wrong number or sizes of frames, a header that is not a message, or a chunk
             without a buffer. The sentence is fit to be sent back.
     """
     count = len(frames)

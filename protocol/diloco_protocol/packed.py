@@ -1,4 +1,4 @@
-"""A map that is packed once and sent often: it is put into a header as it is, and unpacked by nobody."""
+"""A map that is packed once and sent often: it goes into a header as it is, and is never unpacked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgpack
 
 
 class Packed(Mapping[str, Any]):
-    """A map of which the msgpack bytes are there; it is read only where somebody looks into it."""
+    """A map of which the msgpack bytes are there; it is read on first access."""
 
     def __init__(self, packed: bytes) -> None:
         self.packed = packed

@@ -106,7 +106,7 @@ def norm(value: float | None) -> str:
 
 
 def setting(value: Any) -> str:
-    """A setting as somebody wrote it: 0.7, bf16, yes."""
+    """A setting as the user wrote it: 0.7, bf16, yes."""
     if value is None or value == "":
         return NONE
     if isinstance(value, bool):

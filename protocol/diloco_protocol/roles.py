@@ -1,4 +1,4 @@
-"""Who somebody is, where a broker asks for keys: a role and a name, which a key proves."""
+"""Identity of a peer where a broker asks for keys: a role and a name, which a key proves."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ counter is the number of outer steps behind it. The tag is random, so that two h
 reached the same counter (a broker that came back from an older checkpoint) are never confused.
 
 The ledger names the pushes contained in the version. It is what makes a contribution count exactly
-once across reconnects and restarts: whoever holds a version can say whether a push is in it.
+once across reconnects and restarts: a holder of a version can say whether a push is in it.
 
 On the wire both are maps (`records`). In files they are the shorter lists that `plain` makes here.
 """
@@ -25,7 +25,7 @@ from diloco_protocol.bitmap import Bitmap
 PUSHES_REMEMBERED = 8
 
 # Workers remembered after they are gone. A worker without an id of its own gets a new one at each
-# start, so the ledger must forget; one that comes back after so many others have left since its last
+# start, so the ledger must forget; one that comes back after this many others have left since its last
 # push, with that very push still unconfirmed, would be counted again.
 ABSENT_REMEMBERED = 128
 
@@ -131,7 +131,7 @@ class Ledger:
         others = tuple(c for c in self.pushes.get(worker_id, ()) if c.push_id != push_id)
         kept = (*others, entry)[-PUSHES_REMEMBERED:]
         rest = {name: pushes for name, pushes in self.pushes.items() if name != worker_id}
-        return Ledger({**rest, worker_id: kept})  # whoever pushed last stands last
+        return Ledger({**rest, worker_id: kept})  # the worker that pushed last is last
 
     def without_the_long_gone(self, here: Collection[str]) -> Ledger:
         """This ledger with the workers that are here, and those that left most recently."""
@@ -190,13 +190,13 @@ def from_hex(text: object) -> int:
         raise TypeError(f"{text!r:.60} is not a text")
     number = int(text, 16)
     if not 0 <= number < 1 << 64:
-        raise ValueError(f"{text!r} is no number of 64 bits")
+        raise ValueError(f"{text!r} is not a number of 64 bits")
     return number
 
 
 # Frozen parameters never change, and those who fine-tune have them already, from the same file. So that
-# nobody fetches what it has, their version has a tag that follows from their values instead of a random
-# one: who has the same values knows its name, and asks for it as one that it holds.
+# no worker fetches what it has, their version has a tag that follows from their values instead of a
+# random one: who has the same values knows its name, and asks for it as one that it holds.
 
 
 def digest_of(pieces: Iterable[bytes | memoryview]) -> bytes:

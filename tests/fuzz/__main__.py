@@ -5,8 +5,8 @@
     PYTHONPATH=tests python -m fuzz machine --inputs 100000 --seed 7    # drawn by the seed alone
     PYTHONPATH=tests python -m fuzz machine --replay FILE               # one that failed
 
-Without a time the inputs are nearly the same as long as the code is, so that CI fails for what was
-changed, and hardly ever for what nobody had found before. That is looked for with a time.
+Without a time the inputs are nearly the same as long as the code is, so that CI fails for
+changes, and hardly ever for old faults that were not found before. A time looks for those.
 
 Where atheris is installed (Linux, Python 3.11 and later) it guides the changes by what they reach, each
 target in a process of its own. Elsewhere, and with `--inputs`, they are drawn by the seed alone. A
@@ -178,7 +178,7 @@ def main() -> int:
         "--seconds", type=float, help="in all; without it, a fixed number of inputs"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--inputs", type=int, help="draw so many by the seed alone")
+    parser.add_argument("--inputs", type=int, help="draw this number by the seed alone")
     parser.add_argument("--replay", type=Path, metavar="FILE")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

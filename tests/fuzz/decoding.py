@@ -90,7 +90,7 @@ def _manifest(draws: Draws) -> None:
 
 
 def _description(draws: Draws) -> None:
-    """A manifest in pieces, which may not be what was announced."""
+    """A manifest in pieces, which may not match the announcement."""
     manifest = hostile_messages.Words().value(draws, Manifest)
     try:
         sound = describe(manifest)

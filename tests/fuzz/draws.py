@@ -1,4 +1,4 @@
-"""Choices made from bytes: to change one of them changes one choice, and their end is no error."""
+"""Choices made from bytes: to change one of them changes one choice, and their end is not an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages as nobody well-behaved sends them: records with any values, or sound ones with a change."""
+"""Hostile messages: records with any values, or sound ones with a change."""
 
 from __future__ import annotations
 

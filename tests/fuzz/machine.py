@@ -86,7 +86,7 @@ class WatchedStage(Stage):
         super().__post_init__()
         self.words = Words()
         self.peers: dict[bytes, Peer] = {}
-        self.last: Message | None = None  # what was received before
+        self.last: Message | None = None  # the message before
 
     def happens(self, event: events.Event) -> None:
         if isinstance(event, events.Received):
@@ -185,7 +185,7 @@ class Play:
 
     @property
     def route(self) -> bytes:
-        """A connection of somebody, or of nobody yet."""
+        """A connection of a worker, or a new one."""
         worker = self.worker
         return self.draws.one_of([worker.control, worker.bulk, b""]) or self.stage.route()
 
@@ -355,7 +355,7 @@ class Play:
         self.stage.happens(events.KeysRevoked(frozenset({peer})))
 
     def connection_is_ended(self) -> None:
-        self.stage.happens(events.ConnectionEnded("it had 64 MiB that nobody had read"))
+        self.stage.happens(events.ConnectionEnded("it had 64 MiB that were not read"))
 
     def is_told_to_stop(self) -> None:
         if not self.draws.below(8):

@@ -1,7 +1,7 @@
 """The worker's session with a broker that says anything at all.
 
 An input is what the broker and the training do, one choice after the other. Nothing is raised: what does
-not fit is dropped and said aloud. What the session asks for is bounded too: what comes of one message,
+not fit is dropped and said aloud. What the session asks for is bounded too: the effects of one message,
 and how soon it wants to be called again.
 """
 
@@ -51,7 +51,7 @@ WHOLE = RunConfig("sync", 5, chunk_elements=10, heartbeat_timeout=30.0, buffers=
 SPLIT = replace(WHOLE, sync_every=6, num_fragments=3)
 CONFIGS = [(WHOLE, ()), (SPLIT, (0, 1, 2, 2, 3)), (replace(WHOLE, mode="async", dylu=True), ())]
 MOST_EVENTS = 200
-MOST_EFFECTS = 300  # of one event: the chunks of a fragment, and a word on each
+MOST_EFFECTS = 300  # of one event: the chunks of a fragment, and a notice for each
 FROM_BROKER = [
     "welcome",
     "grant",
@@ -137,7 +137,7 @@ class Play:
                 return
             self.happens(events.Tick())
         raise AssertionError(
-            f"it wants to be called again at once, for ever ({self.session.config})"
+            f"it wants to be called again at once, without end ({self.session.config})"
         )
 
     def offers(self) -> None:

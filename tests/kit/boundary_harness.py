@@ -55,7 +55,7 @@ class Trainer:
 
     Attributes:
         link: how it stands; `changes` changes it.
-        metrics: what was counted.
+        metrics: the counters.
         calls: names of the ports that were called, polls aside, and of events for the session.
         interrupts: the port in whose next call Ctrl-C comes.
         fails: what the next merge fails with, before it has touched the model.
@@ -137,7 +137,7 @@ class Trainer:
         return self
 
     def wakes(self) -> Trainer:
-        """Something has come, or time has passed."""
+        """A message was received, or time has passed."""
         if self._is_waiting:
             self._is_waiting = False
             self._go_on()

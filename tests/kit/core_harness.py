@@ -54,13 +54,13 @@ FIGURES = LoopFigures("0", "tcp://127.0.0.1:1", Loop(0.0, 0.0, 0))
 
 
 def a_manifest(chunks: int = 3, **others: TensorEntry) -> Manifest:
-    """A model whose one trainable tensor takes so many chunks of the stage's size."""
+    """A model whose one trainable tensor takes `chunks` chunks of the stage's size."""
     entries = [TensorEntry("weight", (chunks * CHUNK_ELEMENTS,), "float32", Kind.TRAINABLE)]
     return Manifest((*entries, *others.values()))
 
 
 def layered(layers: int, chunks: int = 2) -> Manifest:
-    """A model of so many layers, each of so many chunks of the stage's size."""
+    """A model of `layers` layers, each of `chunks` chunks of the stage's size."""
     size = (chunks * CHUNK_ELEMENTS,)
     names = [f"layers.{number}.weight" for number in range(layers)]
     return Manifest(tuple(TensorEntry(name, size, "float32", Kind.TRAINABLE) for name in names))
@@ -535,7 +535,7 @@ class Puppet:
 
 
 def a_config(workers: int = 2, **fields: Any) -> BrokerConfig:
-    # At a new address a run begins at once: nobody can be on the way with an older one.
+    # At a new address a run begins at once: no worker can be on the way with an older one.
     usual: dict[str, Any] = {"bind": "tcp://127.0.0.1:*", "wire_dtype": "fp32"}
     fields = {"chunk_elements": CHUNK_ELEMENTS, **usual, **fields}
     return BrokerConfig(workers=workers, **fields)

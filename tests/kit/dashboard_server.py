@@ -61,7 +61,7 @@ def a_status(**keys: Any) -> dict[str, Any]:
 
 
 class Publisher(feed_snapshots.Publisher):
-    """A feed that says `a_status`, and only once somebody has subscribed."""
+    """A feed that says `a_status`, and only once it has a subscriber."""
 
     _has_subscriber = False
 

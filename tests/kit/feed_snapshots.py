@@ -110,7 +110,7 @@ LOST = status(
 
 
 class Publisher:
-    """A broker's feed without a broker. Sends only once somebody has subscribed: no sleeps."""
+    """A broker's feed without a broker. Sends only once it has a subscriber: no sleeps."""
 
     def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
         self._context = zmq.Context()
@@ -128,7 +128,7 @@ class Publisher:
         while self._socket.poll(int(1000 * PATIENCE_S)):
             if self._socket.recv() == b"\x01" + TOPIC:
                 return
-        raise TimeoutError("nobody subscribed")
+        raise TimeoutError("no display subscribed")
 
     def send(self, *payloads: bytes) -> None:
         for payload in payloads:

@@ -20,7 +20,7 @@ from kit.process_kit import Processes
 from kit.tiny_task import DIES_AT
 
 PLAIN = KIT / "plain_script.py"
-# A round waits for whoever was killed until it is back, so that not a bit depends on the moment.
+# A round waits for a killed worker until it is back, so that not a bit depends on the moment.
 PATIENT = {
     "workers": 2,
     "min_workers": 2,

@@ -138,7 +138,7 @@ def gradients_of_a_pipeline(stage: nn.Module, step: int) -> None:
 def train_island(
     kind: str, address: str, worker_id: str, out: str, options: dict[str, Any]
 ) -> None:
-    """A training script: until the run is over, or for so many `steps`.
+    """A training script: until the run is over, or for `steps` steps.
 
     `options`: `steps`; `even` (the model that tensor parallelism divides); `rule` (the gradients of a
     pipeline, for a plain worker, too); `dies_in` and `dies_as` (a phase, and the rank that is killed in
@@ -203,14 +203,14 @@ def call_alone(diloco: DiLoCoWorker, name: str) -> None:
 
 
 def forbid_words_while_leaving() -> None:
-    """The others do not listen to the group any more; what is said there may wait for ever."""
+    """The others do not listen to the group any more; messages there may never be read."""
     from diloco_worker.group.ports import LeaderPorts
     from diloco_worker.model.spread.ranks import Ranks
 
     leave = LeaderPorts.leave
 
     def refuse(*_: Any) -> None:
-        raise AssertionError("a word over the group while the leader leaves")
+        raise AssertionError("a message over the group while the leader leaves")
 
     def leave_in_silence(self: LeaderPorts, *, hasty: bool) -> None:
         for name in ("broadcast", "gather", "total"):

@@ -49,7 +49,7 @@ class NotedTensors:
     Attributes:
         queue: work that is not done yet.
         chunks: by fragment and index.
-        steps, merges, tunes, reverted: what was asked for, in order.
+        steps, merges, tunes, reverted: the requests, in order.
     """
 
     def __init__(self, layout: Callable[[], ModelLayout], resumption: Resumption | None) -> None:
@@ -113,7 +113,7 @@ class NotedTensors:
                 parts = self._sums.pop((fragment, index), [])
                 total = sum(part[2] for part in parts)
                 assert abs(total - weight) <= 1e-9 * max(1.0, weight), (
-                    "the mean is divided by what was not added"
+                    "the mean is divided by weights that were not added"
                 )
                 added = tuple((worker, push_id) for worker, push_id, _ in parts)
                 return self._added(fragment, index, added)

@@ -51,7 +51,7 @@ LOCAL: dict[str, Any] = {
 
 
 def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
-    """Look until there is something, at most so many seconds; returns it."""
+    """Poll until the result is true, for a bounded time; returns it."""
     until = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < until, "it did not happen in time"
@@ -59,8 +59,8 @@ def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
     return found
 
 
-# Below the ports that a system gives to those who ask for any, so that nobody gets one of these while
-# its broker is between two lives. Each process of the tests begins at another one.
+# Below the ports that a system gives to those who ask for any, so that no process gets one of these
+# while its broker is between two lives. Each process of the tests begins at another one.
 _ports = itertools.count(10_000 + os.getpid() * 101 % 20_000)
 
 
@@ -70,8 +70,8 @@ _kept: list[socket.socket] = []
 def a_free_address() -> str:
     """For a broker that is to be found there again after it was killed.
 
-    On Linux the port stays bound until the tests end, so nobody else gets it: who listens there with
-    SO_REUSEADDR, as ZeroMQ does, may share it with a socket that does not listen.
+    On Linux the port stays bound until the tests end, so no other process gets it: one that listens
+    there with SO_REUSEADDR, as ZeroMQ does, may share it with a socket that does not listen.
     """
     for port in itertools.islice(_ports, 1000):
         holder = socket.socket()
@@ -144,7 +144,7 @@ class Child:
         return self.process.exitcode
 
     def may_write(self, size: int) -> None:
-        """No file of it may grow beyond so many bytes: a full disk. -1: any size, as before."""
+        """Limit the size of its files in bytes: a full disk. -1: any size, as before."""
         limit = resource.RLIM_INFINITY if size < 0 else size
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
@@ -204,7 +204,7 @@ class Processes:
         return made, made.address()
 
     def train(self, name: str, address: str, steps: int, pause: float = 0.0, **env: str) -> Child:
-        """A user's training script (`train_script.py`); what comes of it is `result(name)`."""
+        """A user's training script (`train_script.py`); `result(name)` has its result."""
         arguments = (str(steps), str(self.folder / f"{name}.json"), str(pause))
         script = str(KIT / "train_script.py")
         return self.run(script, *arguments, DILOCO_SERVER=address, DILOCO_WORKER_ID=name, **env)

@@ -1,4 +1,4 @@
-"""Proxies that break connections at given messages of ZMTP, or swallow what comes after one.
+"""Proxies that break connections at given messages of ZMTP, or drop all that follow one.
 
 The stream of ZMTP 3.1 (https://rfc.zeromq.org/spec/37/, framed as in 3.0, spec/23/) is a greeting of 64
 bytes, then frames: a byte of flags (1: more frames follow, 2: the length has eight bytes, 4: a command),
@@ -28,9 +28,10 @@ class Cut:
     Attributes:
         up: on the way to the broker; else on the way down.
         kind: of the message there, as its header says; "greeting" and "ready" are ZMTP's own.
-        skip: so many of this kind pass before, on the same connection; of ZMTP's own, which come once
+        skip: this number of its kind pass before, on the same connection; of ZMTP's own, which come once
             on each, on earlier ones.
-        passed: bytes of it that still pass; a negative number leaves out so many at its end; None: all.
+        passed: bytes of it that still pass; a negative number leaves out that many at its end; None:
+        all.
     """
 
     up: bool
@@ -111,7 +112,7 @@ class ForgettingProxy(TcpProxy):
     Args:
         target: where to.
         up: on the way to the broker; else on the way down.
-        chunks: the one that is forgotten is the first with so many of them on that way.
+        chunks: the one that is forgotten is the first with this number of them in that direction.
 
     Attributes:
         has_forgotten: it has happened.

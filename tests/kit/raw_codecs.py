@@ -31,7 +31,7 @@ def from_bf16(bits: int) -> float:
 
 
 def largest_scale(most: int) -> float:
-    """The largest bf16 of which so many are finite in fp32."""
+    """The largest bf16 whose multiple by this count is finite in fp32."""
     (bits,) = struct.unpack("<I", struct.pack("<f", (2 - 2**-23) * 2.0**127 / most))
     return from_bf16(bits >> 16)
 

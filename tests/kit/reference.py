@@ -181,9 +181,9 @@ class GlobalModel:
     Args:
         model: gives the first values.
         fragments: names of the tensors in each fragment, buffers with the last one.
-        share: how far a buffer moves to what was sent: 1, all the way, to a mean over the workers,
+        share: how far a buffer moves to the sent value: 1, all the way, to a mean over the workers,
             1/k to the value of a single worker of k.
-        replies: what becomes of a difference of a fragment's parameters on its way down, in the model's
+        replies: the encoding of a difference of a fragment's parameters on its way down, in the model's
             order; None: parameters travel whole.
     """
 
@@ -203,7 +203,7 @@ class GlobalModel:
         self.versions = [0] * len(fragments)
         self.share = share
         self.replies = replies
-        self.masters: State = {}  # where what everybody holds is another
+        self.masters: State = {}  # where workers hold other values
 
     def state(self) -> State:
         """As a model's state: tied tensors under each of their names, in the model's dtypes."""
@@ -242,7 +242,7 @@ class GlobalModel:
         return after
 
     def _followed(self, masters: State) -> State:
-        """EF21-P: what everybody holds follows the master by what is read of the difference."""
+        """EF21-P: the workers' values follow the master by the decoded difference."""
         assert self.replies is not None
         names = [name for name in self.values if name in masters and name in self.trained]
         self.masters |= {name: masters[name] for name in names}
@@ -323,7 +323,7 @@ class Plan:
 
 @dataclass
 class _Flight:
-    """A fragment on its way: what each worker had when it was sent, and what comes back when."""
+    """A fragment in flight: each worker's values when it was sent, and the reply and its step."""
 
     due: int
     sent: list[State]
@@ -370,7 +370,7 @@ def streaming(
         report: what a step adds to the weight of the worker's next contribution of each fragment;
             None: all weigh alike.
         wires: what each worker's pseudo-gradients are rounded to on their way; empty: they are not.
-        travels: what becomes of a worker's delta of a fragment's parameters, in the model's order, on
+        travels: the encoding of a worker's delta of a fragment's parameters, in the model's order, on
             its way.
         replies: as of `GlobalModel`.
     """

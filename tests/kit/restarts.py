@@ -17,7 +17,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def a_saved_run(*worker_ids: str, rounds: int = 0, pieces: int = 1, **options: Any) -> Stage:
-    """A run that saves, in which each of these workers has pushed once for so many rounds."""
+    """A run that saves, in which each of these workers has pushed once in each of `rounds` rounds."""
     if pieces > 1:
         options |= {"num_fragments": pieces, "sync_every": 12}
     return a_run(*worker_ids, rounds=rounds, **{"save_dir": "run", **options})[0]
@@ -51,7 +51,7 @@ def first(held: Holdings) -> Held:
 
 
 def holding(*counters: int, run: str = RUN, chunks: int = 2) -> Holdings:
-    """Fragments at these versions, of a run of which nobody has a checkpoint."""
+    """Fragments at these versions, of a run without a checkpoint."""
     return (
         *(
             Held(

@@ -124,7 +124,7 @@ class ScriptedTraining:
         self._end = self._beside(partial(what, *arguments, **keywords))
 
     def done(self) -> Any:
-        """What has come of it; waits for its end."""
+        """Its result; waits for its end."""
         return self._end()
 
     @property
@@ -217,5 +217,5 @@ class ScriptedTraining:
         return at(self.descent, self.broker, fragment)
 
     def hears_news(self) -> None:
-        """Something has come for the training thread, which has not looked at it yet."""
+        """The training thread has a message that it has not read yet."""
         until(lambda: self.link.has_news)

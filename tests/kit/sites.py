@@ -116,7 +116,7 @@ class Sites:
         return dict(found[0])
 
     def rounds(self, numbers: Sequence[int], *names: str, **given: Any) -> dict[str, Tensor]:
-        """In each of these rounds all of these take part. Returns what it has come to."""
+        """All of these take part in each of these rounds. Returns the final parameters."""
         final: dict[str, Tensor] = {}
         for number in numbers:
             self.push(*names, number=number, **given)

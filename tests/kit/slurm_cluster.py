@@ -93,7 +93,7 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """Four nodes of four CPUs each, which is a word only: they share those of this machine.
+    """Four nodes of four CPUs each, in name only: they share those of this machine.
 
     Jobs of the partition `urgent` take nodes away from those of `usual`, which is the default.
     """

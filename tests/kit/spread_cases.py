@@ -283,8 +283,8 @@ def failure_of_one_is_raised_by_all_and_tears_no_value(ranks: Ranks) -> None:
     new = both.share(both.elsewhere(part, 1))
     change: Any = Change(new, 0.5)
     if ranks.rank == 1:
-        change.merged = failing(change.merged, 3, "there is no more")
-    with pytest.raises(MemoryError if ranks.rank == 1 else GroupBroken, match="there is no more"):
+        change.merged = failing(change.merged, 3, "out of memory")
+    with pytest.raises(MemoryError if ranks.rank == 1 else GroupBroken, match="out of memory"):
         both.spread.bring_in(change)
     with pytest.raises(GroupBroken):
         both.spread.capture(new.layout)

@@ -57,7 +57,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def die_if_asked(step: int) -> None:
-    """Kill this process as nobody can foresee it, if this is the step for it."""
+    """Kill this process without warning, if this is the step for it."""
     if os.environ.get(DIES_AT) == str(step):
         os.kill(os.getpid(), signal.SIGKILL)
 

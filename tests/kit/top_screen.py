@@ -143,7 +143,7 @@ class FakeBroker:
 
 
 class ScreenPilot:
-    """One screen under test. Its methods say what somebody at the keyboard does and sees."""
+    """One screen under test. Its methods are what a user at the keyboard does and sees."""
 
     def __init__(self, size: tuple[int, int] = SMALL, *, fill: bool = True, **options: Any) -> None:
         """`fill`: the screen has seen some seconds of a run first."""

@@ -79,7 +79,7 @@ class UnitWorker:
         self._offer_again()
 
     def is_back(self) -> None:
-        """The broker has parameters again: what was put off until then is done."""
+        """The broker has parameters again: do the deferred work."""
         self.pulls()
         self.ticks()
         self._offer_again()
@@ -101,7 +101,7 @@ class UnitWorker:
     # Data.
 
     def takes(self, count: int) -> Answered | None:
-        """Ask for so many units; returns the answer, if one came."""
+        """Ask for `count` units; returns the answer, if one came."""
         self._requests += 1
         self.answers.clear()
         self._do(
@@ -113,7 +113,7 @@ class UnitWorker:
         return self.answers[-1] if self.answers else None
 
     def trains(self, count: int | None = None) -> None:
-        """On so many of the units in hand, by default all; one optimizer step each."""
+        """Train on `count` of the units in hand, by default all; one optimizer step each."""
         for ticket in self.in_hand[:count]:
             self.units.trained(UnitsTrained(NAME, (ticket,), (ticket,)))
         self.trained += map(Trained, self.in_hand[:count])
@@ -136,7 +136,7 @@ class UnitWorker:
         self._held = self.stage.holdings()
 
     def begins(self, push_id: int, fragment: int = 0) -> None:
-        """Freeze what was trained, and offer it."""
+        """Freeze the trained units, and offer the push."""
         layout = self.stage.state.model.layout
         self._last_fragment = fragment
         base = self._bases.get(fragment) or self.stage.version(fragment)
@@ -201,7 +201,7 @@ class UnitWorker:
         self.units.check_invariants()
 
     def ticks(self) -> None:
-        """A second later: what was put off is sent."""
+        """A second later: send the deferred messages."""
         self._do(self.units.tick(self.stage.now + 1.0))
 
     def _do(self, effects: Iterable[Effect]) -> None:
@@ -236,7 +236,7 @@ def a_unit_round(workers: Iterable[UnitWorker], first_push: int, count: int = 3)
 
 
 def times_contained(stage: Stage, lives: Iterable[UnitWorker]) -> Counter[int]:
-    """How often the current versions contain each ticket, by what was really trained for their pushes.
+    """How often the current versions contain each ticket, by the units really trained for their pushes.
 
     A ticket of which the last steps are in no version of some fragment is not in the parameters: it was
     lost there, and trained on again.

@@ -190,7 +190,7 @@ def bits(values: Tensor) -> Tensor:
 
 
 def _begin(function: Callable[[int], list[State]], worker: int) -> Future[list[State]]:
-    """In a thread that keeps nobody waiting: one that hangs fails its own test only."""
+    """In a daemon thread: one that hangs fails its own test only."""
     future: Future[list[State]] = Future()
 
     def work() -> None:
@@ -220,7 +220,7 @@ def check(
     Args:
         steps: three cycles and two steps, if nothing is said.
         config: more options of the broker.
-        travels, replies: what becomes of a worker's delta of a fragment on its way, and of a difference
+        travels, replies: the encoding of a worker's delta of a fragment on its way, and of a difference
             of the global parameters.
         run_options: of `run`.
 

@@ -79,7 +79,7 @@ def test_anything_else_in_it_is_no_address(tmp_path: Path, content: bytes) -> No
 
 def test_what_is_no_file_is_said_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(NoAddress, match="is no file"):
+    with pytest.raises(NoAddress, match="is not a file"):
         read_address(tmp_path / "pipe")
     with pytest.raises(NoAddress, match="is not there yet"):
         read_address(tmp_path / "none")

@@ -1,4 +1,4 @@
-"""The records of the feed: what a broker of any release publishes, and what is no snapshot."""
+"""The records of the feed: snapshots of brokers of any release, and values that are not snapshots."""
 
 from __future__ import annotations
 

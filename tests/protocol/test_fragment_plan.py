@@ -70,7 +70,7 @@ def test_schedule_that_cannot_be_kept_names_the_values() -> None:
 # Patterns on models as they are named in the wild.
 
 
-# torchvision's ViT numbers attributes; a weight that ends in a number is no block.
+# torchvision's ViT numbers attributes; a weight that ends in a number is not a block.
 VIT = Manifest(
     (
         tensor("conv_proj.weight", 4),

@@ -104,7 +104,7 @@ def test_whoever_is_no_broker_is_not_asked_for_long(says: bytes) -> None:
 def test_operator_goes_on_asking_who_ends_each_connection(closing: str) -> None:
     dealer = Dealer(closing)
     try:
-        for _ in range(4):  # it may be there yet: that is no refusal, however often
+        for _ in range(4):  # it may be there yet: that is not a refusal, however often
             assert dealer.receive(wait_until_told(dealer)) is None
     finally:
         dealer.close()

@@ -139,8 +139,8 @@ class TestCommands:
         ("name", "said"),
         [
             ("nowhere.key", "cannot be read: No such file or directory; give the key file that"),
-            ("broker.key", "is no key of a worker, operator or monitor: it is the broker's own"),
-            ("allowed/monitor/display.pub", "is no key of a worker, operator or monitor"),
+            ("broker.key", "is not a key of a worker, operator or monitor: it is the broker's own"),
+            ("allowed/monitor/display.pub", "is not a key of a worker, operator or monitor"),
             ("allowed", "is a folder without the key of a"),
         ],
     )

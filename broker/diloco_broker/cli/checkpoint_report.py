@@ -21,7 +21,7 @@ _SHOWN = ("mode", "workers", "sync_every", "outer_lr", "outer_momentum", "num_fr
 
 
 def newest_sound(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T]:
-    """The newest checkpoint that can be read, with what was; damaged ones are named on the way."""
+    """The newest readable checkpoint, and how it was read; damaged ones are reported."""
     paths = checkpoint.at(folder)
     for path in paths:
         try:
@@ -30,9 +30,7 @@ def newest_sound(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T]:
             typer.echo(f"Skipped: {error}", err=True)
     if paths:
         raise UsageError(f"None of the {len(paths)} checkpoints in {folder} is sound.")
-    raise UsageError(
-        f"There is no checkpoint in {folder}, and it is no address like tcp://HOST:PORT."
-    )
+    raise UsageError(f"{folder} has no checkpoint, and is not an address like tcp://HOST:PORT.")
 
 
 def describe(path: Path, *, quick: bool) -> dict[str, Any]:

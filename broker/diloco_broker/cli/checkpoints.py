@@ -73,7 +73,7 @@ def export(  # noqa: PLR0917  each is an option
         if to.exists() and not force and not (to.is_dir() and not any(to.iterdir())):
             raise UsageError(f"{to} exists already; give --force to replace it.")
         if not to.parent.is_dir():
-            raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
+            raise UsageError(f"The folder {to.parent} of {to.name} does not exist.")
         address, folder = server_or_path(source, server, RUN_FOLDER)
         if address is not None:
             key = find_keys(keys, Role.OPERATOR, Role.WORKER)
@@ -115,7 +115,7 @@ def inspect(
     with failing_in_a_sentence():
         paths = checkpoint.at(folder)
     if not paths:
-        fail(f"There is no checkpoint in {folder}.")
+        fail(f"{folder} has no checkpoint.")
     found = [checkpoint_report.describe(path, quick=quick) for path in paths]
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "checkpoints": found}))

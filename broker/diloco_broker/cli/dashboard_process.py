@@ -1,7 +1,7 @@
 """The web page beside the broker: a process of its own, which lives no longer than the broker does.
 
-It reads the feed like everybody else, so nothing it does can slow the broker down. Its standard input
-is a pipe that nobody writes to: when the broker ends, however it ends, the pipe closes and so does it.
+It reads the feed like any display, so nothing it does can slow the broker down. Its standard input
+is a pipe without a writer: when the broker ends, however it ends, the pipe closes and so does it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Dashboard:
 
     def __init__(self, feed: str, control: str, port: int, key: Path | None = None) -> None:
         words = ["--feed", feed, "--control", control, "--port", str(port), "--lifeline"]
-        # A key that whoever starts the broker has for another one is not for this page.
+        # A key that the user who starts the broker has for another one is not for this page.
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
         if key is not None:
             words += ["--keys", str(key)]

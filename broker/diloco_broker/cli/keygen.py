@@ -54,7 +54,7 @@ def keygen(
     wanted += [(Role.RELAY, name) for name in relay or ()]
     wanted += [(Role.MONITOR, name) for name in monitor or ([MONITOR] if is_new else [])]
     if not wanted:
-        fail(f"There is no key to make; name a worker: diloco-broker keygen {folder} gpu-0")
+        fail(f"No key to make; name a worker: diloco-broker keygen {folder} gpu-0")
     with failing_in_a_sentence():
         for _, name in wanted:  # before anything is made
             check_name(name)
@@ -74,7 +74,7 @@ def keygen(
             typer.echo(
                 "  " + _LINES[role].format(file=shlex.quote(str(file)), name=name, key=file.name)
             )
-    typer.echo(f"To let somebody in no longer, remove the file in {folder}/allowed.")
+    typer.echo(f"To revoke a key, remove its file in {folder}/allowed.")
 
 
 def _serve(folder: str) -> str:

@@ -108,9 +108,7 @@ class Asked:
         if yes:
             return
         if not sys.stdin.isatty():
-            _fail(
-                f"{question} There is no terminal to ask on; give --yes to confirm.", self.as_json
-            )
+            _fail(f"{question} No terminal to ask on; give --yes to confirm.", self.as_json)
         try:
             is_sure = typer.confirm(question)
         except (typer.Abort, KeyboardInterrupt):
@@ -259,7 +257,7 @@ def shutdown(
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """End the run: the broker finishes a closing round, saves, and tells its workers to end."""
+    """End the run: the broker finishes a closing round, saves, and stops its workers."""
     if restarting:
         broker.sure(yes, "Stop the broker? Its workers train on alone until it is started again.")
         broker.do("shutdown", restarting=True)
@@ -324,7 +322,7 @@ def promote(
     result = broker.ask("promote", **arguments)
     while result.ok and result.data.get("is_over") is False and time.monotonic() < until:
         time.sleep(ASK_AGAIN_S)
-        # While the standby becomes a broker there is no answer for a moment.
+        # While the standby becomes a broker it does not answer for a moment.
         result = broker.ask_again("promote") or result
     broker.finish(result)
     if result.data.get("is_over") is False:

@@ -13,7 +13,7 @@ from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.quantities import estimate
 
 WIDTH = 80
-# A largest fragment up to so many times the mean is even enough: the peak of the traffic is that much
+# A largest fragment up to this many times the mean is even enough: the peak of the traffic is that much
 # higher than it could be.
 EVEN = 1.25
 # Another pattern is worth naming where it takes so much off the largest fragment.
@@ -29,7 +29,7 @@ class Planned:
     plan: FragmentPlan
     pattern: str  # "own" for a split of one's own
     view: PlanView
-    notes: tuple[str, ...] = ()  # what was assumed, sentences
+    notes: tuple[str, ...] = ()  # assumptions, as sentences
 
 
 def as_json(planned: Planned) -> dict[str, Any]:

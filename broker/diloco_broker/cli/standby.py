@@ -45,7 +45,7 @@ def standby(
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Say whether the options are good, and follow nobody."),
+        typer.Option("--check", help="Say whether the options are good, and follow no hub."),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
     **options: Any,

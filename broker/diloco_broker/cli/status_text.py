@@ -40,7 +40,7 @@ def _reasons(verdict: Verdict) -> Iterator[str]:
 
 
 def _table(workers: Sequence[Worker], most: int | None) -> list[str]:
-    """A line for each worker; those that are not well stay where there is no room for all."""
+    """A line for each worker; if not all fit, unhealthy ones stay."""
     shown = workers
     if most is not None and len(shown) > most:
         first = {each.id for each in sorted(shown, key=lambda w: w.health == "ok")[: most - 1]}

@@ -168,9 +168,7 @@ def _check_aggregate(options: Options) -> None:
 def _check_saving(options: Options) -> None:
     if options.fresh:
         saves, resume = options.save_dir is not None, options.resume
-        _require(
-            options, "fresh", saves, "left out where nothing is saved: there is no run to move"
-        )
+        _require(options, "fresh", saves, "left out where nothing is saved: no run can be moved")
         why = f"left out with --resume {resume}, which resumes a run"
         _require(options, "fresh", resume in (AUTO, "none"), why)
         keys, folder = options.keys, options.save_dir or ""
@@ -241,7 +239,7 @@ def _check_reach(options: Options, name: str) -> None:
     address = getattr(options, name)
     if not (options.insecure or options.keys or _stays_here(address)):
         raise UsageError(
-            f"--{name} {address} can be reached from other machines, and without keys everybody there "
+            f"--{name} {address} can be reached from other machines, and without keys any peer there "
             "could change the model. Give --keys DIR (make them with: diloco-broker keygen DIR), or "
             "--insecure if you trust everyone on that network."
         )

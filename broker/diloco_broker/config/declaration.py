@@ -111,7 +111,7 @@ class Options:
         None,
         whole(1, MOST_ROUNDS),
         "The run is over after this number of rounds; in async mode, of applied pushes.",
-        if_none="until somebody ends it",
+        if_none="until an operator ends it",
     )
     token_budget: int | None = RUN.option(
         None,
@@ -367,7 +367,7 @@ class Options:
         True, SWITCH, "Workers of this machine and user send chunks through a Unix socket."
     )
     insecure: bool = WIRE.option(
-        False, SWITCH, "Allow an address other machines reach, without keys: everybody may steer."
+        False, SWITCH, "Allow an address other machines reach, without keys: any peer may steer."
     )
     # Smaller chunks are slower, larger ones are refused by the limits of frames.
     chunk_elements: int = NOT_ON_THE_COMMAND_LINE.option(
@@ -376,7 +376,7 @@ class Options:
 
     @property
     def has_new_address(self) -> bool:
-        """The system picks a port (`*` or 0): nobody can have known this address before."""
+        """The system picks a port (`*` or 0): no worker can have known this address before."""
         return self.bind.rpartition(":")[2] in ("*", "0")
 
     @property

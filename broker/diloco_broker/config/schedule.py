@@ -1,6 +1,7 @@
 """How the outer optimizer's learning rate and momentum go over the rounds of a run: the formulas.
 
-t is the rounds that a fragment has had, p = min(1, t / R) how far its schedule of R rounds has come, and
+t is the rounds that a fragment has had, p = min(1, t / R) the completed part of its schedule of R
+rounds, and
 
     s = 0                       constant
         p                       linear
@@ -41,7 +42,7 @@ class Schedule:
             return cls()
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None:
-            raise ValueError(f"{text!r:.60} is no schedule")
+            raise ValueError(f"{text!r:.60} is not a schedule")
         shape, rounds, value = found.groups()
         if not 1 <= int(rounds) <= MOST_ROUNDS:
             raise ValueError(f"{rounds} rounds, which is not from 1 to {MOST_ROUNDS}")
@@ -82,7 +83,7 @@ class OuterSchedule:
     size: int = 1
 
     def factor(self, gradients: int) -> float:
-        """What the learning rate is multiplied with, once a fragment has had so many gradients."""
+        """The factor of the learning rate after this number of gradients of a fragment."""
         return 1 + self.lr.done(gradients / self.size) * (self.lr.final - 1)
 
     def momentum(self, momentum: float, gradients: int) -> float:

@@ -32,7 +32,7 @@ class Changes:
 
     Attributes:
         revoked: whom the broker lets in no longer, or under another key.
-        complaints: a sentence for each file that is no key, where that is new.
+        complaints: a sentence for each new file that is not a key.
     """
 
     revoked: frozenset[Peer]
@@ -103,7 +103,7 @@ class Doorkeeper:
             seen = self._keys.fingerprint()
             guests = self._guests if seen == self._seen else self._keys.guests()
         except OSError as error:  # it passes: too many files are open, or a disk has an error
-            text = f"The keys cannot be read now, so whoever was let in stays: {error}."
+            text = f"The keys cannot be read now, so peers that were let in stay: {error}."
             is_new, self._trouble = text != self._trouble, text
             return Changes(frozenset(), (text,)) if is_new else None
         self._trouble = None

@@ -21,7 +21,7 @@ from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol.errors import UsageError, check_names
 from diloco_protocol.fragments import Choose
 
-ITS_PROGRAM = "its program has ended it"  # why it was asked to stop, where nobody says
+ITS_PROGRAM = "its program has ended it"  # why it was asked to stop, if the caller gives no reason
 
 S = TypeVar("S", bound="Service")
 
@@ -64,11 +64,11 @@ class Service(ABC):
     def _run_there(self) -> None:
         try:
             self.run()
-        except Exception as error:  # noqa: BLE001  `stop` raises it where somebody can catch it
+        except Exception as error:  # noqa: BLE001  `stop` raises it in the caller's thread
             self._failure = error
 
     def stop(self, *, restarting: bool = False) -> None:
-        """End in an orderly way: finish a closing round, tell the workers, close the sockets.
+        """End in an orderly way: finish a closing round, notify the workers, close the sockets.
 
         Waits for the thread of `start()`. May be called more than once.
 
@@ -111,7 +111,7 @@ class Broker(Service):
         term: of a standby that has taken over: how often the run's hub was replaced.
 
     Raises:
-        UsageError: when an address cannot be bound, `initial` is no state dict, the options leave no
+        UsageError: when an address cannot be bound, `initial` is not a state dict, the options leave no
             place for an optimizer or a split of one's own, or the run in `save_dir` is split otherwise.
     """
 

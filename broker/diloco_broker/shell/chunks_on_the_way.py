@@ -1,8 +1,8 @@
 """Chunks of parameters that were handed to ZeroMQ and that the other side has not read.
 
 A chunk lies in memory once, for all who are sent it, and the newest versions lie there anyway. What
-costs is a chunk of an older version: it stays as long as somebody has not read it. Thirty readers that
-read next to nothing would keep thirty versions.
+costs is a chunk of an older version: it stays in memory until all its readers have read it. Thirty
+readers that read next to nothing would keep thirty versions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ChunksOnTheWay:
         self.left = 0
 
     def see(self, had: int, now: float) -> None:
-        """The other side has had so many bytes of this connection."""
+        """The peer has received the first `had` bytes of this connection."""
         while self._sent and self._sent[0].end <= had:
             self._sent.popleft()
         for each in reversed(self._sent):
@@ -81,7 +81,7 @@ class ChunksOnTheWay:
 
     @property
     def waits_since(self) -> float:
-        """When the first of them was seen first; for ever where there is none."""
+        """When the first of them was seen first; infinite without one."""
         return next((each.since for each in self._sent if each.since is not None), float("inf"))
 
 

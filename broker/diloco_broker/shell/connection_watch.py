@@ -1,16 +1,16 @@
 """What each connection costs the broker inside ZeroMQ, and which ones cost too much.
 
-ZeroMQ limits the size of a frame and the number of messages, and nothing else: a message that never
-ends grows in its memory, and answers that nobody reads pile up there, where we see neither. The system
-counts the bytes of every connection (`tcp_figures`). What we have sent and the other side has not
+ZeroMQ limits the size of a frame and the number of messages, and nothing else: a message that never ends
+grows in its memory, and answers that the peer does not read pile up there, where we see neither. The
+system counts the bytes of every connection (`tcp_figures`). What we have sent and the other side has not
 acknowledged waits in ZeroMQ or in the system. What ZeroMQ had read at a look is part of a message that
-has not ended, if by the next one everybody had their turn and nothing came of this connection, or there
-was nothing left to receive: a turn takes one message of each, and more may wait. So somebody who sends
-whole messages is never ended for their number, however busy the loop is.
+has not ended, if by the next one every connection had its turn and nothing came of this one, or nothing
+was left to receive: a turn takes one message of each, and more may wait. So a peer that sends whole
+messages is never ended for their number, however busy the loop is.
 
 An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times what is counted here. ZeroMQ
-reads 17,000 of them in a millisecond, and we drop 1,100. So while bytes come of somebody who has not
-joined there is a look each millisecond: a message of 30,000 empty frames takes the loop 27 ms.
+reads 17,000 of them in a millisecond, and we drop 1,100. So while a peer that has not joined
+sends bytes there is a look each millisecond: a message of 30,000 empty frames takes the loop 27 ms.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from diloco_protocol.roles import Peer
 HANDSHAKE_BYTES = 1 << 10
 # What CURVE adds to a frame: a command with a name, a nonce, a code against changes and flags (RFC 26).
 CURVE_ADDS = 33
-# Of a message that has not ended, bytes: of somebody who has not joined, and of a member.
+# Of a message that has not ended, bytes: of a peer that has not joined, and of a member.
 STRANGERS_MAY_OWE = LONGEST_OF_A_STRANGER + HANDSHAKE_BYTES
 MEMBERS_MAY_OWE = MAX_BUFFER_BYTES + LONGEST_OF_A_MEMBER
 # Of all together who have not joined. In empty frames it takes 64 MiB of memory.
 ALL_STRANGERS_MAY_OWE = 2 << 20
 # A subscriber of the feed says nothing but that, and ZeroMQ remembers every word.
 READERS_MAY_OWE = 4 << 10
-# Answers that are on their way: to somebody who has not joined, to all of them, and to a member.
+# Answers that are on their way: to a peer that has not joined, to all of them, and to a member.
 STRANGERS_MAY_LEAVE = 8 << 20
 ALL_STRANGERS_MAY_LEAVE = 48 << 20
 MEMBERS_MAY_LEAVE = 32 << 20
 # Chunks on their way, which lie in memory once for all readers of a version: as many as credit allows.
 STRANGERS_MAY_LEAVE_OF_CHUNKS = (MAX_OBSERVER_CREDIT + 1) * MAX_BUFFER_BYTES
 MEMBERS_MAY_LEAVE_OF_CHUNKS = (MAX_READER_CREDIT + 1) * MAX_BUFFER_BYTES
-# Seconds after which somebody who reads nothing of what waits is given up. Heartbeats tell of members,
-# but come on another connection than chunks.
+# Seconds after which a peer that reads none of its pending bytes is given up. Heartbeats tell of
+# members, but come on another connection than chunks.
 READS_WITHIN_S = 10.0
 MEMBERS_READ_WITHIN_S = WORKER_GOES_ON_WITHIN_S
 # Connections of those who have not joined, besides two for each worker that may come back at once
 # after a restart. Of more than that the oldest is closed, of those first that have not been let in:
 # otherwise who has no key could close the displays of those who have one.
 MOST_STRANGERS = 256
-# What ZeroMQ says before it lets anybody in: its greeting, and that of CURVE to whoever knows our public
-# key (RFC 26). Who has been sent more is somebody, and not only a connection.
+# What ZeroMQ sends before it accepts a peer: its greeting, and that of CURVE to peers that know our
+# public key (RFC 26). A connection that was sent more has a peer of ours behind it.
 SAID_TO_ANYBODY = 256
 # Seconds between two looks: at connections that have not joined while they send bytes, and at all. A
 # look at many takes long, so looks may take this share of the time, and looks at all of them this one:
@@ -93,7 +93,7 @@ class Connection:
     """One connection.
 
     Attributes:
-        route: what the ROUTER calls it; None until a message of it has come.
+        route: what the ROUTER calls it; None until it has sent a message.
         peer: whose key it is; None where that is not known.
         opened_at: turns that others had had when it was made.
         sent: bytes that we handed to ZeroMQ for it (`on_the_wire`).
@@ -101,7 +101,7 @@ class Connection:
         owed: bytes of a message that had not ended at the last look but one.
         left: bytes that wait for the other side to read them, but for those of chunks.
         chunks: those of the parameters that do.
-        is_member: of somebody who had joined at the last look.
+        is_member: its peer had joined at the last look.
         is_surely_named: `route` is not that of an earlier connection with the same descriptor.
         is_to_end: as soon as it is surely named.
     """
@@ -123,7 +123,7 @@ class Connection:
     _came: int = 0  # between the last two looks
     _seen_at: int = -EVERYBODY  # turns that others had had then
     _delivered: int = 0  # as of the last look
-    _offset: int = 0  # of what is delivered to what was sent, when nothing was on its way
+    _offset: int = 0  # of the delivered bytes to the sent ones, when none was in flight
     _moved_at: float | None = None  # when the other side has last read something, or had nothing to
 
     def shut(self) -> None:
@@ -144,15 +144,15 @@ class Connection:
         self.is_to_end = False
         self.chunks.clear()
 
-    def see(self, now: float, turns: int, everybody: int) -> None:
-        """Look at what the system has counted; `everybody` is how many turns all have had theirs in."""
+    def see(self, now: float, turns: int, all_turns: int) -> None:
+        """Look at what the system has counted; within `all_turns` turns each had its own."""
         figures = None if self.transport is None or self.is_ended else self.transport.figures()
         if figures is None:
             self.owed, self.left = 0, 0
             self.chunks.clear()
             return
         self._see_sent(figures, now)
-        if turns - self._seen_at < everybody:
+        if turns - self._seen_at < all_turns:
             return
         if self.heard and turns - self._seen_at < EVERYBODY:  # more whole messages may wait
             self._came += self.owed + figures.taken - self._taken - self.heard
@@ -222,7 +222,7 @@ class ConnectionWatch:
         self._strangers: dict[int, Connection] = {}
         self.by_route: dict[bytes, Connection] = {}
         # Routes of connections that have ended, and whether we have ended them: what of theirs still
-        # waits is of nobody else. Nothing does once there was nothing left to receive.
+        # waits is of no other one. Nothing waits once nothing was left to receive.
         self._gone: dict[bytes, bool] = {}
         self._newest: dict[int, int] = {}  # counter of each fragment that a chunk was sent of
 
@@ -262,7 +262,7 @@ class ConnectionWatch:
         self._gone.clear()
 
     def sent_chunk(self, connection: Connection, size: int, piece: Piece) -> None:
-        """A chunk was handed to ZeroMQ, with its header so many bytes."""
+        """A chunk was handed to ZeroMQ: `size` bytes with its header."""
         self._newest[piece.fragment] = max(self._newest.get(piece.fragment, 0), piece.counter)
         connection.chunks.add(connection.sent, connection.sent + size, piece)
         connection.sent += size
@@ -315,7 +315,7 @@ class ConnectionWatch:
             self.next_look = min(self.next_look, self._rests_until)
 
     def shut_those_of(self, peers: Container[Peer]) -> None:
-        """End the connections of these keys, and those of which nobody knows whose they are.
+        """End the connections of these keys, and those whose key is not known.
 
         Who had not been meant connects again.
         """
@@ -330,12 +330,12 @@ class ConnectionWatch:
         began = time.thread_time()
         is_at_all = now >= self._next_at_all
         ended: list[str] = []
-        everybody = 2 * len(self._by_number) + 2  # ZeroMQ takes one of each in turn
+        all_turns = 2 * len(self._by_number) + 2  # ZeroMQ takes one of each in turn
         for number, connection in list((self._by_number if is_at_all else self._strangers).items()):
             is_member = connection.route in members
             if is_member is not connection.is_member:
                 self._mark(number, connection, is_member=is_member)
-            connection.see(now, self.turns, everybody)
+            connection.see(now, self.turns, all_turns)
             may_owe = MEMBERS_MAY_OWE if is_member else self._strangers_may_owe
             why = connection.too_much(is_member=is_member, may_owe=may_owe, now=now)
             if why is not None and not connection.is_ended:
@@ -362,7 +362,7 @@ def _bound_together(strangers: list[Connection], most: int) -> list[str]:
     for number, connection in enumerate(strangers):
         why = None
         if number < len(strangers) - most:
-            why = f"there were more than {most} connections of nobody who had joined"
+            why = f"there were more than {most} connections of peers that had not joined"
         elif owed > ALL_STRANGERS_MAY_OWE and connection.owed > HANDSHAKE_BYTES:
             why = f"{owed >> 10} KiB of messages that have not ended, of those who have not joined"
         elif left > ALL_STRANGERS_MAY_LEAVE and connection.left:

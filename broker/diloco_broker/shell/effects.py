@@ -62,7 +62,7 @@ class Ports(Protocol):
         """Begin an orderly end, as an operator asked."""
 
     def finish(self, save: effects.Save | None) -> None:
-        """The core is done: write this checkpoint, if any, wait for the one at hand, and end."""
+        """The core is done: write this checkpoint, if any, wait for the one being written, and end."""
 
     def handled(self, event: Event) -> None:
         """Called once an event is handled and what it led to is carried out."""

@@ -1,8 +1,8 @@
 """The one thread of the broker: it receives, feeds the core, and does the tensor work that is asked for.
 
 A turn takes in what the sockets have, then does tensor work (folds, steps, placements, one chunk each)
-for a few milliseconds, then looks at the clock. Nothing else in the process touches the state, so there
-is no lock. There is no decision about rounds in here.
+for a few milliseconds, then looks at the clock. Nothing else in the process touches the state, so it
+needs no lock. No decision about rounds is made in here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ WORK_SLICE_S = 0.001
 # for more, and what is not acknowledged then waits for a few chunks at most.
 ACKNOWLEDGED_TOGETHER = 4
 TICK_S = 0.1
-# After a turn that brought nothing but heartbeats, where nothing else has come for a while. Waking up
+# After a turn that brought nothing but heartbeats, where nothing else came for a while. Waking up
 # costs more than answering one: with hundreds of idle workers most of the time went there. A push
 # meanwhile waits so long, once a round.
 REST_S = 0.02
@@ -80,8 +80,8 @@ SAVE_WITHIN_S = 60.0
 # The final model of a run that came to its end, in its folder of checkpoints.
 FINAL_MODEL = "final-model.safetensors"
 _INSECURE = (
-    "INSECURE: whoever reaches this broker may train, steer and read. To ask for keys: diloco-broker "
-    "keygen DIR, and serve --keys DIR."
+    "INSECURE: any peer that reaches this broker may train, steer and read. To ask for keys: "
+    "diloco-broker keygen DIR, and serve --keys DIR."
 )
 
 
@@ -112,7 +112,7 @@ class Loop:
         self._config = config
         self.stop_reason: str | None = None  # why it was asked to stop, None while it was not
         self.is_restarting = False  # it stops to come back
-        self.is_complete = False  # the run has come to the end that its options set
+        self.is_complete = False  # the run has reached the end that its options set
         with ExitStack() as opened:
             lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
             if lock is not None:
@@ -214,10 +214,10 @@ class Loop:
     # Life.
 
     def run(self) -> None:
-        """Serve until somebody asks for a stop, and end in an orderly way."""
+        """Serve until a stop is requested, and end in an orderly way."""
         self._used_s = time.thread_time()
         self.now()
-        self.now.stood_still()  # what was before this was no service
+        self.now.stood_still()  # time before this was not served
         try:
             while not self._is_finished:
                 if self.stop_reason and self.core.state.stopping is None:
@@ -291,7 +291,9 @@ class Loop:
             gone, before = self.core.state.members.gone, self._gone_before
             self._gone_before = gone
             if gone > before and not self.core.state.is_running:
-                self._calm_at = now + CALM_S  # somebody went who may have brought a part of a model
+                self._calm_at = (
+                    now + CALM_S
+                )  # the worker that left may have uploaded a part of a model
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
             self._publish()
@@ -428,7 +430,7 @@ class Loop:
         """One a turn: the others' messages go in between."""
         if self._pieces is not None and self._pieces.results:
             route, result = self._pieces.results.popleft()
-            self.send(Send(route, result))  # whoever is gone asks again
+            self.send(Send(route, result))  # a peer that is gone asks again
 
     def end(self, end: effects.End) -> None:
         self.is_complete = end.is_complete and self.stop_reason is None
@@ -459,7 +461,7 @@ class Loop:
             logger.info("The run is saved in %s, before round %d.", self._config.save_dir, number)
 
     def _export(self) -> None:
-        """The model that the run has come to, as `diloco-broker export` would write it."""
+        """The final model of the run, as `diloco-broker export` would write it."""
         state, folder = self.core.state, self._config.save_dir
         if folder is None:
             logger.warning("The final model is not kept: there is no --save-dir. Workers have it.")

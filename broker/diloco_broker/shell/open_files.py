@@ -14,7 +14,7 @@ PROCESSES = 8
 
 
 def allow_connections(workers: int) -> int:
-    """Let this process hold the connections of so many workers, and of all strangers.
+    """Let this process hold the connections of this number of workers, and of all strangers.
 
     A worker has one for control and one for each of its processes, and twice as many while it comes
     back. Returns how many files it may open now, which is less where the system's hard limit is.

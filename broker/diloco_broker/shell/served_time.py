@@ -1,6 +1,6 @@
 """The broker's clock: seconds during which it served.
 
-A process that is stopped (SIGSTOP, a debugger, a machine that sleeps or is overloaded) hears nobody.
+A process that is stopped (SIGSTOP, a debugger, a machine that sleeps or is overloaded) receives nothing.
 When it runs again, what its workers have sent waits in the sockets, and every one of them looks silent
 for as long as it stood still itself. So all deadlines run on a clock that leaves such time out.
 """

@@ -64,8 +64,8 @@ class Incoming:
     Attributes:
         frames: bytes-like; at most one more than a message may have, and none of such a rest.
         peer: whose key it is, where keys are asked for.
-        is_of_stranger: of somebody who had not joined at the last look.
-        is_left_behind: of a connection that we have ended, so there is nobody to answer.
+        is_of_stranger: its sender had not joined at the last look.
+        is_left_behind: of a connection that we have ended, so no answer can be sent.
     """
 
     route: bytes
@@ -78,7 +78,7 @@ class Incoming:
 class Sockets:
     """All of them, bound: the ROUTER to `bind`, the PUB to `feed`; port 0 or * picks a free one.
 
-    `address` and `feed_address` say where they are. `keys` says who may connect; None: everybody.
+    `address` and `feed_address` say where they are. `keys` says who may connect; None: any peer.
     Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
     bound. `workers` is how many may come at once. With `same_host` workers of this machine and this user
     find another way in at `own_address`, a Unix socket, on Linux. `relays` may come, too.
@@ -143,7 +143,7 @@ class Sockets:
             poller.register(number, flags)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a message, for `wake`, or for bytes of somebody who has not joined.
+        """Wait for a message, for `wake`, or for bytes of a peer that has not joined.
 
         At most so long. Returns whether there is a message.
         """
@@ -179,7 +179,7 @@ class Sockets:
 
     def wake(self) -> None:
         """Make `wait` return; from any thread."""
-        with contextlib.suppress(OSError):  # full: it wakes anyway; closed: nobody waits
+        with contextlib.suppress(OSError):  # full: it wakes anyway; closed: no thread waits
             self._bell.send(b"!")
 
     def receive(self) -> Incoming | None:
@@ -216,7 +216,7 @@ class Sockets:
             if not self._router.recv(NOW, copy=False).more:
                 self._surplus_of = None
                 return
-        self._watch.end(connection.route or b"")  # so many are no mistake
+        self._watch.end(connection.route or b"")  # not a mistake of its sender
 
     def _named(self, route: bytes, frame: zmq.Frame) -> Connection:
         """The connection of this frame, which is not surely known. This takes longer than the rest."""
@@ -299,7 +299,7 @@ class Sockets:
         self._watch.end(route)
 
     def lets_in(self, peer: Peer | None) -> bool:
-        """May whoever sent a message still do so? It may have waited while its key was taken back."""
+        """May the sender of a message still send? It may have waited while its key was taken back."""
         return self._doorkeeper is None or (peer is not None and self._doorkeeper.lets_in(peer))
 
     def changed_keys(self, now: float) -> Changes | None:
@@ -349,7 +349,7 @@ class Sockets:
             )
         scheme, _, rest = address.partition("://")
         if scheme == "ipc" and _is_served(rest):
-            # ZeroMQ would put its own file in the place of this one, and nobody would notice.
+            # ZeroMQ would put its own file in the place of this one, unnoticed.
             made.close(linger=0)
             raise UsageError(
                 f"--{option} {address} cannot be bound: something answers there; stop it or choose "
@@ -374,12 +374,12 @@ class Sockets:
 
 
 def _is_served(path: str) -> bool:
-    """Does somebody listen at this socket file? That of a process that was killed is only in the way."""
+    """Whether a process listens at this socket file. One of a killed process is stale."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(f"\0{path[1:]}" if path.startswith("@") else path)
-        except (BlockingIOError, TimeoutError):  # so many wait there already
+        except (BlockingIOError, TimeoutError):  # its backlog is full
             return True
         except OSError:
             return False

@@ -54,7 +54,7 @@ class Strangers:
         return bool(self._waiting) or not self.has_time(now)
 
     def put_off(self, message: Incoming) -> bytes | None:
-        """Have it wait. Returns whom there is no room for, by route: of whom most waits."""
+        """Queue it. Returns the route to disconnect if the queue is full: that with the most bytes."""
         self._waiting.append(message)
         self._bytes[message.route] += _size(message)
         if len(self._waiting) <= ROOM and self._bytes.total() <= ROOM_BYTES:

@@ -41,7 +41,7 @@ class Descriptor:
     Nothing here needs another descriptor: they may have run out.
 
     Raises:
-        OSError: there is no such connection (any more).
+        OSError: the connection does not exist (any more).
     """
 
     def __init__(self, number: int) -> None:

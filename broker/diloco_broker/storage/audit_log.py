@@ -1,7 +1,7 @@
 """The audit log: one line of JSON for each version, written before anybody is told of the version.
 
 Whoever wants to know that no contribution was counted twice or lost needs nothing but these lines and
-the workers' own logs. A broker that was killed may leave lines of versions that nobody ever got; the
+the workers' own logs. A broker that was killed may leave lines of versions that no worker ever got; the
 history of a version is found by following `after`.
 """
 

@@ -9,7 +9,7 @@ A checkpoint is a folder:
 
 The newest is the one that was written last: of the last life, and in it the one with the highest
 number. (A run that was rewound has lower numbers than it had before.) When something else than the next
-round has changed since, or what is there was damaged, `-2` is added to the name.
+round has changed since, or the existing one was damaged, `-2` is added to the name.
 
 A checkpoint is written beside its place under a name that begins with a dot, each file is flushed to
 the disk, and then the folder is renamed. A fragment that is what it was in the last checkpoint is a hard
@@ -64,7 +64,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, spared: Container[str]
     """Write a checkpoint, and remove all but the newest `keep` of the run and those `spared`, by name.
     Returns its path.
 
-    Raises OSError where that cannot be written; what was there is untouched.
+    Raises OSError where that cannot be written; existing checkpoints are untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = name = folder / f"checkpoint-{checkpoint.life:04d}-{checkpoint.number:012d}"
@@ -112,7 +112,7 @@ def sweep(folder: Path) -> None:
 
 
 def retire(folder: Path, run: str, keep: int, spared: Container[str] = ()) -> None:
-    """Remove old checkpoints. Those of other runs are somebody's, and damaged ones belong to no run."""
+    """Remove old checkpoints. Those of other runs are kept, and damaged ones belong to no run."""
     left = keep
     for path in found(folder):
         try:
@@ -215,7 +215,7 @@ def check_files(path: Path, plain: Mapping[str, Any]) -> None:
     for name, told in plain["files"].items():
         if not FILE.fullmatch(name):
             raise Damaged(
-                f"{path / MANIFEST} names {name!r:.80}, which is no file of a checkpoint."
+                f"{path / MANIFEST} names {name!r:.80}, which is not a file of a checkpoint."
             )
         total = hashlib.sha256()
         try:
@@ -226,7 +226,7 @@ def check_files(path: Path, plain: Mapping[str, Any]) -> None:
         except OSError as error:
             raise _unreadable(path / name, error) from None
         if not is_so_long or total.hexdigest() != told["sha256"]:
-            raise Damaged(f"{path / name} is not what was written: its size or checksum differs.")
+            raise Damaged(f"{path / name} is damaged: its size or checksum differs.")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST} cannot be understood ({error!r:.200}).") from None
     if _sum_of(body) != told:
-        raise Damaged(f"{path / MANIFEST} is not what was written: its checksum differs.")
+        raise Damaged(f"{path / MANIFEST} is damaged: its checksum differs.")
     if body.get("format") != FORMAT:
         raise Damaged(f"{path} has format {body.get('format')}, this release reads {FORMAT}.")
     return dict(body)
@@ -255,7 +255,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def opened(path: Path, *, follow: bool = True) -> BinaryIO:
     """A file to read; without `follow` no symbolic link is one.
 
-    Raises OSError where it is none: a pipe or a device would be read for ever.
+    Raises OSError where it is none: reading a pipe or a device might never end.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)

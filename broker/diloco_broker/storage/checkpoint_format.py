@@ -170,7 +170,7 @@ def _counts(plain: Mapping[str, Any]) -> dict[str, int]:
     found = dict(plain)
     for name, count in found.items():
         if type(count) is not int or not 0 <= count < 1 << 63:
-            raise ValueError(f"{name} is {count!r:.40}, which is no count")
+            raise ValueError(f"{name} is {count!r:.40}, not a count")
     return found
 
 
@@ -192,14 +192,14 @@ def _check(found: Checkpoint) -> None:
     numbers = {record.number, found.life, record.term}
     for each in record.fragments.values():
         if not each.version.is_valid or each.version.run != record.run:
-            raise ValueError(f"{each.version!r:.100} is no version of run {record.run!r:.40}")
+            raise ValueError(f"{each.version!r:.100} is not a version of run {record.run!r:.40}")
         numbers |= {each.gradients, each.round + 1, each.averaged, *each.tags, *each.tags.values()}
     if not all(0 <= number < 1 << 64 for number in numbers):
         raise ValueError("a count that no run comes to")
     for name, data in record.data_sets.items():
         fits = data.size > 0 and Spans.read(data.uncounted, None).stop <= data.next < LARGEST
         if not is_data_set_name(name) or not fits:
-            raise ValueError(f"{name!r:.80} is no data set")
+            raise ValueError(f"{name!r:.80} is not a data set")
     names = (*record.workers, *record.shards, *record.left, *record.missing)
     wrong = [name for name in names if not is_worker_id(name)]
     if wrong:
@@ -336,7 +336,7 @@ def _load_optimizer(file: Any, told: Mapping[str, Any] | None) -> dict[str, Any]
                 flat = file.get_tensor(f"optimizer.{number}.{name}")
                 dtype = getattr(torch, value["dtype"])
                 if not isinstance(dtype, torch.dtype):
-                    raise ValueError(f"{value['dtype']!r:.40} is no dtype")
+                    raise ValueError(f"{value['dtype']!r:.40} is not a dtype")
                 state[int(number)][name] = flat.reshape(value["shape"]).to(dtype).clone()
             else:
                 state[int(number)][name] = value["value"]

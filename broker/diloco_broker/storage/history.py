@@ -40,7 +40,7 @@ class HistoryWriter:
     """
 
     def __init__(self, folder: Path, epoch: str) -> None:
-        # what was wrong with the last attempt; None while all is well
+        # error of the last attempt; None if it succeeded
         self.error: str | None = None
         self.lost = 0  # lines that could not be written
         self._folder, self._epoch = folder, epoch
@@ -60,7 +60,7 @@ class HistoryWriter:
         self._put(ACTIONS, line)
 
     def close(self) -> None:
-        """Write what is there, for a bounded time."""
+        """Write the pending lines, for a bounded time."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()

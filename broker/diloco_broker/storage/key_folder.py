@@ -44,7 +44,7 @@ clients/          One file for each machine or person, to be moved there (scp, t
                     worker-NAME.key    a training script: export DILOCO_KEYS=worker-NAME.key
                     operator-NAME.key  steers: diloco-broker status --keys operator-NAME.key
                     monitor-NAME.key   only looks: diloco-top --keys monitor-NAME.key
-allowed/          The public halves, which the broker goes by. To let somebody in no longer, remove the
+allowed/          The public halves, which the broker goes by. To revoke a key, remove the
                   file: a broker that runs notices within seconds and closes the connections.
                     rm allowed/worker/NAME.pub
 
@@ -61,7 +61,7 @@ class Guests:
 
     Attributes:
         by_key: by public key, in Z85.
-        complaints: a sentence for each file that is no public key.
+        complaints: a sentence for each file that is not a public key.
     """
 
     by_key: dict[bytes, Peer]
@@ -72,7 +72,7 @@ class KeyFolder:
     """See the head of this module.
 
     Raises:
-        UsageError: there is no such folder, its broker.key is none, or others may write there.
+        UsageError: the folder or its broker.key is missing, or others may write there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class KeyFolder:
                 f"{file} cannot be read: {error.strerror}. Make keys with: diloco-broker keygen {path}"
             ) from None
         except ValueError as error:
-            raise UsageError(f"{file} is no key of a broker: {error}.") from None
+            raise UsageError(f"{file} is not a key of a broker: {error}.") from None
 
     @classmethod
     def make(cls, path: Path) -> KeyFolder:
@@ -182,7 +182,7 @@ class KeyFolder:
                 found[public] = Peer(role, name)
             except (OSError, ValueError, UsageError) as error:
                 _raise_if_it_passes(error)
-                complaints.append(f"{entry.path} lets nobody in: {error}.")
+                complaints.append(f"{entry.path} is not a valid key and is ignored: {error}.")
         return Guests(found, tuple(complaints))
 
     def fingerprint(self) -> tuple[tuple[object, ...], ...]:
@@ -205,7 +205,7 @@ class KeyFolder:
                     found = sorted(entries, key=lambda each: each.name)
             except OSError as error:
                 _raise_if_it_passes(error)
-                continue  # the folder was removed: nobody of this role
+                continue  # the folder was removed: no key of this role
             for entry in found:
                 if entry.name.endswith(".pub") and count < MOST_KEYS:
                     count += 1
@@ -227,7 +227,7 @@ def _check_writers(folders: Iterable[Path]) -> None:
     for each in folders:
         try:
             found = each.stat()
-        except OSError:  # it is missing, so it lets nobody in
+        except OSError:  # it is missing, so it has no keys
             continue
         mode = found.st_mode
         if os.name == "posix" and found.st_uid not in (0, os.geteuid()):

@@ -28,7 +28,7 @@ def write_like(model: Mapping[str, Tensor], to: Path, like: Path) -> int:
     written. Files of a model that was in `to` before, in other pieces, are removed once ours are whole.
 
     Raises:
-        UsageError: `like` is no such folder, or its model is not ours.
+        UsageError: `like` is not such a folder, or its model is not ours.
     """
     if like.resolve() == to.resolve():
         raise UsageError(f"--to and --like are the same folder, {to}; give another --to.")
@@ -74,7 +74,7 @@ def _pieces_in(folder: Path) -> set[str]:
     try:
         files = {each.name for each in safetensors_files(folder)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()  # an index that nobody can read says nothing of other files
+        return set()  # an unreadable index says nothing of other files
     return {name for name in files if name.endswith(".safetensors")} | {INDEX}
 
 

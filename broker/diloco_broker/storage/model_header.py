@@ -92,7 +92,7 @@ def safetensors_entries(files: Iterable[Path]) -> list[TensorEntry]:
     entries = []
     for file in files:
         with safe_open(file, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118  it is no dict
+            for name in opened.keys():  # noqa: SIM118  it is not a dict
                 part = opened.get_slice(name)
                 dtype = DTYPES.get(part.get_dtype(), part.get_dtype())
                 entries.append(_entry(name, tuple(part.get_shape()), dtype))

@@ -18,7 +18,7 @@ Split = Callable[[Manifest], FragmentPlan]
 
 
 def read_split(path: Path) -> OwnSplit:
-    """Read a file given with --fragment-plan; raises UsageError where it is no split."""
+    """Read a file given with --fragment-plan; raises UsageError where it is not a split."""
     source = f"--fragment-plan {path}"
     try:
         return OwnSplit.from_json(path.read_text("utf-8"), source)
@@ -31,7 +31,7 @@ def read_split(path: Path) -> OwnSplit:
 def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
     """How a model is split where not by a pattern, as by the function given to `Broker`; else None.
 
-    Raises UsageError for options that contradict each other, or a file that is no split.
+    Raises UsageError for options that contradict each other, or a file that is not a split.
     """
     pieces = config.num_fragments
     if choose is not None:

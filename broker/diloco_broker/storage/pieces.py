@@ -1,9 +1,9 @@
 """Reading checkpoints for those who copy them, piece by piece, without holding up the loop.
 
-A thread reads; the loop hands it what was asked for and sends what it has read. Files of a checkpoint
-are never written again, so their pieces may be asked for in any order, as long as it is kept.
-Each piece opens its file and closes it: whoever stops in the middle leaves nothing behind. A checkpoint
-that is being copied is not removed (`spared`), or a copy over a slow line would never end.
+A thread reads; the loop hands it the requests and sends the results. Files of a checkpoint are never
+written again, so their pieces may be asked for in any order, as long as it is kept. Each piece opens its
+file and closes it: a reader that stops in the middle leaves nothing open. A checkpoint that is being
+copied is not removed (`spared`), or a copy over a slow line would never end.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from diloco_protocol.messages import Result
 
 # Of a file, in one answer: a turn of the loop sends one, and it takes 0.1 s of 100 Mb/s.
 PIECE_BYTES = 1 << 20
-# Requests that wait, of all together: so many pieces may lie in memory.
+# Requests that wait, of all peers together; each may have a piece in memory.
 MOST_WAITING = 16
-# What was asked for within so many seconds is being copied: a line may be cut for minutes. So many
-# checkpoints, those that were asked for last, take room on the disk for that.
+# A checkpoint that was asked for within SPARED_S seconds is being copied: a link may be cut for minutes.
+# Only the MOST_SPARED that were asked for last are kept on the disk for that.
 SPARED_S = 300.0
 MOST_SPARED = 2
-# Of whoever is told to ask again, for the newest: nothing is wrong.
+# In refusals after which the peer asks again, for the newest: nothing is wrong.
 AGAIN = {"again": True}
 
 
@@ -109,13 +109,13 @@ class PieceReader:
                 continue
             data = {"checkpoint": path.name, "files": self._listed[1]}
             return Result(wanted.request, True, f"The newest checkpoint is {path.name}.", data)
-        text = "There is no checkpoint yet; the first comes with the first version."
+        text = "No checkpoint exists yet; the first comes with the first version."
         return Result(wanted.request, False, text, AGAIN)
 
     def _read(self, wanted: ReadCheckpoint) -> Result:
         name, file = str(wanted.checkpoint), wanted.file
         if not NAME.fullmatch(name) or not (FILE.fullmatch(file) or file == MANIFEST):
-            text = f"{name!r:.80}, {file!r:.80} is no file of a checkpoint."
+            text = f"{name!r:.80}, {file!r:.80} is not a file of a checkpoint."
             return Result(wanted.request, False, text)
         place = self._folder / name
         try:

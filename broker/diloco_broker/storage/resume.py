@@ -40,13 +40,14 @@ def newest_checkpoint(
         folder = Path(config.resume)
         candidates = checkpoint.at(folder)
         if not candidates:
-            raise UsageError(f"--resume {config.resume}: there is no checkpoint there.")
+            raise UsageError(f"--resume {config.resume}: no checkpoint was found there.")
     problems = []
     for path in candidates:
         try:
             found = checkpoint.load(path)
         except NotPermitted as error:
-            # An older one is no replacement: the run would go back, and nothing is wrong with this one.
+            # An older one does not replace it: the run would go back, and nothing is wrong with this
+            # one.
             raise UsageError(
                 f"{error} Let this user read it, or name the checkpoint to go on from: --resume PATH."
             ) from None

@@ -58,7 +58,7 @@ class TapeWriter:
         self._path, self._core, self._version, self._longest = path, core, version, longest
         self._noted: list[tuple[Any, Now, Any]] = []
         self._codec = Codec()
-        self._written = 0  # bytes of the file at hand; the thread's, as the next two
+        self._written = 0  # bytes of the current file; the thread's, as the next two
         self._limit = longest
         self._is_full = False
         self._is_turning = False  # the next file was asked for
@@ -85,7 +85,7 @@ class TapeWriter:
             self._give_up(error)
 
     def close(self) -> None:
-        """Write what was noted. A second call does nothing."""
+        """Write the pending entries. A second call does nothing."""
         if not self._is_over:
             self._hand_over()
         self._is_over = True
@@ -148,7 +148,7 @@ class TapeWriter:
     def _end(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what was noted is flushed already
+            with contextlib.suppress(OSError):  # all entries are flushed already
                 file.close()
 
     def _give_up(self, why: object) -> None:
@@ -258,5 +258,5 @@ def _tape(values: Any) -> Tape:
 def _bodies(values: Any) -> Iterator[Any]:
     for number, (checksum, body) in enumerate(values):
         if crc32(body) != checksum:
-            raise ValueError(f"value {number} is not what was written")
+            raise ValueError(f"value {number} has a wrong checksum")
         yield msgpack.unpackb(body, strict_map_key=False)

@@ -61,7 +61,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write this checkpoint as soon as the one at hand is done. Returns at once."""
+        """Write this checkpoint as soon as the one being written is done. Returns at once."""
         with self._changed:
             self._next = checkpoint
             self._changed.notify_all()

@@ -174,7 +174,7 @@ class StreamingMean:
     """Accumulators of one fragment: fp32 sums of weighted chunks; of buffers a `Blend`; of integers
     the maximum.
 
-    What has come last is not added up at once but held as it came. Most often the other contributions
+    The last chunks are not added up at once but held as they came. Most often the other contributions
     to the same chunk come soon, and then the sum is made piece by piece with the outer step, and never
     goes through the memory. At most `HELD` contributions are `held` so, over all chunks.
 
@@ -261,7 +261,7 @@ class StreamingMean:
         return Gradient(total, waiting, divisor, self._scratch)
 
     def _added_up(self, total: Tensor | None, waiting: Terms) -> Tensor:
-        """The sum with what was held; its memory is used."""
+        """The sum with the held chunks; its memory is used."""
         fast = kernels.ready()
         if fast is not None:
             made = empty(waiting[0][0].elements, torch.float32) if total is None else total

@@ -32,7 +32,7 @@ class Blend:
         Args:
             values: floats, 1-D; only read.
             weight: not negative; with 0 nothing is added.
-            scale: from 0 to 1, what part of its weight counts. The rest counts for what was there
+            scale: from 0 to 1, what part of its weight counts. The rest counts for the value
                 before; see `onto`.
         """
         self._whole_weight += weight

@@ -120,7 +120,7 @@ class Parameters:
         return encode_chunk(span, reply, self._whole_reply)
 
     def drop(self, fragments: Iterable[int]) -> bool:
-        """Forget what was placed of these fragments. Returns whether anything is left."""
+        """Forget the placed chunks of these fragments. Returns whether anything is left."""
         for fragment in fragments:
             self._masters[fragment] = [None] * len(self._masters[fragment])
             self._states[fragment] = [{} for _ in self._states[fragment]]
@@ -170,7 +170,7 @@ class Parameters:
             whole.fragment.tune(own)
 
     def step(self, fragment: int, index: int, weight: float, count: int) -> Piece[list[Stepped]]:
-        """The outer step of one chunk, with the mean of what was folded; see `effects.Step`.
+        """The outer step of one chunk, with the mean of the folded chunks; see `effects.Step`.
 
         Returns:
             This chunk. With an optimizer that steps whole tensors nothing for a chunk of parameters

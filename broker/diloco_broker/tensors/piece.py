@@ -14,10 +14,10 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, eq=False)
 class Piece(Generic[Found]):
-    """A piece of work whose parts are all at hand.
+    """A piece of work whose inputs are all here.
 
     `run` reads only what it was made with, and writes only to what it makes: any thread may call it,
-    beside others. `finish` puts what it returned in its place, in the thread that owns the state, one
+    beside others. `finish` stores its result, in the thread that owns the state, one
     piece after the other in the order in which they were made.
     """
 

@@ -1,6 +1,6 @@
 """Aggregates: how one chunk of several whole submissions becomes one gradient.
 
-Each is a function of the same form, a row of `AGGREGATES`. The mean takes everybody at their word;
+Each is a function of the same form, a row of `AGGREGATES`. The mean trusts every worker;
 `clip_median_norm` bounds how long a submission is; the two others look at each number by itself, leave
 out its extremes, and so need no bound: Yin et al. 2018, "Byzantine-Robust Distributed Learning: Towards
 Optimal Statistical Rates" (arXiv 1803.01498), definitions 1 and 2.
@@ -96,7 +96,7 @@ def _weighted_mean(
 
 
 def trimmed(submissions: int, trim: float) -> int:
-    """How many are left out at each end, of so many submissions."""
+    """How many of these submissions are left out at each end."""
     wanted = math.ceil(trim * submissions - 1e-9)  # 0.07 x 100 is a little above 7 in binary
     return min(wanted, (submissions - 1) // 2)
 
@@ -149,7 +149,7 @@ def _in_order(rows: Sequence[Tensor]) -> list[Tensor]:
 
 @cache
 def comparators(count: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of places that, put in order one after the other, put so many values in order.
+    """Pairs of places that, put in order one after the other, sort this number of values.
 
     Batcher's merge exchange: Knuth, The Art of Computer Programming, volume 3, 5.2.2, algorithm M. About
     n (log n)^2 / 4 of them: 9 for 5, 63 for 16, 543 for 64.

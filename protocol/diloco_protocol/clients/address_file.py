@@ -1,7 +1,7 @@
 """A file that says where a broker is, for those who follow one that moves: `file:///shared/address`.
 
 `diloco-broker serve --address-file` writes it: its control address in the first line, that of its feed
-in the second. It replaces the file as a whole, so nobody reads half of one. The file is not believed
+in the second. It replaces the file as a whole, so no reader sees half of one. The file is not believed
 blindly: it is small, and holds addresses that can be reached, or it counts as not written yet. Whoever
 may write it can send workers elsewhere; with keys they speak to no other broker.
 """
@@ -52,11 +52,11 @@ def read_address(file: Path, line: int = 0) -> str:
         NoAddress: it is not there, is empty, or holds something else.
     """
     try:
-        # Of a pipe that nobody writes to, to open it would wait for ever.
+        # Opening a pipe without a writer would block.
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as opened:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise NoAddress(f"{file} is no file")
+                raise NoAddress(f"{file} is not a file")
             content = opened.read(LARGEST_FILE + 1)
     except OSError as error:
         reason = "is not there yet" if isinstance(error, FileNotFoundError) else error.strerror

@@ -1,8 +1,8 @@
-"""Asking whoever listens at an address, before any handshake, whether it asks for keys.
+"""Ask the peer that listens at an address, before any handshake, whether it asks for keys.
 
 A peer of ZMTP 3 (RFC 23) says in its greeting which mechanism it uses, as soon as it has seen that we
 speak that version too. Where the mechanisms differ both ends close the connection, and the one that is
-quicker leaves the other without a reason: on a busy machine a client may not be told for a long time.
+quicker leaves the other without a reason: on a busy machine a client may not learn it for a long time.
 This end says nothing of its own mechanism, so it is always told.
 """
 
@@ -19,7 +19,7 @@ ANSWERS_WITHIN_S = 0.5
 
 
 def asks_for_keys(address: str, within_s: float = ANSWERS_WITHIN_S) -> bool | None:
-    """Whether a ZeroMQ peer with keys listens there; None where that cannot be told."""
+    """Whether a ZeroMQ peer with keys listens there; None where that is not known."""
     until = time.monotonic() + within_s
     try:
         with _connected(address, within_s) as peer:

@@ -41,7 +41,7 @@ class Failure:
 def failure(event: int, address: str, *, has_keys: bool) -> Failure | None:
     """What one event of a monitor says; None for those that are no failure.
 
-    Where the event does not tell, whoever is at the address is asked, for half a second at most.
+    Where the event does not tell, the peer at the address is asked, for half a second at most.
     """
     if not event & FAILURES:
         return None
@@ -108,7 +108,7 @@ class HandshakeMonitor:
         self._handshakes = Handshakes(address, keys, mistaken)
         self.socket: zmq.Socket[Any] = watched.get_monitor_socket(EXPLAINED)
         self._count = 0
-        self.has_disconnected = False  # since whoever asks has set this
+        self.has_disconnected = False  # since the caller last reset it
         self.failure: str | None = None  # of the last handshake; None where it succeeded
         self.meant = ""  # the address that was meant, as of `Failure`
 

@@ -74,7 +74,8 @@ def _name(argument: Any) -> str:
 
 
 def _names(param: Any) -> str:
-    """What is typed: the short name, the first long one and its opposite, and a word for the value.
+    """What is typed: the short name, the first long one and its opposite, and a placeholder for the
+    value.
 
     Further long names are aliases, and not shown.
     """

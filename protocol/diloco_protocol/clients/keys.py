@@ -35,7 +35,7 @@ class Keys:
     Attributes:
         peer: whom the broker takes its owner for.
         public, secret: the key pair, in Z85.
-        broker: the public key of the broker, in Z85: nobody else is spoken to.
+        broker: the public key of the broker, in Z85: the client speaks to no other broker.
     """
 
     peer: Peer
@@ -97,7 +97,7 @@ def read_keys(file: Path) -> Keys:
     """Read a key file.
 
     Raises:
-        UsageError: it is not there, others may read it, or it is no key file.
+        UsageError: it is not there, others may read it, or it is not a key file.
     """
     try:
         plain = plain_of(read_secret(file))
@@ -113,7 +113,7 @@ def read_keys(file: Path) -> Keys:
         ) from None
     except ValueError as error:
         raise UsageError(
-            f"{file} is no key of a worker, operator or monitor: {error}. diloco-broker keygen makes "
+            f"{file} is not a key of a worker, operator or monitor: {error}. diloco-broker keygen makes "
             "them."
         ) from None
     if zmq.curve_public(keys.secret) != keys.public:
@@ -124,7 +124,7 @@ def read_keys(file: Path) -> Keys:
 
 
 def read_secret(file: Path) -> bytes:
-    """What is in a file that nobody but its owner may read.
+    """The content of a file that only its owner may read.
 
     Raises:
         UsageError: others may read it. OSError: it cannot be read.

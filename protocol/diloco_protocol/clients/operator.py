@@ -30,7 +30,7 @@ class Answer:
 
     ok: bool  # it was done; not where the broker refused or did not answer
     text: str
-    error: DilocoError | None = None  # why there is no answer of a broker; None where there is one
+    error: DilocoError | None = None  # why no broker answered; None where one did
 
 
 # What the broker at an address has to do with the run, least first; see `claim_of`.
@@ -54,7 +54,7 @@ def claim_of(status: Result) -> float:
     return REPLACED if standby.get("is_replaced") else float(term if isinstance(term, int) else 0)
 
 
-# Address, action, arguments: what displays steer by, and what their tests put in its place.
+# Address, action, arguments: displays steer by it, and their tests replace it.
 Ask = Callable[[str, str, Mapping[str, object]], Answer]
 
 
@@ -113,7 +113,7 @@ class Operator:
         self.who = (this_user() if who is None else who)[:LONGEST_WHO]
         self._request = 0
         if not (timeout > 0 and math.isfinite(timeout)):
-            raise UsageError(f"A timeout of {timeout:g} s is no time to wait; give more than 0.")
+            raise UsageError(f"The timeout must be positive and finite, got {timeout:g} s.")
         self._dealer = Dealer(self.address, keys)
         self._refusal = ""  # the code of the error that was the last answer, if it was one
 
@@ -222,5 +222,5 @@ def this_user() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in some containers
-        user = "somebody"
+        user = "unknown"
     return f"{user}@{socket.gethostname()}"

@@ -20,7 +20,7 @@ class Spans:
 
     @classmethod
     def read(cls, flat: Iterable[object], most: int | None = MOST_RANGES) -> Spans:
-        """Of a message: start, stop, start, stop. Raises ValueError for what is no such set.
+        """Of a message: start, stop, start, stop. Raises ValueError for what is not such a set.
 
         `most` is how many ranges there may be; None in a file, which has all that the broker has.
         """
@@ -112,7 +112,7 @@ class Spans:
         return found
 
     def first(self, count: int) -> Spans:
-        """The smallest so many of them, or all."""
+        """The `count` smallest of them, or all."""
         found = Spans()
         for start, stop in self:
             if count <= 0:

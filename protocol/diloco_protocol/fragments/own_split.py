@@ -59,7 +59,7 @@ class OwnSplit:
                 f"{summarise(wrong)}."
             )
         highest = max(fragments.values())
-        # Where the highest is no smaller than their count, a gap is below that.
+        # Where the highest is not smaller than their count, a gap is below that.
         gaps = sorted(set(range(min(highest, len(fragments)))) - {*fragments.values()})
         if gaps:
             raise UsageError(

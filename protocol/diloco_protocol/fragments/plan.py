@@ -70,7 +70,7 @@ class FragmentPlan:
             )
         if pattern not in PATTERNS:
             raise UsageError(
-                f"There is no fragment pattern {pattern!r}; use one of {', '.join(PATTERNS)}."
+                f"The fragment pattern {pattern!r} is unknown; use one of {', '.join(PATTERNS)}."
             )
         chosen = PATTERNS[pattern](deciding, num_fragments)
         current, following, numbers = chosen[0], iter(chosen), []
@@ -178,7 +178,9 @@ class FragmentPlan:
     def parameters(self, fragment: int) -> tuple[str, ...]:
         """Names of a fragment's parameters; raises UsageError outside 0 .. P - 1."""
         if not 0 <= fragment < self.num_fragments:
-            raise UsageError(f"There is no fragment {fragment}; use 0 to {self.num_fragments - 1}.")
+            raise UsageError(
+                f"The plan has no fragment {fragment}; use 0 to {self.num_fragments - 1}."
+            )
         return self.fragments[fragment]
 
     def due(self, step: int, sync_every: int, first_round: int = 0) -> int | None:

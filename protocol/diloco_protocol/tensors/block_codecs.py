@@ -2,7 +2,7 @@
 
 A chunk is the scales of its blocks, then their codes; the last block is filled up with zeros. A value is
 its code times its block's scale. bf16 has 8 significant bits and a code 7 at most, so the product is
-exact in fp32: whoever decodes comes to the same bits. Codes are rounded to the nearest; to round at
+exact in fp32: every decoder computes the same bits. Codes are rounded to the nearest; to round at
 random would need the state of a generator in every checkpoint, and errs more.
 
 - int8: scale = largest magnitude / 127, rounded up to bf16.
@@ -80,7 +80,7 @@ class _Between(threading.local):
 
 
 _between = _Between()
-# Returns uninitialised memory of so many bytes on the host, for a payload.
+# Returns uninitialised memory of the given size in bytes on the host, for a payload.
 NewBytes = Callable[[int], Tensor]
 
 
@@ -238,7 +238,7 @@ def _largest(blocks: Tensor) -> Tensor:
 
 
 def _rounded_up(magnitudes: Tensor, largest: int) -> Tensor:
-    """The least bf16 of which so many are not below."""
+    """The least bf16 of which `largest` times are not below the magnitude."""
     values = magnitudes / largest
     rounded = values.to(torch.bfloat16)
     # Of positive floats the next one has the next bits.

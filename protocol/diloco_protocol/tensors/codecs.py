@@ -35,8 +35,9 @@ class Codec:
     # any device, others are on the CPU. With a second argument, in memory that it returns for their
     # number, where they are not those of the tensor.
     encode: Callable[..., memoryview]
-    # The values of such bytes, of so many elements, 1-D: fp32, int64, or a float dtype that becomes fp32
-    # exactly. Where they are not just the bytes, in a given fp32 tensor, if there is a third argument.
+    # The values of such bytes, of this number of elements, 1-D: fp32, int64, or a float dtype that
+    # becomes fp32 exactly. Where they are not just the bytes, in a given fp32 tensor, if there is a
+    # third argument.
     decode: Callable[..., Tensor]
 
 
@@ -150,7 +151,7 @@ def on_host(*tensors: Tensor) -> bool:
 def segment_dtype(segment: Segment, wire: str = "fp32") -> torch.dtype:
     """What a segment's values are kept in until they are encoded, where parameters travel in `wire`.
 
-    By default as they are at the broker. Raises UsageError where there is no such wire dtype.
+    By default as they are at the broker. Raises UsageError for an unknown wire dtype.
     """
     check_wire_dtype(wire)
     return CODECS[travels_in(segment, wire)].dtype
@@ -161,7 +162,8 @@ def encode_chunk(
 ) -> memoryview:
     """The bytes of a chunk whose parameters travel in `wire`; `values` are in its `segment_dtype`.
 
-    `new` returns uninitialised memory of so many bytes, for those that are not the values' own.
+    `new` returns uninitialised memory of the given size in bytes, for those that are not the values'
+    own.
 
     They may share the memory of the values, which must not change while the bytes are being sent:
     ZeroMQ would put the changed ones on the wire.

@@ -1,10 +1,11 @@
 """Memory for chunks and flat vectors, at either end: mapped once, used again, in large pages.
 
-Each round makes a new tensor for each chunk and each delta, since what was handed out is never written
-again (the wire, a checkpoint or a slow worker may still read it). Fresh memory costs the kernel a zeroed
-page for every 4 KiB: for a chunk of 2 MiB that is more than the whole outer step. Here it is mapped in
-pages of 2 MiB, where the system has them, and handed out again when nothing refers to it. glibc's heap
-does not: torch asks it for aligned memory, for which a freed chunk is too short by a few bytes.
+Each round makes a new tensor for each chunk and each delta, since a tensor that was handed out is never
+written again (the wire, a checkpoint or a slow worker may still read it). Fresh memory costs the kernel
+a zeroed page for every 4 KiB: for a chunk of 2 MiB that is more than the whole outer step. Here it is
+mapped in pages of 2 MiB, where the system has them, and handed out again when nothing refers to it.
+glibc's heap does not: torch asks it for aligned memory, for which a freed chunk is too short by a few
+bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Piece:
 
 
 class TensorPool:
-    """Hands out tensors with memory that nobody reads any more.
+    """Hands out tensors in memory that no tensor uses any more.
 
     Each time a buffer is handed out there is one array object over it, which the tensor, each view of
     it and each frame that is sent from it hold. When the last of them lets go, in whichever thread, the

@@ -218,8 +218,8 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["kick", "nobody", "--yes"], 1),
-        (["kick", "nobody"], 2),
+        (["kick", "absent", "--yes"], 1),
+        (["kick", "absent"], 2),
         (["shutdown"], 2),
         (["stop-all"], 2),
         (["set"], 2),
@@ -292,7 +292,7 @@ def test_misspelt_name_is_named() -> None:
 
 
 def test_operator_hears_only_the_answer_to_its_own_request() -> None:
-    """What is no message, and an answer to something else, are passed over."""
+    """Frames that are not a message, and answers to other requests, are skipped."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.linger = 0

@@ -60,7 +60,7 @@ def test_page_of_a_broker_with_keys_has_one_that_only_looks(
     said = broker.says("The dashboard only shows, with a monitor's key of its own")
     assert f"--keys FILE, of an operator in {folder.path}" in said
     address = broker.says("Dashboard: ").split()[-1]
-    assert address.endswith("/"), "no token, since nobody steers by it"
+    assert address.endswith("/"), "no token, since it cannot steer"
     until(lambda: read(f"{address}api/state")["picture"] is not None)
     state, session = read(f"{address}api/state"), read(f"{address}api/session")
     assert state["picture"]["snapshot"]["security"] == "keys"

@@ -17,7 +17,7 @@ def a_run(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
 
 
 def b_is_late(by: int, **fields: Any) -> tuple[Stage, Puppet]:
-    """While a has pushed so many times, b, which has not, is still at the first version."""
+    """a has pushed `by` times; b has not, and is still at the first version."""
     stage, (a, b) = a_run("a", "b", **fields)
     b.base = stage.version()
     for number in range(by):

@@ -1,4 +1,4 @@
-"""What somebody claims of a size is checked before anything is made for it, and forgotten with them."""
+"""Claimed sizes are checked before anything is allocated, and forgotten with their worker."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def standing(**options: Any) -> tuple[Stage, Puppet, Puppet, Beating]:
 
 
 def probes(puppets: list[Puppet]) -> list[int]:
-    """How often each was sent a word."""
+    """How often each was probed."""
     return [sum(notice.what == "alive" for notice in puppet.all(Notice)) for puppet in puppets]
 
 
@@ -312,7 +312,7 @@ def test_worker_that_is_kicked_is_told_and_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, *({"worker": name} for name in ("nobody", 7, None, ["a"]))], ids=str
+    "arguments", [{}, *({"worker": name} for name in ("absent", 7, None, ["a"]))], ids=str
 )
 def test_kick_of_no_known_worker_says_who_is_here(arguments: dict[str, Any]) -> None:
     stage, _ = a_run("a", "b")

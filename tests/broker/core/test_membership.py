@@ -129,7 +129,7 @@ def test_model_file_is_compared_with_the_first_worker() -> None:
     assert a.error().code == "model_differs"
     stage = Stage(a_config(1), initial=InitialModel({"weight": (12,)}))
     a = stage.worker("a").joins()
-    assert not a.all(messages.Notice), "nobody is asked for parameters"
+    assert not a.all(messages.Notice), "no worker is asked for parameters"
     assert stage.version().counter == 0
 
 
@@ -173,7 +173,7 @@ def test_process_with_another_voter_number_has_to_wait_until_the_first_is_gone()
 
 def test_restarted_worker_takes_its_place_when_the_first_is_gone() -> None:
     stage, a = alone()
-    stage.gone |= {a.control, a.bulk}  # killed: nobody knows yet
+    stage.gone |= {a.control, a.bulk}  # killed, not noticed yet
     twin = stage.worker("a").joins()
     assert twin.error().retry
     stage.passes(1.2)
@@ -242,7 +242,7 @@ def test_reader_that_has_begun_gets_its_version_whole_however_many_are_released(
     assert kept(stage) == [0]
     stage.happens(Received(eye, messages.Credit(8)))
     assert versions_read(stage, eye) == [0, 0, 0]
-    assert kept(stage) == [], "nobody reads it any more"
+    assert kept(stage) == [], "no reader needs it any more"
     stage.happens(Received(eye, messages.Pull(0, after=0, credit=8)))
     assert versions_read(stage, eye)[3:] == [5, 5, 5]
 

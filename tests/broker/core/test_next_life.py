@@ -39,7 +39,7 @@ def test_workers_that_left_before_the_checkpoint_are_not_waited_for() -> None:
 
 
 def test_round_one_waits_for_all_workers_after_a_restart_too() -> None:
-    """The first checkpoint is of the parameters that the first worker gave: nobody has trained."""
+    """The first checkpoint has the parameters of the first worker: no worker has trained."""
     crashed = a_stage(workers=2, chunks=2, save_dir="run")
     crashed.joined("a")
     assert crashed.saves == [0]

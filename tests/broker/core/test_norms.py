@@ -1,4 +1,4 @@
-"""How long pushes are: what the feed says of it, and what becomes of those that are too long."""
+"""How long pushes are: what the feed says of it, and pushes that are too long."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def stage() -> Stage:
 
 
 def answers(stage: Stage, message: Message, peer: Peer) -> list[Message]:
-    """What somebody is told on a connection of their own."""
+    """The answers on a connection of its own."""
     route = stage.route()
     stage.happens(Received(route, message, peer=peer))
     return stage.inbox.get(route, [])
@@ -101,7 +101,7 @@ def test_session_token_is_worth_nothing_under_another_key(stage: Stage, thief: P
 
 
 def test_log_of_actions_has_the_name_that_the_key_proves(stage: Stage) -> None:
-    told = answers(stage, Control("pause", 1, {"who": "somebody else"}), ANNA)
+    told = answers(stage, Control("pause", 1, {"who": "another"}), ANNA)
     assert isinstance(told[-1], Result) and told[-1].ok
     assert [(act.who, act.is_proven) for act in stage.acts] == [("the operator anna", True)]
 

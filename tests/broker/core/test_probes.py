@@ -20,7 +20,7 @@ def stage() -> Stage:
 
 
 def answer(stage: Stage, message: Message, payload: bytes | None = None) -> Send:
-    """What somebody who has not joined is sent."""
+    """The messages sent to a peer that has not joined."""
     sent = stage.core.handle(Received(b"doctor", message, payload), Now.both(stage.now))
     (only,) = [each for each in sent if isinstance(each, Send)]
     return only
@@ -45,7 +45,7 @@ def test_who_measures_on_and_on_gets_a_share_that_grows_with_time(stage: Stage) 
         count = 0
         while isinstance(answer(stage, Probe(count)).message, Probe):
             count += 1
-            assert count <= 2 * state.PROBES_AT_ONCE, "there is no bound"
+            assert count <= 2 * state.PROBES_AT_ONCE, "probes are not bounded"
         return count
 
     assert answered() == state.PROBES_AT_ONCE

@@ -58,7 +58,7 @@ def test_while_the_run_waits_for_known_workers_it_says_for_whom_and_puts_pushes_
     a.base = crashed.version()
     a.begins(11)
     assert a.error().retry
-    assert stage.shown()["totals"]["rejected"] == 0, "'not now' is no refusal"
+    assert stage.shown()["totals"]["rejected"] == 0, "'not now' is not a refusal"
     stage.passes(5.6)
     a.pushes(11)
     assert stage.round.number == 1
@@ -74,7 +74,7 @@ def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:
     newer = ahead(crashed.holdings(), f0=1)
     b = stage.worker("b").comes_with(newer)
     assert (a.asked_for, b.asked_for) == ([], [0])
-    assert a.last(Released) is None and not a.chunks, "nobody is told a version before"
+    assert a.last(Released) is None and not a.chunks, "no worker is told a version before"
     b.donates()
     assert stage.version() == first(newer).version
     assert stage.round.number == 3
@@ -254,7 +254,7 @@ def test_worker_that_starts_fresh_never_gives_the_parameters_of_a_run_that_exist
 
 
 def test_fresh_worker_that_is_asked_first_gives_way_to_one_that_holds_a_run() -> None:
-    """Without any checkpoint nobody knows of the run until somebody comes who holds a version."""
+    """Without a checkpoint the run is not known until a worker joins that holds a version."""
     stage = a_stage(workers=2, chunks=2)
     fresh = stage.worker("new").joins()
     assert fresh.asked_for == [0]
@@ -294,7 +294,7 @@ def test_rewound_run_ignores_what_workers_have_newer_and_nobody_stands_still() -
     stage = crashed.restarted(recover="rewind")
     newer = ahead(crashed.holdings(), f0=5)
     stage.passes(0.1)
-    assert stage.round.number == 2, "nobody is waited for"
+    assert stage.round.number == 2, "no worker is waited for"
     a, b = (stage.worker(name).comes_with(newer) for name in "ab")
     assert not a.asked_for + b.asked_for
     assert a.got(Welcome).versions == (stage.version(),)
@@ -371,7 +371,7 @@ def test_worker_of_an_older_run_does_not_hold_up_the_run_that_is_adopted() -> No
 
 
 def test_run_that_lost_a_worker_and_its_broker_goes_on_with_those_that_are_left() -> None:
-    """As after a restart from a checkpoint: round one's number of workers is no longer needed."""
+    """As after a restart from a checkpoint: round one's number of workers is not needed any more."""
     stage = a_stage(workers=3, chunks=2, recover_wait=5.0)
     a, b = (stage.worker(name).comes_with(holding(12)) for name in "ab")
     stage.passes(5.2)

@@ -475,7 +475,7 @@ def test_stop_saves_what_the_last_checkpoint_lacks(pushes: dict[str, int]) -> No
     "is_dead", [False, True], ids=["killed and started again", "dead for a while"]
 )
 def test_new_push_enters_the_round_once_what_came_of_an_earlier_one_is_void(is_dead: bool) -> None:
-    """All of the earlier one had come, and nobody had looked at it: the new one was to wait."""
+    """All of the earlier one was received, and not inspected yet: the new one was to wait."""
     stage = a_stage(2, chunks=2, min_workers=2)
     a, b = stage.joined("a", "b")
     stage.by_hand = True

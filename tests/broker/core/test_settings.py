@@ -170,7 +170,7 @@ def test_grace_can_be_set_and_the_quorum_taken_away() -> None:
     assert stage.asks("set", quorum=0, grace=0).ok
     assert stage.state.config.quorum is None
     stage.passes(60.0)
-    assert stage.version().counter == 1, "now everybody is waited for"
+    assert stage.version().counter == 1, "now all workers are waited for"
     b.pushes(12)
     assert stage.version().counter == 2
 
@@ -259,7 +259,7 @@ def test_name_of_an_operator_is_short() -> None:
 
 
 def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() -> None:
-    """It was to begin with the next one; the round would else wait for somebody who never comes."""
+    """It was to begin with the next one; else the round would wait for a worker that never joins."""
     stage = a_stage(workers=2, num_fragments=2, sync_every=8)
     stage.joined("a", "b")
     c = stage.worker("c").joins()

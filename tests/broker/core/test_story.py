@@ -97,7 +97,7 @@ def test_story_keeps_no_payload_alive() -> None:
 
 
 def test_story_keeps_nothing_that_a_stranger_sends() -> None:
-    """A session that nobody has may be megabytes long, and no two need be the same."""
+    """An unknown session may be megabytes long, and each may differ."""
     stage, _, _ = a_run()
     tracemalloc.start()
     try:

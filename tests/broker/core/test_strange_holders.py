@@ -41,7 +41,7 @@ def test_part_of_a_run_is_taken_once_and_a_new_run_begins_with_another_worker() 
     assert stage.state.seeding.worker_id == "c"
     c.stage.kicks("c")
     c.session = None
-    c.joins(versions=(None, None, HELD))  # there is no such fragment
+    c.joins(versions=(None, None, HELD))  # the run has no such fragment
     stage.passes(11.0)
     assert stage.state.seeding.worker_id == "b"
     stage.provide()

@@ -95,7 +95,7 @@ def test_a_worker_that_was_away_keeps_what_nobody_else_was_given() -> None:
     a.takes(3)
     a.trains()
     a.puppet.dies()
-    b.takes(7)  # the rest of the epoch: what was given back goes out last
+    b.takes(7)  # the rest of the epoch: returned units go out last
     a.comes_to(a.stage)
     assert not free(a.stage)
     a.begins(1)

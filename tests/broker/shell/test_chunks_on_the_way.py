@@ -28,7 +28,7 @@ class Reader:
 
 
 def a_reader(*counters: int, chunks: int = MAX_OBSERVER_CREDIT, since: float = 1.0) -> Reader:
-    """One that has been sent so many chunks of each of these versions, and has read none."""
+    """A connection that was sent this number of chunks of each version, and has read none."""
     reader, sent = Reader(), 0
     for counter in counters:
         for index in range(chunks):

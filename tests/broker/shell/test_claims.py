@@ -27,7 +27,7 @@ def test_claim_of_a_size_takes_no_memory_and_is_forgotten(processes: Processes) 
         """MiB that it has taken, on disk or not; pages of files come and go as the system likes."""
         return (memory_kib(broker.pid, "RssAnon") + memory_kib(broker.pid, "VmSwap")) >> 10
 
-    with RawWorker(address, "first") as first:  # a broker that has taken somebody in once
+    with RawWorker(address, "first") as first:  # a broker that a worker has joined before
         first.join(one_tensor(10))
         first.send("leave", session=first.session)
         broker.says("first leaves")

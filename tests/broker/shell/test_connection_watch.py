@@ -1,4 +1,4 @@
-"""Connections that cost more than they may are ended; those that work are left alone, for ever."""
+"""Connections that cost more than they may are ended; those that work are left alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Watching:
         self.watch.sent_chunk(self.named(), size, Piece(0, 0, 0))
 
     def looks(self, *members: bytes) -> list[str]:
-        """Two looks; between them everybody has had their turn, so the second sees what is there."""
+        """Two looks; between them each connection has its turn, so the second sees all bytes."""
         return [*self.look(*members), *self.look(*members)]
 
     def look(self, *members: bytes, turns: int = EVERYBODY) -> list[str]:

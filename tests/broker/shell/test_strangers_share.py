@@ -11,7 +11,7 @@ def message(route: bytes, *, is_of_stranger: bool = True, size: int = 0) -> Inco
 
 
 def spent() -> Strangers:
-    """Strangers who have used up what was saved for them, at 0 s."""
+    """Strangers who have used up their share, at 0 s."""
     strangers = Strangers()
     assert strangers.has_time(0.0)
     strangers.spend(SAVED_AT_MOST_S)

@@ -108,7 +108,7 @@ def payloads(layout: ModelLayout, number: int, wire: str) -> list[list[bytearray
 
 
 def rounds(made: TensorExecutor, layout: ModelLayout, wire: str) -> list[str]:
-    """Rounds of streamed means; what was told, in order."""
+    """Rounds of streamed means; the events, in order."""
     told: list[str] = []
     spans = layout.fragments[0].spans
     for number in range(ROUNDS):

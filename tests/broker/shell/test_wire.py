@@ -381,15 +381,15 @@ def test_loop_rests_between_heartbeats_and_never_before_those_that_are_there(
     monkeypatch.setattr(Sockets, "rest", rest)
     broker, beats = a_broker(), 2000
     try:
-        with RawWorker(broker.address, "nobody") as nobody:
+        with RawWorker(broker.address, "stranger") as stranger:
             for _ in range(beats):
-                nobody.send("heartbeat", session=bytes(16), step=1)
+                stranger.send("heartbeat", session=bytes(16), step=1)
             broker.start()
             for _ in range(beats):
-                nobody.receive("rejoin")
+                stranger.receive("rejoin")
             assert len(rests) < 20
             while not rests:  # with nothing left it does rest
-                nobody.send("heartbeat", session=bytes(16), step=1)
-                nobody.receive("rejoin")
+                stranger.send("heartbeat", session=bytes(16), step=1)
+                stranger.receive("rejoin")
     finally:
         broker.stop()

@@ -1,4 +1,4 @@
-"""The history of a run: lines that are bounded, survive a crash, and hold nobody up."""
+"""The history of a run: lines that are bounded, survive a crash, and block no round."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Mon
     writer = HistoryWriter(tmp_path, "abc")
     for number in range(100):
         writer.add({"kind": "event", "text": str(number)})
-    assert writer.lost >= 89, "what nobody can take is counted, not kept"
+    assert writer.lost >= 89, "lines that cannot be queued are counted, not kept"
     writer.close()  # for a bounded time
     hangs.set()
     writer._thread.join(20)

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has written to do harm: the sum fits, what they say cannot be."""
+"""Checkpoints written to do harm: the checksum fits, and the content is impossible."""
 
 from __future__ import annotations
 

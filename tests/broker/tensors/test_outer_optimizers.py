@@ -247,7 +247,7 @@ def test_empty_group_takes_no_step_and_counts_all_the_same(name: str) -> None:
 
 
 def steps_lacking_one(model: ChunkedModel, gradient: Tensor, count: int) -> list[Stepped]:
-    """A streamed step in which nobody delivered chunk 1."""
+    """A streamed step in which no worker delivered chunk 1."""
     done = []
     for span in model.spans(0):
         if span.index != 1:

@@ -28,7 +28,7 @@ FROM_ZERO = [max(1e-30, 0.9 * min(count, 4) / 4) for count in range(STEPS)]
 SAME = [MU] * STEPS  # a factory's momentum is its own
 LR = Schedule.parse("linear:8:0.25")
 
-Rates = dict[str, float]  # lr and momentum of the gradient at hand
+Rates = dict[str, float]  # lr and momentum of the current gradient
 
 
 def classical(parameters: Any) -> torch.optim.Optimizer:

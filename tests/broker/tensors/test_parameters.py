@@ -80,7 +80,7 @@ def test_step_moves_parameters_with_momentum_and_takes_buffers_over() -> None:
 def test_reply_is_the_master_itself_when_no_conversion_is_needed() -> None:
     tensors = some_tensors()
     first = tensors.place(0, 0, wire(torch.zeros(19)))
-    (again,) = tensors.step(0, 0, 0.0, 0)()  # nobody delivered: the same chunk, not a copy
+    (again,) = tensors.step(0, 0, 0.0, 0)()  # no worker delivered: the same chunk, not a copy
     chunks = (first, again.wire)
     address = [torch.frombuffer(chunk, dtype=torch.float32).data_ptr() for chunk in chunks]
     assert address[0] == address[1]

@@ -45,7 +45,7 @@ def cut(values: Tensor, index: int) -> Tensor:
 
 
 def stepped(made: Parameters, delta: Tensor | None, count: int) -> list[Stepped]:
-    """The outer step of all chunks; without a delta nobody has delivered."""
+    """The outer step of all chunks; without a delta no worker delivered."""
     done: list[Stepped] = []
     for span in PARAMETERS:
         if delta is not None:

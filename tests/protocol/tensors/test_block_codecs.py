@@ -44,7 +44,7 @@ def test_values_of_any_size_travel_as_the_page_says(wire: str, values: list[floa
     found = read(payload, wire, len(values))
     assert found.tolist() == decode(payload, wire, len(values)), "decoding is exact"
     assert found.dtype is torch.float32
-    if wire != "int4z":  # of which the scale is a sum, whose order nobody prescribes
+    if wire != "int4z":  # its scale is a sum, whose order is not specified
         assert payload == encode(values, wire)
     assert least_bytes(span_of(len(values)), wire) <= len(payload)
     assert len(payload) <= span_bytes(span_of(len(values)), wire)
@@ -173,7 +173,7 @@ def test_encoder_reads_its_codes_as_whoever_decodes_them_to_the_sign_of_zero(
     out = torch.full((elements,), torch.nan)
     assert decode_chunk(span_of(elements), payload, wire, out).data_ptr() == out.data_ptr()
     found = encoded.read(values)
-    assert found.data_ptr() == values.data_ptr(), "the memory of what was encoded can be used"
+    assert found.data_ptr() == values.data_ptr(), "the memory of the encoded values can be used"
     assert bits(found) == bits(decoded) == bits(out)
     assert not [each for each in decoded.tolist() if each == 0 and math.copysign(1, each) < 0]
 

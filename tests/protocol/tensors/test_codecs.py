@@ -1,4 +1,4 @@
-"""How a chunk is written and read by each codec, and what becomes of it at the broker."""
+"""How each codec writes and reads a chunk, and how the broker uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for chunks: handed out again when, and only when, nobody reads it any more."""
+"""Memory for chunks: handed out again when, and only when, no tensor uses it any more."""
 
 from __future__ import annotations
 

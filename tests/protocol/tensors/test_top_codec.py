@@ -89,7 +89,7 @@ def test_layout_is_that_of_plain_python(elements: int) -> None:
         # Of chunks with zeros behind them it is not told which of these are taken.
         if start + TOP_BYTES <= elements // TOP_BLOCK * TOP_BYTES:
             assert payload[start : start + 80] == wanted[start : start + 80]
-    # A mean is a sum, whose order nobody prescribes: it may be rounded to the next bf16.
+    # A mean is a sum, whose order is not specified: it may be rounded to the next bf16.
     both = (torch.tensor(raw_decode(each, elements)) for each in (payload, wanted))
     torch.testing.assert_close(*both, rtol=2**-7, atol=0)
     for each in (payload, wanted):

@@ -123,8 +123,8 @@ class TensorExecutor:
         """Do the next work, and give the results in its order.
 
         As many pieces as the threads can do at a time; of whole-tensor steps only the last chunk has
-        results: all. Each result is in its place when the event that tells of it comes, and those
-        behind it are not, unless somebody asks for what needs them.
+        results: all. Each result is stored when its event is yielded, and later ones are not,
+        unless a caller asks for tensors that need them.
         """
         pieces = self._next_pieces(self.of(layout))
         found = self._threads.run([piece.run for piece, _ in pieces])
@@ -157,7 +157,7 @@ class TensorExecutor:
         self._done += tell(piece.finish(found))
 
     def _finish_all(self) -> None:
-        """Put in its place what has been done already."""
+        """Store the results of the work that is done."""
         while self._lent:
             self._finish_one()
 
@@ -166,7 +166,7 @@ class TensorExecutor:
         memory.release()
 
     def _drop(self, fragments: Sequence[int]) -> None:
-        """Give back the memory of what was placed; what a checkpoint has is put back afterwards."""
+        """Free the memory of placed chunks; the tensors of a checkpoint are put back afterwards."""
         if self._parameters is not None and not self._parameters.drop(fragments):
             self._parameters = None
 

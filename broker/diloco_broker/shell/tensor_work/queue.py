@@ -17,8 +17,8 @@ class WorkQueue:
 
     Contributions to the same chunk are so added up one after the other, however far one worker is ahead
     of another, and stepped while the last of them are still held as they came (see `StreamingMean`).
-    What waits meanwhile is not acknowledged, so it costs nobody more than a window. It does not wait for
-    long either: its sender would take the connection for dead.
+    What waits meanwhile is not acknowledged, so it costs no worker more than a window. It does not wait
+    for long either: its sender would take the connection for dead.
     """
 
     def __init__(self) -> None:

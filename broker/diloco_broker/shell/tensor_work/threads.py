@@ -19,7 +19,7 @@ class TensorThreads:
     def __init__(self, asked: int) -> None:
         count = thread_count(asked)
         self._others = count - 1
-        # As many pieces as are worth having at hand.
+        # The number of pieces that are worth collecting.
         self.at_a_time = PIECES_EACH * count if self._others else 1
         self._pool = thread_pool(self._others)
 

@@ -90,7 +90,7 @@ class Nesterov:
 
     This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit. torch's
     fused kernel gives the same bits and, since it works in place on what must not change here, needs
-    two copies before it: it is no faster than these operations on pieces that stay in the cache.
+    two copies before it: it is not faster than these operations on pieces that stay in the cache.
     """
 
     size: ClassVar[int] = 1

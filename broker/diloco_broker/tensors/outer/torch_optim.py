@@ -3,7 +3,7 @@
 A torch optimizer steps whole tensors, so a fragment's step begins when the last of its parameter chunks
 has been reduced, and holds the thread for as long as the optimizer needs: this path is exempt from the
 rule that work on tensors is cut in slices. It also costs one more copy of the parameters (the
-optimizer's own, which it changes in place and nobody else ever sees) and, during a step, one of the
+optimizer's own, which it alone changes and reads) and, during a step, one of the
 optimizer's state, so that a step whose result cannot be used leaves no trace.
 """
 
@@ -58,7 +58,7 @@ class WholeTensors:
         """Keep the gradients of a chunk, one for each turn; None where it takes no part.
 
         Returns:
-            For each turn the gradients by chunk, once the last chunk has come; until then None.
+            For each turn the gradients by chunk, once the last chunk is here; until then None.
         """
         assert index in self._awaited, f"chunk {index} is stepped twice in one step"
         self._awaited.discard(index)

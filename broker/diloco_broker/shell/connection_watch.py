@@ -63,11 +63,11 @@ MOST_STRANGERS = 256
 SAID_TO_ANYBODY = 256
 # Seconds between two looks: at connections that have not joined while they send bytes, and at all. A
 # look at many takes long, so looks may take this share of the time, and looks at all of them this one:
-# with 500 members, who may owe much more than others, there is one each 0.3 s.
+# with 500 members, who may owe much more than others, there is one each half second.
 STRANGERS_EVERY_S = 0.001
 EVERYBODY_EVERY_S = 0.1
 SHARE_OF_LOOKS = 0.1
-SHARE_OF_LOOKS_AT_ALL = 0.02
+SHARE_OF_LOOKS_AT_ALL = 0.01
 # How a route begins that ZeroMQ has drawn: no other connection ever has it. Others are given by peers.
 DRAWN = b"\0"
 # Routes of ended connections that are kept in mind: more than can have messages waiting.

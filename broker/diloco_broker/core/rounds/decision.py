@@ -4,7 +4,7 @@
 and every display shows its answer. In asynchronous mode a round is the next update: it closes with the
 push that was complete first, `--grace` seconds after that push was complete.
 
-The records here are named tuples, which cost a fifth of frozen dataclasses: some are made after every
+What it depends on are named tuples, which cost a fifth of frozen dataclasses: they are made after every
 event.
 """
 
@@ -30,7 +30,8 @@ class Reason(str, Enum):
     GRACE = "grace"  # enough pushes are complete; the grace period for others is not over
 
 
-class Why(NamedTuple):
+@dataclass(frozen=True)
+class Why:
     """Why the round stays open. Whose pushes are missing, `missing` of the mode says to displays.
 
     Attributes:

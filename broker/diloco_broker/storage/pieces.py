@@ -109,7 +109,7 @@ class PieceReader:
                 continue
             data = {"checkpoint": path.name, "files": self._listed[1]}
             return Result(wanted.request, True, f"The newest checkpoint is {path.name}.", data)
-        text = "No checkpoint exists yet; the first comes with the first version."
+        text = "This run has no checkpoint yet; the first comes with the first version."
         return Result(wanted.request, False, text, AGAIN)
 
     def _read(self, wanted: ReadCheckpoint) -> Result:

@@ -437,6 +437,7 @@ def test_flood_of_connections_gets_no_more_looks_than_their_share() -> None:
     assert watch.next_look <= 1.0 + EVERYBODY_EVERY_S
 
 
+@pytest.mark.usefixtures("looks_cost_nothing")
 def test_readers_that_keep_old_versions_in_memory_are_ended_but_for_the_last() -> None:
     watch, now, wires = ConnectionWatch(), 0.0, [Wire(unsent=4000) for _ in range(30)]
     for number, wire in enumerate(wires):

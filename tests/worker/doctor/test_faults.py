@@ -1,9 +1,10 @@
-"""The doctor says each thing that is wrong in a sentence, and gives an exit code of its own."""
+"""The doctor reports each fault as a sentence, with its own exit code."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.shell import loop
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol import messages
+from diloco_tools.plan.cli import app as planner
 from diloco_worker.cli.app import app
 from diloco_worker.doctor.examination import Fault
 from kit.keyed_broker import file_of, forged, key, written
@@ -42,7 +44,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor(server: str, *options: object) -> dict[str, Any]:
-    """What the command tells programs; its exit code is the one that it tells."""
+    """The command's JSON; its exit code is the one in it."""
     line = ["doctor", "--server", server, "--timeout", WITHIN, "--json", *map(str, options)]
     done = CliRunner().invoke(app, line)
     told: dict[str, Any] = json.loads(done.stdout)
@@ -65,7 +67,7 @@ def test_of_several_addresses_the_first_that_answers_is_examined(broker: Broker)
 
 @contextlib.contextmanager
 def listener(says: bytes) -> Iterator[str]:
-    """Something that is no broker, and says this to whoever connects."""
+    """A server that is not a broker, and sends this to each connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = threading.Event()
 
@@ -90,9 +92,10 @@ def test_all_is_well(broker: Broker) -> None:
     assert abs(told["clock_ahead_s"]) <= told["clock_error_s"] + 0.01
     assert 0 < told["round_trip_s"]["median"] <= told["round_trip_s"]["worst"]
     assert told["up_bytes_per_s"] > 1e6 and told["down_bytes_per_s"] > 1e6
-    assert told["round"]["parameters"] == 124_000_000
-    assert told["round"]["bytes_up"] == told["round"]["bytes_down"] == 4 * 124_000_000
-    assert 0 < told["round"]["utilisation"] < 1 and told["round"]["sync_every_for_95"] >= 1
+    program, *words = shlex.split(told["plan_command"])
+    assert program == "diloco-plan" and {"124000000", "0.5s"} <= set(words)
+    planned = CliRunner().invoke(planner, [*words, "--json"])
+    assert planned.exit_code == 0 and json.loads(planned.stdout)["utilisation"] > 0, planned.output
 
 
 def test_key_that_is_let_in_measures_through_encryption(keyed: Broker, folder: KeyFolder) -> None:
@@ -101,7 +104,7 @@ def test_key_that_is_let_in_measures_through_encryption(keyed: Broker, folder: K
     assert told["asks_for_keys"] and told["up_bytes_per_s"] and told["down_bytes_per_s"]
 
 
-def test_address_that_is_none() -> None:
+def test_address_that_is_not_one() -> None:
     finds(Fault.USAGE, "must be an address", "broker:")
 
 
@@ -117,17 +120,17 @@ def test_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    finds(Fault.NAME, "The name broker.lan is not known", "broker.lan:8512")
+    finds(Fault.NAME, "The name broker.lan cannot be resolved", "broker.lan:8512")
 
 
-def test_port_where_nobody_listens() -> None:
+def test_port_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     finds(Fault.PORT, "Nothing listens at", f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(
-    ("says", "how"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "another protocol"), (b"", "says nothing")]
+    ("says", "how"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "another protocol"), (b"", "sent no greeting")]
 )
 def test_something_else_listens_there(says: bytes, how: str) -> None:
     with listener(says) as address:
@@ -154,7 +157,7 @@ def of_another_broker(folder: KeyFolder, to: Path) -> Path:
         (lambda *_: None, Fault.NO_KEY, "key"),
         (readable_by_all, Fault.KEY_FILE, "chmod 600"),
         (lambda _, to: to / "none.key", Fault.KEY_FILE, "none.key"),
-        (lambda folder, to: written(forged(folder, "w0"), to / "x"), Fault.WRONG_KEY, "let"),
+        (lambda folder, to: written(forged(folder, "w0"), to / "x"), Fault.WRONG_KEY, "rejects"),
         (of_another_broker, Fault.WRONG_KEY, "another broker"),
     ],
     ids=["none", "readable by all", "not there", "unknown", "of another broker"],
@@ -166,9 +169,9 @@ def test_key_that_does_not_let_in(
     finds(fault, word, keyed.address, *(("--keys", file) if file else ()))
 
 
-def test_key_that_nobody_asks_for(broker: Broker, folder: KeyFolder) -> None:
+def test_key_where_the_broker_uses_none(broker: Broker, folder: KeyFolder) -> None:
     file = file_of(folder, "w0")
-    finds(Fault.UNWANTED_KEY, "asks for no key", broker.address, "--keys", file)
+    finds(Fault.UNWANTED_KEY, "uses no keys", broker.address, "--keys", file)
 
 
 def test_monitor_sees_all_but_the_line(keyed: Broker, folder: KeyFolder) -> None:
@@ -195,4 +198,4 @@ def test_clocks_that_differ(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(loop, "time", Ahead())
     told = finds(Fault.CLOCK, "93 s ahead of", broker.address)
-    assert told["up_bytes_per_s"], "the line is measured all the same"
+    assert told["up_bytes_per_s"], "the link is measured nevertheless"

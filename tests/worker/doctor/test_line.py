@@ -1,4 +1,4 @@
-"""The rate that the doctor measures is about that of the line, and a round takes about what it says."""
+"""The rate that the doctor measures is about that of the link."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections import deque
 from typing import Any
 
 import pytest
-import torch
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_lab.bench.link import SlowProxy
 from diloco_protocol.messages import Probe
-from diloco_worker import DiLoCoClient
-from diloco_worker.doctor import line, report
+from diloco_worker.doctor import line
 from diloco_worker.doctor.examination import examine
 from kit.process_kit import PATIENCE_S
 
@@ -88,23 +86,13 @@ def test_rate_of_a_line_that_was_never_filled_is_a_lower_bound(
 
 
 @pytest.mark.slow
-def test_real_line_is_measured_and_a_round_takes_what_is_said() -> None:
-    """How much of its line a busy machine uses nobody can say: no figure is too small. Without the line
-    all of them would be many times larger."""
-    model = torch.nn.Linear(1000, 1000, bias=False)  # a million: two chunks, 2 MB up and 4 MB down
-    with (
-        Broker(BrokerConfig(**BIND)) as broker,
-        SlowProxy(broker.address, RATE, DELAY_S) as slow,
-        DiLoCoClient(slow.address) as client,
-    ):
-        client.join(model)
+def test_real_link_is_measured() -> None:
+    """A busy machine may use little of its link, so there is no lower bound."""
+    with Broker(BrokerConfig(**BIND)) as broker, SlowProxy(broker.address, RATE, DELAY_S) as slow:
         findings = examine(slow.address, None, PATIENCE_S)
-        assert not findings.wrong and findings.trips and findings.up and findings.down
-        assert findings.trips.median >= 2 * DELAY_S
-        assert max(each.bytes_per_s for each in (findings.up, findings.down)) < 10 * RATE
-        found = report.estimate(findings, parameters=None, step_time=None)
-    assert found is not None and found.exchange.parameters == 1_000_000
-    assert found.seconds > 2e6 / findings.up.bytes_per_s
+    assert not findings.wrong and findings.trips and findings.up and findings.down
+    assert findings.trips.median >= 2 * DELAY_S
+    assert max(each.bytes_per_s for each in (findings.up, findings.down)) < 10 * RATE
 
 
 def test_one_long_pause_does_not_change_the_rate() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol import UsageError
 from diloco_protocol.messages import Heartbeat, Notice
-from diloco_worker.counted_steps import COMPARE_S, CountedSteps, Pace
+from diloco_worker.counted_steps import CountedSteps, Pace
 from diloco_worker.reports import LOOK_S, Reports
 from diloco_worker.session.news import Work
 from kit.scripted_broker import Descent
@@ -92,19 +90,14 @@ def warning(training: ScriptedTraining) -> str | None:
     return training.broker.hears(Heartbeat).warning
 
 
-def update_by_hand(training: ScriptedTraining) -> None:
-    for parameter in training.descent.model.parameters():
-        parameter.data -= 1
-
-
 def test_replaced_optimizer_is_a_warning_until_steps_are_counted_again(
     training: ScriptedTraining,
 ) -> None:
     """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
     training.begins(config={"sync_every": 10_000})
     training.steps(1)
-    steps_of(torch.optim.AdamW(training.descent.model.parameters()), 20)
-    text = "Another optimizer (AdamW) has made 10 steps"
+    steps_of(torch.optim.AdamW(training.descent.model.parameters()), 120)
+    text = "100 optimizer steps (AdamW) changed this model"
     assert str(training.metrics.last_error).startswith(text)
     assert "make a new one" in str(training.metrics.last_error)
     assert str(warning(training)).startswith(text)
@@ -113,84 +106,12 @@ def test_replaced_optimizer_is_a_warning_until_steps_are_counted_again(
     assert warning(training) is None
 
 
-def test_parameters_that_change_without_any_optimizer_are_a_warning(
-    training: ScriptedTraining,
-) -> None:
-    worker = training.begins(config={"sync_every": 10_000})
-    training.steps(1)
-    for _ in range(20):
-        update_by_hand(training)
-        worker.report(loss=1.0)
-    assert "changed 10 times" in str(warning(training))
-    assert "changed 10 times" in str(training.metrics.last_error)
-
-
-class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations on tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All tensors say that they are on a device of which there is none here."""
     with monkeypatch.context() as device:
         device.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
         yield
-
-
-def test_reports_between_two_steps_seldom_run_kernels_on_an_accelerator(
-    counted: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    counted.steps.clock = lambda: now[0]
-    counted.descent.steps(1)
-    counts = []
-    with on_an_accelerator(monkeypatch):
-        for now[0] in (0.0, 0.0, 0.0, COMPARE_S, COMPARE_S):
-            with Kernels() as kernels:  # type: ignore[no-untyped-call]
-                counted.steps.reported()
-            counts.append(kernels.count > 0)
-    assert counts == [False, True, False, True, False], "the first is the one of the step"
-
-
-def test_parameters_whose_memory_is_freed_between_reports_are_no_warning(counted: Counted) -> None:
-    """As FSDP does with those that are gathered for a layer."""
-    weight = next(iter(counted.descent.model.parameters()))
-    storage, values = weight.untyped_storage(), weight.detach().clone()
-    size = storage.nbytes()
-    for _ in range(300):
-        counted.steps.reported()
-        storage.resize_(0)
-        counted.steps.reported()
-        storage.resize_(size)
-        weight.data.copy_(values)
-    assert counted.told == []
-
-
-def test_what_a_script_does_between_two_steps_is_no_warning(training: ScriptedTraining) -> None:
-    """Gradients are accumulated, an evaluation reports, averaged weights are swapped in and back."""
-    worker = training.begins(config={"sync_every": 10_000})
-    model = training.descent.model
-    average = copy.deepcopy(model.state_dict())
-    for _ in range(5):
-        training.steps(1)
-        for _ in range(30):
-            worker.report(loss=1.0, tokens=1)
-        trained = copy.deepcopy(model.state_dict())
-        for state in (average, trained) * 2:
-            model.load_state_dict(state)
-            worker.report(loss=1.0)
-        with worker.global_parameters():
-            worker.report(loss=1.0)
-    training.broker.says(Notice("ping"))
-    assert (training.metrics.last_error, warning(training)) == (None, None)
 
 
 def test_optimizers_that_take_turns_or_train_something_else_are_left_in_peace(
@@ -369,8 +290,7 @@ def test_an_optimizer_of_the_list_that_never_steps_is_named() -> None:
     assert several.told == []
     several.counts("ac" * 150)
     (said,) = several.told
-    assert "300 optimizer steps" in said
-    assert "optimizer 1" in said
+    assert "300 optimizer steps" in said and "optimizer 1 made no step" in said
     several.steps.stop()
     several.counts("ac" * 150)
     assert len(several.told) == 1, "nothing is told after the end"

@@ -336,7 +336,6 @@ class DiLoCoWorker:
             self._unstarted.warn()
         if self._link is not None:
             self._reports.add(loss, tokens, samples)
-            self._steps.reported()
 
     def force_sync(self) -> bool:
         """Make the boundary now. Returns whether the delta is in the global parameters.
@@ -604,7 +603,6 @@ class DiLoCoWorker:
         assert self._ports is not None
         began = time.monotonic()
         done = self._run(self._ports, call, steps)
-        self._steps.changed()
         self._publish()
         self._steps.pace.leave_out(time.monotonic() - began)
         return bool(done)

@@ -37,7 +37,7 @@ from diloco_worker.group.beginning import (
     same_settings,
 )
 from diloco_worker.joining import Joining
-from diloco_worker.launching import tell_launcher
+from diloco_worker.launching import write_end
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.placement import Placement
 from diloco_worker.model.spread.ranks import FORCE, LOAD, STEP, GroupBroken, Ranks, group_of
@@ -139,7 +139,6 @@ class DiLoCoWorker:
         model, counted = pair.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
-        self._unstarted: pair.Unstarted | None = None
         # On ranks other than the leader these are stubs: see `group`.
         self._link: Link | None = None
         self._model = model
@@ -150,7 +149,6 @@ class DiLoCoWorker:
             else:
                 self._tensors = SpreadTensors.of_group(model, ranks, self._settings.tied or ())
             self._tensors.may_pin = self._settings.pin_memory is not False
-            self._unstarted = pair.Unstarted(model, counted, self.worker_id)
         self._ports: LocalPorts | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # as it was loaded, until training starts
@@ -203,8 +201,6 @@ class DiLoCoWorker:
         if self._link is not None:
             raise UsageError("A DiLoCoWorker starts once; make a new one to join again.")
         try:
-            if self._unstarted is not None:
-                self._unstarted.over()
             own_log.speak(leads=self._ranks is None or self._ranks.leads)
             return self._start(self._settings.server, self._tensors)
         except BaseException:
@@ -276,7 +272,7 @@ class DiLoCoWorker:
                             *(self.worker_id, self._step, self.sync_every),
                         )
                     self._audit.left(self._step)
-                    tell_launcher(self.run_is_over, asked=self.stop_reason is not None)
+                    write_end(self.run_is_over, asked=self.stop_reason is not None)
                 self._audit.close()
 
     def close(self, *, failed: bool = False) -> None:
@@ -295,8 +291,6 @@ class DiLoCoWorker:
         """Leave, telling the broker why. `hasty`: the process is about to end."""
         self._steps.stop()
         self._termination.is_training = False
-        if self._unstarted is not None:
-            self._unstarted.over()
         link = self._link
         if link is None:
             return
@@ -332,10 +326,13 @@ class DiLoCoWorker:
             UsageError: a value that is not a single number, a count that is negative, not finite, or
                 makes more than 2**53 - 1 in all, an unknown keyword. A loss may be NaN.
         """
-        if self._unstarted is not None:
-            self._unstarted.warn()
         if self._link is not None:
             self._reports.add(loss, tokens, samples)
+        elif self._tensors is not None:
+            settings.warn_once(
+                f"DiLoCoWorker {self.worker_id!r} was made but not started, so this script trains "
+                "alone; train in `with DiLoCoWorker(...) as diloco:`, or call start() first."
+            )
 
     def force_sync(self) -> bool:
         """Make the boundary now. Returns whether the delta is in the global parameters.
@@ -658,5 +655,4 @@ class DiLoCoWorker:
     @property
     def _problem(self) -> str | None:
         """What is wrong with how the script uses this worker, a sentence."""
-        unstarted = self._unstarted.problem if self._unstarted is not None else None
-        return unstarted or self._steps.problem or self._reports.problem
+        return self._steps.problem or self._reports.problem

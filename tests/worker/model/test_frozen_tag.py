@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import lay_out
-from diloco_worker.model.frozen_tag import frozen_tag
+from diloco_worker.model.checksums import frozen_tag
 from diloco_worker.model.model_tensors import ModelTensors
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from diloco_protocol import UsageError
 from diloco_worker.model.model_manifest import live_tensors, manifest_of, unwrapped
-from diloco_worker.model.model_parts import ModelParts
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.wrappers import ModelParts
 
 
 class Model(nn.Module):

@@ -13,9 +13,9 @@ from diloco_worker.session.news import Work
 from diloco_worker.sync import boundary
 from diloco_worker.sync.boundary import resume
 from diloco_worker.sync.fragment import InFlight, TrainingBase
-from diloco_worker.sync.patience import HASTY_S, Options
 from diloco_worker.sync.ports import NonFinite
 from diloco_worker.sync.schedule import SchedulePlace
+from diloco_worker.sync.state import HASTY_S, Options
 from kit.boundary_harness import Trainer, version
 
 H = 4

@@ -15,7 +15,7 @@ from diloco_worker.session.compatibility import gives_way
 from diloco_worker.session.news import Arrival
 from diloco_worker.sync import boundary
 from diloco_worker.sync.metrics import SyncLines
-from diloco_worker.sync.patience import Options
+from diloco_worker.sync.state import Options
 from kit.boundary_harness import Trainer, version
 
 H = 4

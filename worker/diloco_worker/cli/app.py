@@ -13,7 +13,7 @@ from diloco_protocol.clients.command_line import App
 from diloco_protocol.clients.help_page import Group
 from diloco_worker.cli.doctor import doctor
 from diloco_worker.cli.run import run
-from diloco_worker.session.restarts import WRONG_USAGE
+from diloco_worker.launching import WRONG_USAGE
 
 
 class Commands(Group):

@@ -26,11 +26,9 @@ from diloco_protocol.clients.command_line import (
 )
 from diloco_protocol.clients.keys import HANDED_OUT
 from diloco_protocol.roles import Role
-from diloco_worker.auto import SEED_OFFSET
-from diloco_worker.cli.python_command import with_auto
+from diloco_worker.auto import SEED_OFFSET, with_auto
 from diloco_worker.cli.training_program import TrainingProgram
-from diloco_worker.launching import END_FILE
-from diloco_worker.session.restarts import RUN_IS_OVER, Restarts
+from diloco_worker.launching import END_FILE, RUN_IS_OVER, Restarts
 from diloco_worker.settings import (
     NUM_SHARDS,
     SHARD_INDEX,

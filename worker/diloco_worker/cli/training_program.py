@@ -17,8 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from diloco_worker.launching import END_FILE, code_of, forget, word
-from diloco_worker.session.restarts import FINAL, Restarts, meant
+from diloco_worker.launching import END_FILE, FINAL, Restarts, code_of, forget, meant, word
 
 logger = logging.getLogger("diloco.worker")
 

@@ -23,8 +23,8 @@ from diloco_worker.saved_state import Plain
 from diloco_worker.session.connection import Phase
 from diloco_worker.session.news import Arrival, LinkState, News, Poll, Rejection, Work
 from diloco_worker.sync.fragment import InFlight, Merge
-from diloco_worker.sync.patience import HASTY_S
 from diloco_worker.sync.ports import NonFinite
+from diloco_worker.sync.state import HASTY_S
 from diloco_worker.transport.between_ranks import Codec
 
 # Seconds after which a waiting leader polls: far less than a collective of torch.distributed waits.

@@ -11,9 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.manifest import summarise
-from diloco_worker.model.model_parts import ModelParts, named_tensors
 from diloco_worker.model.spread.blocks import is_spread, local
-from diloco_worker.model.wrappers import without_wrappers
+from diloco_worker.model.wrappers import ModelParts, named_tensors, without_wrappers
 
 
 def unwrapped(model: object) -> nn.Module:

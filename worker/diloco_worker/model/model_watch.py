@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from diloco_protocol.manifest import summarise
 from diloco_worker.model.model_manifest import dtype_name
-from diloco_worker.model.model_parts import named_tensors
+from diloco_worker.model.wrappers import named_tensors
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,9 @@ from diloco_worker.sync.fragment import (
     merge_steps,
     next_action,
 )
-from diloco_worker.sync.patience import HASTY_S, Leaving, Patience
 from diloco_worker.sync.ports import MergeFailed, NonFinite
 from diloco_worker.sync.schedule import SchedulePlace, TurnState
-from diloco_worker.sync.state import SyncState
+from diloco_worker.sync.state import HASTY_S, Leaving, Patience, SyncState
 
 # What a script or its hook calls.
 

@@ -1,8 +1,8 @@
-"""What the training thread knows: all fragments, whose turn it is, and how the link stands."""
+"""The state of the training thread: all fragments, the schedule, and the state of the link."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 
 from diloco_protocol import Code
@@ -11,9 +11,53 @@ from diloco_worker.session.compatibility import sync_every
 from diloco_worker.session.news import LinkState, News, Poll, Work
 from diloco_worker.sync.fragment import Fragment, TrainingBase
 from diloco_worker.sync.metrics import SyncLines, SyncMetrics
-from diloco_worker.sync.patience import Leaving, Options
 from diloco_worker.sync.ports import Ports
 from diloco_worker.sync.schedule import RoundSchedule
+
+# Seconds between two log lines about the same wait.
+LOG_INTERVAL_S = 30.0
+# Seconds that a terminating process waits for its pushes to be sent.
+HASTY_S = 4.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a worker that the boundary reads; see `DiLoCoWorker` for each."""
+
+    sync_every: int | None = None
+    dylu: bool | None = None
+    wire_dtype: str | None = None
+    heartbeat_interval: float | None = None
+    max_sync_retries: int = 3
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """How long to wait for what is in flight."""
+
+    until: float
+    limit: float  # seconds in all
+    hasty: bool  # wait only until the chunks are uploaded
+
+
+class Patience:
+    """One wait. The first log line is due after `first` seconds, the others every `LOG_INTERVAL_S`."""
+
+    def __init__(self, clock: Callable[[], float], first: float = LOG_INTERVAL_S) -> None:
+        self._clock = clock
+        self._say_at = clock() + first
+
+    def pause(self, at_most: float = LOG_INTERVAL_S) -> float:
+        """Seconds to sleep until the next log line is due."""
+        return max(0.0, min(at_most, self._say_at - self._clock()))
+
+    def is_due(self) -> bool:
+        """Whether it is time for a log line; if so, the next one is due later."""
+        is_due = self._clock() >= self._say_at
+        if is_due:
+            self._say_at = self._clock() + LOG_INTERVAL_S
+        return is_due
 
 
 @dataclass(kw_only=True)

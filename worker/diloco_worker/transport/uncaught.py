@@ -21,7 +21,7 @@ from typing import ParamSpec, TypeVar
 import diloco_protocol
 from diloco_protocol import UsageError
 from diloco_protocol.errors import DilocoError
-from diloco_worker.session.restarts import WRONG_USAGE
+from diloco_worker.launching import WRONG_USAGE
 from diloco_worker.transport.own_log import asked_level
 
 # Names, and folders: a module that `python -m` runs is named `__main__`.

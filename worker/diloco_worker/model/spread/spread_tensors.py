@@ -27,7 +27,6 @@ from diloco_worker.model.model_manifest import (
     manifest_of,
     unwrapped,
 )
-from diloco_worker.model.model_parts import parts_of
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.model_watch import ModelWatch
 from diloco_worker.model.spread.agreement import Agreement, agree
@@ -37,6 +36,7 @@ from diloco_worker.model.spread.ranks import VIEW, GroupBroken, Ranks
 from diloco_worker.model.spread.saved_share import by_process, part_of, shared_out
 from diloco_worker.model.spread.shares import Piece, owners_of, share_of, tensor_name
 from diloco_worker.model.spread.slices import Slice, slices_of
+from diloco_worker.model.wrappers import parts_of
 
 T = TypeVar("T")
 

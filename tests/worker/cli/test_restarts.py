@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_worker.session.restarts import (
+from diloco_worker.launching import (
     ASKED,
     BEGAN_WELL_S,
     LONGEST_PAUSE_S,

@@ -88,7 +88,7 @@ def test_copy_that_is_another_is_noticed_and_fetched_whole(
     training.serves(50, 1, push)
     training.done()
     assert training.values == 50
-    assert "fetched whole" in caplog.text
+    assert "fetching it complete" in caplog.text
     training.trains(H)
     push, pull = takes_with_pull(training)
     assert pull.delta_of == version(1), "what came whole is trusted"

@@ -193,7 +193,7 @@ class LeaderPorts(GroupPorts):
         """The others wait until this process has left, and hear nothing over the group any more."""
         self._is_leaving = True
         super().leave(hasty=hasty)
-        self.link.say_at_the_end(CODEC.packed([asdict(self.metrics), self._facts]))
+        self.link.set_last(CODEC.packed([asdict(self.metrics), self._facts]))
 
 
 class FollowerPorts(GroupPorts):

@@ -183,30 +183,23 @@ def test_model_that_was_saved_in_a_narrower_dtype_is_the_same_model(
 
 
 Change = Callable[[dict[str, Any]], object]
-BROKEN: list[
-    tuple[str, Change, str]
-] = [  # which part of the state, what becomes of it, and the words
+# The broken part of the state, how it is broken, and words of the refusal.
+BROKEN: list[tuple[str, Change, str]] = [
     ("", lambda s: s.pop("metrics"), "'metrics'"),
-    ("", lambda s: s.update(resume=5), "5 is not a dict"),
+    ("", lambda s: s.update(resume=5), "not the state of a DiLoCoWorker"),
     ("", lambda s: s.update(cycle_start=9), "cycle began at step 9, and it is at step 5"),
     ("resume", lambda r: r.update(format=3), "format 3, this release reads 2"),
-    ("resume", lambda r: r.pop("checksums"), r"resume\.checksums"),
+    ("resume", lambda r: r.pop("checksums"), "lacks 'checksums'"),
     ("resume", lambda r: r["checksums"].pop("bias[0:3]"), r"lacks 'bias\[0:3\]'"),
-    (
-        "resume",
-        lambda r: r["checksums"].update({"bias[0:3]": ["x"]}),
-        r"resume\.checksums\[0\] is 'x'",
-    ),
-    ("resume", lambda r: r.pop("fragments"), r"resume\.fragments"),
-    ("resume", lambda r: r.update(fragments=[]), "0 fragments instead of 1"),
+    ("resume", lambda r: r["checksums"].update({"bias[0:3]": ["x"]}), "'x'"),
+    ("resume", lambda r: r.update(fragments=[]), "not the state of a DiLoCoWorker"),
     ("resume", lambda r: r["config"].update(colour=1), "colour"),
     ("resume", lambda r: r["place"].update(slot=1), "slot 1 of 1"),
-    ("resume", lambda r: r["place"].update(cursor="x"), r"resume\.place\.cursor is 'x'"),
+    ("resume", lambda r: r["place"].update(cursor="x"), "'x'"),
     ("resume", lambda r: r["model"][0].__setitem__(0, "w"), "another model than this one"),
-    ("fragment", lambda f: f.pop("base"), r"fragments\[0\]\.base"),
+    ("fragment", lambda f: f.pop("base"), "lacks 'base'"),
     ("fragment", lambda f: f.update(version=["a", 1]), "unpack"),
-    ("fragment", lambda f: f.update(steps=None), r"fragments\[0\]\.steps is None"),
-    ("fragment", lambda f: f["base"].update(parameters=[1.0]), r"fragments\[0\]\.base .* Tensor"),
+    ("fragment", lambda f: f.update(steps=None), "NoneType"),
     (
         "fragment",
         lambda f: f["base"].update(parameters=torch.zeros(3)),

@@ -222,26 +222,6 @@ def test_unknown_keyword_of_a_report_is_refused_with_the_nearest(
     assert (push.loss, push.tokens) == (None, 0), "what is refused changes nothing"
 
 
-# Nothing is learnt.
-
-ZEROS = "The pseudo-gradient was all zeros twice in a row"
-
-
-def test_two_pseudo_gradients_of_zeros_in_a_row_are_a_warning_once(
-    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
-) -> None:
-    training.begins()
-    (group,) = training.descent.optimizer.param_groups
-    told = []
-    for counter, lr in enumerate((0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0), start=1):
-        group["lr"] = lr
-        push = training.round(4, counter)
-        assert (push.norm == 0) == (lr == 0)
-        told.append(caplog.text.count(ZEROS))
-    assert told == [0, 0, 0, 1, 1, 1, 1, 2]
-    assert "learning rate of 0" in str(training.metrics.last_error)
-
-
 # Several optimizers.
 
 

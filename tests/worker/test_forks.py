@@ -43,7 +43,7 @@ def say(*words: Any) -> None:
 
 
 def train_with_a_child(server: str) -> None:
-    """Joins, forks a child that outlives it, and trains on for ever."""
+    """Joins, forks a child that outlives it, and trains without an end."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

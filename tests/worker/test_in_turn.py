@@ -62,7 +62,7 @@ def test_workers_of_one_thread_train_as_in_processes_of_their_own(plan: Plan, wo
         assert [hook.sync_metrics.last_error for hook in hooks] == [None] * workers
         final = run.global_parameters()
     wanted = streaming(trainees(workers), steps, plan)
-    if plan.delay:  # whoever is in flight at the end counts later
+    if plan.delay:  # pushes in flight at the end count later
         final = wanted.final
     assert_same(Outcome(histories, final), wanted, exact=True)
 

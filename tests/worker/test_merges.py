@@ -69,7 +69,7 @@ def values(training: ScriptedTraining) -> set[float]:
     return set(torch.cat(every).tolist())
 
 
-# What becomes of the first push. Each returns how many steps have been made.
+# The outcomes of the first push. Each returns how many steps were made.
 
 
 def counted_at_the_boundary(training: ScriptedTraining) -> int:
@@ -116,7 +116,7 @@ def dropped_as_late(training: ScriptedTraining) -> int:
 
 
 def moved_when_it_came_back(training: ScriptedTraining) -> int:
-    """There is no push: the broker has gone on while the connection was broken."""
+    """Without a push: the broker went on while the connection was broken."""
     training.steps(2)
     training.broker.restart()
     training.broker.welcomes(version(1))
@@ -127,7 +127,7 @@ def moved_when_it_came_back(training: ScriptedTraining) -> int:
 
 @dataclass(frozen=True)
 class Plot:
-    """How the first push ends, and what comes of it.
+    """How the first push ends, and the results.
 
     Attributes:
         opens: see above.
@@ -268,7 +268,7 @@ def interrupts_once(
     ("opens", "nth", "ends_at"),
     [
         (in_the_air, 2, 1000),
-        # There is no delta in flight any more that leaving would wait for.
+        # Without a delta in flight that leaving would wait for.
         (dropped_as_late, TENSORS + 2, 1000 - 3),
     ],
 )

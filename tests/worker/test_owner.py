@@ -1,4 +1,4 @@
-"""Which model does an optimizer train, where nobody says so?"""
+"""Which model an optimizer trains, found without the script's help."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_model_is_found_among_all_that_live() -> None:
     assert len(others) == 2
 
 
-def test_whoever_trains_the_head_alone_has_the_whole_model() -> None:
+def test_optimizer_of_the_head_alone_has_the_whole_model() -> None:
     model = a_model()
     assert owner_of(sgd(model[2]), living_modules()) is model
 

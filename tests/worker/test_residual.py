@@ -1,4 +1,4 @@
-"""What few bits leave out of a delta: what becomes of it, whatever becomes of the push.
+"""The rounding error of a quantized delta, for each outcome of its push.
 
 The worker trains against a scripted broker; each step lowers every parameter by 1. What a chunk of its
 next push must be is worked out by the codecs in plain Python, in fp32.
@@ -201,7 +201,7 @@ def test_worker_that_resumes_has_residual_and_bytes_and_the_ledger_decides(
     training.steps(H)
     push, _ = pushes(training)
     training.brings(100, 1, push)
-    training.steps(3)  # it lands, on top of what was made since
+    training.steps(3)  # merged under the steps made since
     sender.counts(H)
     training.steps(2)  # a step, the freeze, and a step
     push, before = broker.hears(Push), None

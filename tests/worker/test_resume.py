@@ -1,9 +1,8 @@
 """A worker that is stopped and goes on from the script's own checkpoint, as if it had never stopped.
 
 The whole runs are a broker and hooks in threads. Each *life* is one process of a script: it saves model,
-optimizer and hook with `torch.save`, dies without a word, and the next life loads what it saved. The
-outcome is compared bit for bit with the same run that nobody interrupted. Who decides what, message by
-message, is seen at a scripted broker.
+optimizer and hook with `torch.save`, is killed, and the next life loads the checkpoint. The outcome is
+compared bit for bit with the same run without an interruption.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Script:
         hook = DiLoCoWorker(model, optimizer, server=self.broker.address, **keywords)
         done = 0
         if saved is not None:
-            with torch.no_grad():  # whatever the model was made with is no matter
+            with torch.no_grad():  # the checkpoint overwrites them
                 for parameter in model.parameters():
                     parameter.fill_(7.0)
             checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
@@ -113,11 +112,11 @@ class Life:
         link.session.connection.phase = Phase.LEFT
         link.wake()
         assert link.wait_for(lambda: link.has_ended, PATIENCE_S)
-        link.close()  # nobody is there any more who could say anything
+        link.close()  # sends nothing
         until(lambda: self.hook.worker_id not in members)
 
 
-Plot = Callable[[Script], dict[int, State]]  # what becomes of a worker; its history
+Plot = Callable[[Script], dict[int, State]]  # runs a worker; returns its history
 
 
 def plain(steps: int) -> Plot:

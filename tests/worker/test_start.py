@@ -175,7 +175,7 @@ def test_second_worker_on_a_model_that_is_in_a_run_is_refused(broker: Broker) ->
                 DiLoCoWorker(another, optimizer, broker.address)
         with pytest.raises(UsageError, match="worker 'first'"):
             early.start()
-        trains(model, optimizer, 2)  # nobody else is waited for
+        trains(model, optimizer, 2)  # waits for no other worker
     with early:
         trains(model, optimizer, 2)
         assert early.sync_metrics.pushes == 1

@@ -15,7 +15,7 @@ from kit.process_kit import Child, Processes
 
 pytest_plugins = ("kit.process_fixtures",)
 
-# Trains for ever, or so many steps; the seed is that of its parameters.
+# Trains for this many steps; the seed is that of its parameters.
 TRAIN = """
 import sys, torch
 seed, steps = int(sys.argv[1]), int(sys.argv[2])

@@ -143,7 +143,7 @@ def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path
     for which in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         made.gets(which)
         made.says(f"got {which.name}")
-    assert made.ends() == 7, "its own exit code, and no restart of what was asked to end"
+    assert made.ends() == 7, "its own exit code, and no restart after a signal"
     assert made.output.count("got ") == 4
     assert made.output.count("listens") == 1
 

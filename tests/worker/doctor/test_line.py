@@ -33,7 +33,7 @@ class Line:
         return self.now
 
     def _carry(self, way: str, size: int, at: float) -> float:
-        """When so many bytes have come out that are ready at that time."""
+        """When these bytes have been delivered, if they are ready at that time."""
         self._free_at[way] = max(at, self._free_at[way]) + size / self.rate
         return self._free_at[way] + self.delay_s
 
@@ -87,7 +87,7 @@ def test_rate_of_a_line_that_was_never_filled_is_a_lower_bound(
 
 @pytest.mark.slow
 def test_real_link_is_measured() -> None:
-    """A busy machine may use little of its link, so there is no lower bound."""
+    """A busy machine may use little of its link: no rate is too low."""
     with Broker(BrokerConfig(**BIND)) as broker, SlowProxy(broker.address, RATE, DELAY_S) as slow:
         findings = examine(slow.address, None, PATIENCE_S)
     assert not findings.wrong and findings.trips and findings.up and findings.down

@@ -1,4 +1,4 @@
-"""The residual of a fragment: what was meant is what was counted and what is left, exactly."""
+"""The residual of a fragment: the deltas sum up to counted values and residual, exactly."""
 
 from __future__ import annotations
 
@@ -133,26 +133,6 @@ def test_landing_that_is_broken_off_between_chunks_goes_on_where_it_was(
         assert torch.equal(values, ends[1][index])
 
 
-def test_chunk_on_which_an_earlier_push_has_its_vote_leaves_the_residual() -> None:
-    part, dice = layout(), torch.Generator().manual_seed(0)
-    feedback = Feedback(part, room)
-    feedback.settle(object(), (feedback.joined(dyadic(part, dice, "int4")), EVERY), {})
-    before = feedback.chunks
-    delta = feedback.joined(dyadic(part, dice, "int4"))
-    feedback.settle(object(), (delta, [0, 2]), {})
-    changed = [not torch.equal(before[index], after) for index, after in feedback.chunks.items()]
-    assert changed == [True, False, True]
-
-
-def test_bytes_of_a_chunk_stay_though_it_is_sent_again() -> None:
-    part, dice = layout(), torch.Generator().manual_seed(0)
-    feedback = Feedback(part, room)
-    delta = feedback.joined(dyadic(part, dice, "int4z"))
-    first = [bytes(delta.chunk(span.index)) for span in part.spans]
-    feedback.settle(object(), (delta, EVERY), {})
-    assert [bytes(delta.chunk(span.index)) for span in part.spans] == first
-
-
 @pytest.mark.parametrize("wire", ["int8", "int4z"])
 def test_chunks_that_threads_encode_ahead_have_the_same_bytes_and_leave_the_same(wire: str) -> None:
     part, made = layout(), []
@@ -214,18 +194,3 @@ def test_process_that_owns_no_chunk_has_nothing_to_send_and_nothing_left() -> No
     delta = feedback.joined(FlatState(share, {}, "int8"))
     feedback.settle(object(), (delta, ()), {})
     assert not feedback.chunks and not feedback.flat({}).vectors
-
-
-def test_what_is_saved_comes_back() -> None:
-    part, dice = layout(), torch.Generator().manual_seed(0)
-    feedback = Feedback(part, room)
-    feedback.settle(object(), (feedback.joined(dyadic(part, dice, "int4")), EVERY), {})
-    feedback.drop(5, feedback.joined(dyadic(part, dice, "int4")), EVERY)
-    again = Feedback(part, room)
-    again.restore(
-        feedback.flat(feedback.chunks),
-        {push: feedback.flat(gains) for push, gains in feedback.dropped.items()},
-    )
-    for index, values in feedback.chunks.items():
-        assert torch.equal(again.chunks[index], values)
-        assert torch.equal(again.dropped[5][index], feedback.dropped[5][index])

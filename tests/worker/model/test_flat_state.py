@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -178,17 +177,6 @@ def test_delta_is_global_minus_local_as_the_peer_reads_it(
     assert delta.norm == pytest.approx(squares**0.5, rel=1e-5)
 
 
-def test_delta_is_the_same_in_one_piece_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = model()
-    reached = moved(started)
-    at_once = delta_of(started, reached, "fp32")
-    monkeypatch.setattr(encoding, "PIECE_ELEMENTS", 5)
-    in_pieces = delta_of(started, reached, "fp32")
-    for segment, vector in at_once.wire.vectors.items():
-        assert torch.equal(vector, in_pieces.wire.vectors[segment])
-    assert in_pieces.norm == pytest.approx(at_once.norm)
-
-
 def test_delta_of_a_transposed_parameter_is_laid_out_row_by_row() -> None:
     plain = nn.Linear(3, 4, bias=False)
     plain.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4).T)
@@ -324,19 +312,6 @@ def test_blend_weighs_local_and_new_values_in_fp32(dtype: torch.dtype, alpha: fl
     assert torch.equal(local, torch.lerp(before, fresh.to(wide), 1 - alpha).to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("alpha", "blended"),
-    [(0.25, [0.25 * 12 + 75 - 2, 0.25 * 16 + 75 + 4]), (1.0, [10, 20])],
-)
-def test_blend_with_an_anchor_keeps_later_steps_whole(alpha: float, blended: list[float]) -> None:
-    local = torch.tensor([10.0, 20.0])
-    tensors, part = single(local)
-    new = FlatState(part, {Segment.PARAMETERS: torch.tensor([100.0, 100.0])})
-    anchor = FlatState(part, {Segment.PARAMETERS: torch.tensor([12.0, 16.0])})
-    tensors.bring_in(Change(new, alpha, anchor))
-    assert flat(local) == blended
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_blend_takes_new_integers_and_mixes_float_buffers(alpha: float) -> None:
     made = nn.BatchNorm1d(2)
@@ -381,20 +356,3 @@ def test_norm_of_a_delta_is_right_also_where_squares_do_not_fit_in_fp32(size: fl
     delta = encoding.encode(layout, {"w": values}, "bf16")
     assert delta.bad is None
     assert delta.norm == pytest.approx(float(values.double().norm()), rel=1e-4)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_only_copies_to_cuda_are_queued(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the queues of others, and host memory is used again after a merge."""
-    queued: list[bool] = []
-    plain: Callable[..., Tensor] = Tensor.to
-
-    def to(tensor: Tensor, *args: Any, non_blocking: bool = False, **more: Any) -> Tensor:
-        queued.append(non_blocking)
-        return plain(tensor, *args, non_blocking=non_blocking, **more)
-
-    made = nn.Linear(3, 2)
-    new = captured(made)
-    monkeypatch.setattr(Tensor, "to", to)
-    Change(new, alpha).carry_out(dict(made.named_parameters()))
-    assert queued and not any(queued)

@@ -1,4 +1,4 @@
-"""A connection for chunks that has died without a word, while heartbeats are answered."""
+"""A data connection that died silently, while heartbeats are answered."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_push_that_has_to_wait_is_not_waited_for_nor_a_version_that_has_not_come
     ready: Desk,
 ) -> None:
     ready.hears(Released(0, version(1), whole(5)))
-    assert lives_on(ready, 10 * BULK_PATIENCE_S), "nobody has asked for it"
+    assert lives_on(ready, 10 * BULK_PATIENCE_S), "it was not requested"
     ready.happens(RequestVersion(0))
     assert lives_on(ready, 10 * BULK_PATIENCE_S)
     ready.happens(Offer(gradient()))

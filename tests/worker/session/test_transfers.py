@@ -121,7 +121,7 @@ def test_push_that_loses_its_place_forgets_what_was_sent_and_sends_all_of_it_aga
 ) -> None:
     offered.hears(Grant(77, 0, Standing.NEW, credit=credit), Ack(77, 0, ALL[: credit - 2]))
     offered.hears(Grant(77, 0, Standing.WAIT), Ack(77, 0, ALL))
-    assert not offered.effects[1:], "an ack of what was sent before is void"
+    assert not offered.effects[1:], "earlier acks are void"
     offered.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS))
     assert offered.chunks_sent == list(ALL)
     assert offered.sent(Commit)
@@ -186,7 +186,7 @@ def test_push_made_while_away_is_offered_at_the_next_welcome(ready: Desk) -> Non
 
 @pytest.mark.parametrize(
     "ledger",
-    [Ledger({"me": (Counted(77, b"\x07\x00"),)}), whole(77, worker="somebody else")],
+    [Ledger({"me": (Counted(77, b"\x07\x00"),)}), whole(77, worker="another")],
     ids=["a part of it", "of another worker"],
 )
 def test_version_without_the_push_is_discarded_and_the_next_one_asked_for(
@@ -431,7 +431,7 @@ def test_newer_version_is_asked_for_after_coming_back(
     ready.breaks().is_welcomed(*theirs)
     assert [(pull.fragment, pull.after) for pull in ready.sent(Pull)] == pulls
     ready.hears(Chunk(0, 0, version=version(9)))
-    assert len(ready.all(StoreChunk)) == len(pulls), "a chunk that nobody waits for is dropped"
+    assert len(ready.all(StoreChunk)) == len(pulls), "an unrequested chunk is dropped"
 
 
 def at_version(made: Desk, counter: int) -> Desk:

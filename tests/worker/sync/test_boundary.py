@@ -226,7 +226,7 @@ def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() ->
     assert training.pushes == []
     assert training.outcomes == ["restored", "restored"]
     assert "not finite in layer.weight" in training.said
-    assert training.steps(2).pushes[0].steps == 2, "what was given up is in no push"
+    assert training.steps(2).pushes[0].steps == 2, "discarded steps are in no push"
 
 
 def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
@@ -241,7 +241,7 @@ def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
 
 
 def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that_failed() -> None:
-    """Nothing that has come asks for it, so it must not be forgotten."""
+    """No message asks for it, so it must not be forgotten."""
     training = trainer()
     training.bad = NonFinite("layer.weight")
     training.fails = MemoryError("full")

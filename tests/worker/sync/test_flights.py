@@ -245,7 +245,7 @@ def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
         now += 0.125
     lines = [line for line in said if line is not None]
     assert len(lines) == 4
-    assert "waited 1.0 s." in lines[0], "what a previous life has waited is no part of it"
+    assert "waited 1.0 s." in lines[0], "without the waits of a previous incarnation"
     assert "version 9 (round 8)" in lines[1]
     assert lines[1].endswith("waited 8.0 s; and 7 more since the last line.")
     assert "version 30" in str(told.line(130.0, at_once=True))

@@ -213,5 +213,5 @@ def test_connection_goes_through_a_unix_socket_that_is_called_as_those_of_broker
     prefix = "diloco" if is_brokers else "other"
     place = f"ipc://@{prefix}-{secrets.token_hex(8)}"
     scene.broker.bind(place)
-    nobody = "tcp://127.0.0.1:1"
-    scene.opens("fp32", nobody if is_brokers else scene.address, place)
+    unused = "tcp://127.0.0.1:1"
+    scene.opens("fp32", unused if is_brokers else scene.address, place)

@@ -43,11 +43,7 @@ class Named:
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:
-    """The model in its wrappers; itself where it has none.
-
-    Raises:
-        UsageError: FSDP1 has cut its parameters into flat ones.
-    """
+    """The model in its wrappers, or itself; UsageError where FSDP1 has flattened its parameters."""
     while (inner := _inner(module)) is not None:
         module = inner
     return module
@@ -75,7 +71,7 @@ def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[Named]:
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    """What a wrapper of a library wraps; None for any other module."""
+    """The module in a wrapper of a library; None for any other module."""
     for kind in type(module).__mro__:
         name = _INNER.get(kind.__name__)
         if name is not None and kind.__module__.partition(".")[0] in _LIBRARIES:

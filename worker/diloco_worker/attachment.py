@@ -1,8 +1,8 @@
 """Joins a run for an unmodified script, from its first optimizer step to its end (`--auto`).
 
 The worker joins before that step, once the script has loaded its checkpoint. Where the run's parameters
-differ from the script's, the gradients of that step were computed with other parameters: they are set to
-zero and the step is made at a learning rate of 0, so that it changes no parameter.
+differ from the script's, the gradients of that step belong to other parameters: they are set to zero
+and the step is made at a learning rate of 0, so that it changes no parameter.
 
 With several optimizers (Muon beside AdamW) the first round of steps is dropped in the same way: only
 then is it known which of them step, and in which order. The worker joins before the next round, and
@@ -40,7 +40,7 @@ BY_HAND = "Put a DiLoCoWorker into the script instead; worker/README.md says how
 # Wrappers that exchange gradients among the processes of one training, by the names of their classes.
 OF_SEVERAL_PROCESSES = ("DistributedDataParallel", "FullyShardedDataParallel")
 SEEDS = 1 << 63
-# What in a parameter group makes a step change parameters, besides the gradients.
+# Besides the gradients, these let a step change parameters.
 RATES = ("lr", "weight_decay")
 FAILED = 1  # exit code of a script that the broker refused
 
@@ -95,7 +95,7 @@ class Attachment:
 
     def _is_without_a_worker(self) -> bool:
         if any(issubclass(type(found), DiLoCoWorker) for found in gc.get_objects()):
-            say("The script has a DiLoCoWorker of its own; --auto does nothing.")
+            say("The script has its own DiLoCoWorker; --auto does nothing.")
             self.is_settled = self._is_left_alone = True
         return not self._is_left_alone
 
@@ -163,7 +163,7 @@ class Attachment:
             raise SystemExit(RUN_IS_OVER)
 
     def _look_at(self, optimizer: Optimizer) -> None:
-        """Drop a stale step, and refuse an optimizer of the model that was not there at the start."""
+        """Drop a stale step; refuse an optimizer of the model that did not step at the start."""
         if any(each is optimizer for each in self._stale):
             self._stale = [each for each in self._stale if each is not optimizer]
             _drop_step(optimizer)
@@ -172,7 +172,7 @@ class Attachment:
         self._seen.add(optimizer)
         if self._trains(optimizer) and not _is_inside(self._optimizers, optimizer):
             raise UsageError(
-                f"{type(optimizer).__name__} trains {type(self._model).__name__}, too, but made no step "
+                f"{type(optimizer).__name__} also trains {type(self._model).__name__}, but made no step "
                 f"in the first round of {self._names}, so its steps cannot be counted. Make one "
                 "optimizer for the whole training and change its learning rates instead (0 while a part "
                 f"is frozen). {BY_HAND}"
@@ -239,7 +239,7 @@ def _is_inside(outer: list[Optimizer], optimizer: Optimizer) -> bool:
     return False
 
 
-# Which model the optimizers train: found in the memory of the process.
+# The model that the optimizers train: found in the memory of the process.
 
 
 def living_modules() -> list[nn.Module]:
@@ -302,10 +302,10 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def shift_seeds(offset: int) -> None:
-    """Add this to the current seed of torch and to each that `torch.manual_seed` gets from now on.
+    """Add this to the current seed of torch and to each later one of `torch.manual_seed`.
 
     A script seeds torch alike on each machine, so all of its workers would train on the same batches.
-    Generators that the script makes, and those of random and numpy, keep their seeds.
+    Generators of the script, and those of random and numpy, keep their seeds.
     """
     if not offset:
         return

@@ -30,7 +30,7 @@ AUTO = ("-m", "diloco_worker.auto")
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*(t|d)?(\.exe)?")
 # Options of the interpreter that take the next word as their value.
 _WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")
-# Programs and modules that start the script in processes of their own.
+# Programs and modules that start the script in other processes.
 LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "fabric", "mpirun", "horovodrun"})
 _LAUNCHING = re.compile(
     r"torch\.distributed\.(run|launch)|accelerate(\.commands\..*)?|deepspeed(\.launcher\..*)?|"
@@ -43,7 +43,7 @@ USAGE = "diloco-worker: give a script or -m MODULE: python -m diloco_worker.auto
 
 
 class _AfterTorch(MetaPathFinder):
-    """Attaches as soon as torch has been imported."""
+    """Attaches as soon as torch is imported."""
 
     def __init__(self) -> None:
         self.attachment: Attachment | None = None
@@ -94,7 +94,7 @@ def main() -> None:
     if not words or words == ["-m"] or (words[0].startswith("-") and words[0] != "-m"):
         _fail(USAGE)
     if words[0] != "-m" and not os.path.exists(words[0]):
-        _fail(f"diloco-worker: there is no script {words[0]!r:.200}.")
+        _fail(f"diloco-worker: the script {words[0]!r:.200} was not found.")
     try:
         refuse_launcher(words)
         _seed_offset()
@@ -149,9 +149,9 @@ def _children() -> tuple[int, bool]:
 
 
 def _end_without_training(*, may_have_trained: bool) -> None:
-    """Say that nothing was trained here, and fail where the script may have trained elsewhere."""
+    """Report that nothing was trained here; fail where the script may have trained elsewhere."""
     sentence = (
-        "diloco-worker: Nothing of this script was in the run: in its own process no torch optimizer "
+        "diloco-worker: This script did not take part in the run: in its own process no torch optimizer "
         "made a step, or several made one and no second. Child processes are not part of the run; put a "
         "DiLoCoWorker into the script where it trains (worker/README.md)."
     )
@@ -180,8 +180,8 @@ def with_auto(command: Sequence[str]) -> list[str]:
     rest = list(command[place:])
     if not rest or rest == ["-m"] or (rest[0].startswith("-") and rest[0] != "-m"):
         raise UsageError(
-            "--auto needs a script or -m MODULE behind python; code of -c or of the standard input has "
-            "no file to run."
+            "--auto needs a script or -m MODULE after python; code from -c or standard input has no "
+            "file to run."
         )
     refuse_launcher(rest)
     return [*command[:place], *AUTO, *rest]
@@ -193,8 +193,8 @@ def refuse_launcher(words: Sequence[str]) -> None:
     name = module or PurePath(words[0]).name
     if name in LAUNCHERS or _LAUNCHING.fullmatch(module):
         raise UsageError(
-            f"{name} starts the script in processes of its own, which --auto does not reach. Start a "
-            "single process by python train.py; for several use a DiLoCoWorker with "
+            f"{name} starts the script in other processes, which --auto does not reach. Start a single "
+            "process by python train.py; for several use a DiLoCoWorker with "
             'process_group="world" in the script (worker/GROUPS.md).'
         )
 

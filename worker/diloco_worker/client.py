@@ -63,8 +63,7 @@ class DiLoCoClient:
 
     Args:
         server: the broker's address, tcp:// may be left out; several separated by commas, of which it
-        uses
-            the first that serves; or a function that returns one.
+            uses the first that serves; or a function that returns one.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         timeout: seconds that a call waits before it raises Unreachable.
         heartbeat_interval: seconds; None = by the broker, 0 = none. Heartbeats are sent by themselves.
@@ -180,12 +179,12 @@ class DiLoCoClient:
 
         Args:
             delta: by name of `state_dict`: all trainable parameters (of the fragment), in any float
-            dtype, and
-                optionally buffers. Buffers, floats and integers, are *values*, not differences, and
-                default to those of the last pull. Tensors of other fragments are ignored.
-            weight: of this contribution. fragment: which one to send; required where there are several.
-            In synchronous mode every worker
-                pushes them in turn. Buffers travel with the last.
+                dtype, and optionally buffers. Buffers, floats and integers, are *values*, not
+                differences, and default to those of the last pull. Tensors of other fragments are
+                ignored.
+            weight: of this contribution.
+            fragment: which one to send; required where there are several. In synchronous mode every
+                worker pushes them in turn. Buffers travel with the last.
             steps, tokens, samples, loss: for displays and weights.
 
         Returns:
@@ -193,8 +192,7 @@ class DiLoCoClient:
 
         Raises:
             UsageError: not joined; no such fragment; a missing, misshapen or non-finite tensor; a
-            number that
-                is too large. Nothing was sent.
+                number that is too large. Nothing was sent.
             Refused: the broker dropped it.
             Unreachable: not uploaded within the timeout. It stays in flight: `pull` goes on.
         """
@@ -271,8 +269,10 @@ class DiLoCoClient:
         loss: float | None = None,
         tokens: int = 0,
     ) -> None:
-        """Report the state of training: now, and in the automatic heartbeats. Raises UsageError where
-        not joined, or for a number that is too large.
+        """Report the state of training: now, and in the automatic heartbeats.
+
+        Raises:
+            UsageError: not joined, or a number that is too large.
         """
         link = self._require_joined().link
         progress = Heartbeat(
@@ -309,8 +309,9 @@ class DiLoCoClient:
         """Execute a control action at the broker. A refused one has `ok` False and a `text`.
 
         Raises:
-            UsageError: an argument that cannot be sent. Unreachable: no answer within the timeout, or
-            the connection broke; the action may have been executed.
+            UsageError: an argument that cannot be sent.
+            Unreachable: no answer within the timeout, or the connection broke; the action may have
+                been executed.
         """
         request = next(self._requests)
         asked = Control(action, request, arguments)

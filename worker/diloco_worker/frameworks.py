@@ -1,8 +1,8 @@
-"""What the callbacks for training frameworks share: figures for their logs, an order of the data.
+"""Shared by the callbacks for training frameworks: figures for their logs, an order of the data.
 
-Trainers make the loader before the worker joins, and seed it alike on each machine, so two workers would
-train on the same batches. Here each worker shuffles from another seed. Data that is read in order, or by
-an iterable data set, is left as it is.
+Trainers make the loader before the worker joins, and seed it alike on each machine, so two workers
+would train on the same batches. Here each worker shuffles from another seed. Data that is read in
+order, or by an iterable data set, is left as it is.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from diloco_worker.settings import warn_once
 
 logger = logging.getLogger("diloco.worker")
 
-# Of `sync_metrics`, what a framework logs.
+# The `sync_metrics` that a framework logs.
 LOGGED = ("pushes", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
-# Between the seeds of two workers. Samplers add the epoch to their seed, so it is larger than any number
-# of epochs: no two workers have the same order in different epochs.
+# Between the seeds of two workers; larger than any number of epochs, which samplers add to their seed.
 SEED_STEP = 1_000_003
 SEEDS = 1 << 63
-_MARK = "_diloco_reseeded"  # an attribute of samplers whose seed was changed
+_MARK = "_diloco_reseeded"  # attribute of samplers whose seed was changed
 
 
 def figures(worker: DiLoCoWorker) -> dict[str, float]:
-    """What a framework logs of a run; empty where the worker is in none."""
+    """The figures that a framework logs; empty where the worker is in no run."""
     if worker.config is None:
         return {}
     metrics = worker.sync_metrics
@@ -77,13 +76,13 @@ class OwnOrder(Sampler[Any]):
         return len(self.sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sampler":  # a copy that is not filled yet
+        if name == "sampler":  # an unfinished copy
             raise AttributeError(name)
         return getattr(self.sampler, name)
 
 
 def give_own_order(loaders: Iterable[object], shard: Callable[[], tuple[int, int]]) -> bool:
-    """Shuffle what these loaders read from seeds of this worker, and log it.
+    """Shuffle the data of these loaders from seeds of this worker, and log it.
 
     Args:
         shard: index and count of this worker's share of the data.

@@ -4,8 +4,8 @@ Exit codes decide. Some cannot be repaired by a restart: the program is done, th
 program was called wrongly. All others may be transient, such as a machine out of memory.
 
 `torchrun` exits with 1 whatever its processes exit with, and `srun` with the greatest of several codes.
-So the launching program names an end file, and each process of the worker writes a word into it as it
-leaves. If none did, the script never joined a run or was killed. Nothing here imports torch.
+So the launching program names an end file, and each process of the worker writes its reason into it on
+leaving. If none did, the script never joined a run or was killed. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FINAL: dict[int, str] = {
     RUN_IS_OVER: "the run is over",
     WRONG_USAGE: "it was called wrongly",
     126: "it cannot be run",
-    127: "there is no such program",
+    127: "the program was not found",
     INTERRUPTED: "it was asked to end, by Ctrl-C",
     TERMINATED: "it was asked to end",
 }

@@ -91,7 +91,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _plain(text: str) -> Any:
-    """A number, a truth value or a word."""
+    """The text as a number or a truth value, if it is one."""
     for read in (int, float, _truth):
         with contextlib.suppress(ValueError):
             return read(text)
@@ -253,7 +253,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     ours = [PREFIX + each.name.upper() for each in fields(Settings)]
     known = {*ours, *OTHER_VARIABLES, *(PREFIX + name.upper() for name in MOVED_TO_EXPECT)}
     return [
-        f"{name} is set, but there is no such variable{did_you_mean(name.upper(), ours)} "
+        f"{name} is set, but is no variable of a worker{did_you_mean(name.upper(), ours)} "
         "worker/NAMES.md has the list."
         for name in sorted(environ.keys() - known)
         if name.startswith(PREFIX) and environ[name].strip()
@@ -266,8 +266,8 @@ def warn_of_silence(server: Given | None) -> None:
         warn_once(sentence)
     if server is None:
         warn_once(
-            "There is no server= and no DILOCO_SERVER, so this worker trains alone; give the broker's "
-            "address, tcp://HOST:PORT, to take part in a run."
+            "Without server= or DILOCO_SERVER this worker trains alone; give the broker's address, "
+            "tcp://HOST:PORT, to take part in a run."
         )
 
 

@@ -193,7 +193,7 @@ def test_word_of_a_worker_counts_where_a_launcher_between_hides_its_exit_code(
     made = launch(processes, *SERVER, *options, "--restarts", "1", "--", *program, word)
     assert made.ends() == code
     assert made.output.count("begins") == (1 if word else 2)
-    assert ("ended with code 1, taken for" in made.output) == bool(word)
+    assert ("ended with code 1, which means" in made.output) == bool(word)
 
 
 @pytest.mark.slow

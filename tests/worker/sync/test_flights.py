@@ -120,7 +120,7 @@ def test_flight_that_is_put_off_is_not_waited_for_until_its_round_has_come(delay
     training.is_granted(push, 3).receives(2, counted=push).steps(2 - delay)
     following = training.pushes[-1]
     assert (following.fragment, following.steps) == (1, 6)
-    assert training.said.count("carried into round 3") == 1
+    assert training.said.count("deferred to round 3") == 1
 
 
 def test_notice_that_a_push_is_carried_ends_the_waiting() -> None:
@@ -221,7 +221,7 @@ def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> Non
     assert training.waits()
     assert not training.passes(5.0).waits()
     assert training.said.endswith("longer than 4 s; the broker restarts and was not back.")
-    assert "where it counts" not in training.said
+    assert "is uploaded" not in training.said
 
 
 # The line for pushes that have counted, and the warning where nothing is learnt.

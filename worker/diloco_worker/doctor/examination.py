@@ -170,7 +170,7 @@ def _place(server: str) -> tuple[str, int]:
 
 
 def asks_for_keys(host: str, port: int, within_s: float) -> bool:
-    """Whether the broker at this address requires keys; raises Found where there is no broker.
+    """Whether the broker at this address requires keys; raises Found where no broker answers.
 
     ZeroMQ retries in silence, so this exchanges the ZMTP greeting over a plain socket.
     """

@@ -111,7 +111,7 @@ def same_resumption(
         if (at, moment) != told[0]:
             raise UsageError(
                 f"Process 0 of this worker resumes at step {told[0][0][0]}, and process {rank} at step "
-                f"{at[0]}, or from another state; load in each what was saved at the same moment."
+                f"{at[0]}, or from another state; load in each a state of the same moment."
             )
 
 

@@ -154,7 +154,7 @@ class Feedback:
         counted: tuple[FlatState, Collection[int]] | None,
         known: Mapping[int, Collection[int]],
     ) -> None:
-        """A version has come into the model. May be called again with the same `why`.
+        """A version was merged into the model. May be called again with the same `why`.
 
         Args:
             counted: the delta in flight that it counts, and which chunks of it (by index in the layout;

@@ -28,12 +28,12 @@ class ControlRequests:
         self._open[control.request] = control
 
     def withdraw(self, request: int) -> None:
-        """The answer is no longer needed."""
+        """Drop the request; its answer is ignored."""
         self._open.pop(request, None)
         self._sent.discard(request)
 
     def send(self) -> Iterator[effects.Effect]:
-        """Send what was not sent on this connection."""
+        """Send the requests that are not sent on this connection."""
         for request, control in self._open.items():
             if request not in self._sent:
                 self._sent.add(request)

@@ -164,7 +164,7 @@ class Ask(Event):
 
 @dataclass(frozen=True)
 class Withdraw(Event):
-    """The answer is no longer needed; do not send the action if it was not sent."""
+    """Ignore the answer; do not send the action if it is not sent yet."""
 
     request: int
 

@@ -9,9 +9,9 @@ One look at joining is not enough: an unknown push may be complete at the broker
 So a fragment is *unverified* until a push of this incarnation is in a version of it:
 
 - On each connection a push of it is offered only after the broker's current version has arrived and the
-next one was requested. From then on `released` comes before any grant that follows from it. - A
-`released` that names an unknown push ends the push in flight before a chunk of it is sent; the version
-is delivered as one that replaces the model.
+  next one was requested. From then on `released` comes before any grant that follows from it.
+- A `released` that names an unknown push ends the push in flight before a chunk of it is sent; the
+  version is delivered as one that replaces the model.
 """
 
 from __future__ import annotations

@@ -4,13 +4,15 @@ No socket, tensor, clock, thread or file in here: time is an argument, random nu
 `connection` decides when it joins and reconnects. The rules behind everything else:
 
 - A push and its chunks never change. A new connection voids all credit; the push is offered again with
-the same push id and base, and the broker's grant says what it still lacks. - A push is over when a
-complete version is here whose ledger names it as complete, or when the broker ends it with an error. A
-complete version that does not name it is discarded and the next requested. - A delivered version is
-held: the worker names it when it reconnects, and uploads it when the broker asks, even before training
-has merged it. - A download resumes where it stopped. Chunks of another version restart it. Each
-received chunk returns one credit, even if it is dropped. - An illegal command raises before anything
-has changed. Nothing from the broker raises: a message that does not fit is dropped and logged.
+  the same push id and base, and the broker's grant says what it still lacks.
+- A push is over when a complete version is here whose ledger names it as complete, or when the broker
+  ends it with an error. A complete version that does not name it is discarded and the next requested.
+- A delivered version is held: the worker names it when it reconnects, and uploads it when the broker
+  asks, even before training has merged it.
+- A download resumes where it stopped. Chunks of another version restart it. Each received chunk returns
+  one credit, even if it is dropped.
+- An illegal command raises before anything has changed. Nothing from the broker raises: a message that
+  does not fit is dropped and logged.
 """
 
 from __future__ import annotations
@@ -220,7 +222,7 @@ class Session:
             yield from self._void()
 
     def _void(self) -> Iterator[Effect]:
-        """Void what was in flight on this connection."""
+        """Void the transfers of this connection."""
         self.downloads.disconnected()
         self._asked_for.clear()
         self.units.disconnected()

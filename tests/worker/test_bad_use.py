@@ -43,7 +43,7 @@ class Pipeline:
         return DiLoCoWorker(self.parts, self.optimizers, timeout=PATIENCE_S, **keywords)
 
 
-def test_parts_and_optimizers_in_lists_train_and_go_on_from_a_checkpoint(broker: Broker) -> None:
+def test_parts_and_optimizers_in_lists_train_and_resume_from_a_checkpoint(broker: Broker) -> None:
     pipeline, states = Pipeline(), []
     with pipeline.worker(server=broker.address, worker_id="a") as worker:
         for _ in range(5):
@@ -83,7 +83,7 @@ def from_deepspeed(base: type, name: str) -> type:
     return type(name, (base,), {"__module__": "deepspeed.runtime.engine"})
 
 
-def test_what_cannot_train_a_model_is_refused() -> None:
+def test_unrelated_optimizer_or_model_is_refused() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     fits = torch.optim.SGD(model.parameters(), lr=0.1)
     astray = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -113,7 +113,7 @@ def test_engine_and_optimizer_of_deepspeed_are_refused() -> None:
             given(*pair)
 
 
-def test_run_that_is_not_as_expected_is_refused_with_both_values(broker: Broker) -> None:
+def test_unexpected_run_is_refused_with_both_values(broker: Broker) -> None:
     worker = Pipeline().worker(server=broker.address, expect={"num_fragments": 3})
     with pytest.raises(Refused, match=r"num_fragments=3.*num_fragments=1"):
         worker.start()
@@ -128,7 +128,7 @@ class DTensor(torch.Tensor):
 DTensor.__module__ = "torch.distributed.tensor"
 
 
-def test_parameters_that_are_spread_over_processes_are_refused(broker: Broker) -> None:
+def test_sharded_parameters_are_refused(broker: Broker) -> None:
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(DTensor))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,7 +148,7 @@ def test_report_to_a_worker_that_is_not_started_warns_once(
 @pytest.mark.parametrize(
     ("keyword", "advice"), [("sync_evry", "did you mean sync_every"), ("nothing", "")]
 )
-def test_keyword_that_does_not_exist_is_refused_with_the_nearest(keyword: str, advice: str) -> None:
+def test_unknown_keyword_is_refused_with_the_nearest(keyword: str, advice: str) -> None:
     pipeline = Pipeline()
     with pytest.raises(UsageError, match=f"'{keyword}'.*{advice}"):
         pipeline.worker(**{keyword: 5})

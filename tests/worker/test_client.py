@@ -153,7 +153,7 @@ def test_push_sends_the_delta_and_pull_waits_for_the_version_that_contains_it(ta
     assert the_value(earlier.tensors["weight"]) == 8, "results are the caller's own"
 
 
-def test_delta_may_leave_out_buffers(talk: Talk) -> None:
+def test_delta_may_omit_buffers(talk: Talk) -> None:
     talk.begins_with(Net())
     _, values = talk.pushes(
         {
@@ -179,7 +179,7 @@ ONES = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
         (ONES | {"odd": torch.ones(1)}, "does not train 'odd'"),
     ],
 )
-def test_delta_that_does_not_fit_is_refused_before_anything_is_sent(
+def test_invalid_delta_is_refused_before_anything_is_sent(
     talk: Talk, delta: dict[str, Tensor], sentence: str
 ) -> None:
     talk.begins_with()
@@ -188,7 +188,7 @@ def test_delta_that_does_not_fit_is_refused_before_anything_is_sent(
     talk.broker.hears_nothing_of(Push, 0.1)
 
 
-def test_push_that_the_broker_refuses_raises_its_sentence(talk: Talk) -> None:
+def test_rejected_push_raises_with_its_sentence(talk: Talk) -> None:
     talk.begins_with()
     talk.does(talk.client.push, ONES)
     push = talk.broker.hears(Push)
@@ -230,7 +230,7 @@ def test_push_sends_one_fragment_and_pull_returns_all(talk: Talk) -> None:
         (2, r"lacks '2\.weight'"),
     ],
 )
-def test_push_must_say_which_fragment_it_is_and_have_all_of_it(
+def test_push_needs_its_fragment_number_and_all_of_its_tensors(
     talk: Talk, fragment: int | None, sentence: str
 ) -> None:
     talk.begins_with(fragments=3)
@@ -240,7 +240,7 @@ def test_push_must_say_which_fragment_it_is_and_have_all_of_it(
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_client_pushes_in_its_own_dtype_once_it_is_its_turn(talk: Talk, mode: str) -> None:
+def test_client_pushes_in_its_own_dtype_once_granted(talk: Talk, mode: str) -> None:
     broker = talk.broker
     broker.config = run_config(mode=mode)
     wants = {"wire_dtype": "bf16"}
@@ -260,7 +260,7 @@ def test_client_pushes_in_its_own_dtype_once_it_is_its_turn(talk: Talk, mode: st
 # Without a module.
 
 
-def test_dict_with_a_manifest_joins_and_is_donated(talk: Talk) -> None:
+def test_dict_with_a_manifest_joins_and_seeds_the_run(talk: Talk) -> None:
     manifest = Manifest((TensorEntry("w", (2, 3), "float32", Kind.TRAINABLE),))
     state = {"w": torch.arange(6.0).reshape(2, 3)}
     talk.does(talk.client.join, manifest=manifest, state=state)
@@ -288,7 +288,7 @@ def test_join_that_fails_raises_the_sentence(talk: Talk, answer: Message, senten
         talk.done()
 
 
-def test_heartbeat_is_sent_at_once_and_leave_is_heard(talk: Talk) -> None:
+def test_heartbeat_and_leave_are_sent_at_once(talk: Talk) -> None:
     talk.begins_with()
     talk.client.heartbeat(41, inner_step=2, loss=0.5, tokens=9, steps_per_s=3.0)
     beat = talk.broker.hears(Heartbeat)
@@ -298,7 +298,7 @@ def test_heartbeat_is_sent_at_once_and_leave_is_heard(talk: Talk) -> None:
     talk.client.leave()  # once is enough
 
 
-def test_number_that_no_message_has_room_for_is_refused_and_the_client_goes_on(talk: Talk) -> None:
+def test_number_too_large_for_a_message_is_refused(talk: Talk) -> None:
     talk.begins_with()
     with pytest.raises(UsageError, match="cannot be sent"):
         talk.client.heartbeat(2**70)
@@ -310,7 +310,7 @@ def test_number_that_no_message_has_room_for_is_refused_and_the_client_goes_on(t
     assert talk.broker.hears(Heartbeat).step == 12
 
 
-def test_call_that_needs_joining_says_so(talk: Talk) -> None:
+def test_call_before_joining_raises(talk: Talk) -> None:
     with pytest.raises(UsageError, match="join"):
         talk.client.push({})
     with pytest.raises(UsageError, match="join"):
@@ -340,7 +340,7 @@ def test_observer_pulls_without_joining(talk: Talk) -> None:
     talk.broker.hears_nothing_of(Join, 0.05)
 
 
-def test_observer_learns_the_plan_of_the_fragments(talk: Talk) -> None:
+def test_observer_receives_the_fragment_plan(talk: Talk) -> None:
     broker = talk.broker
     broker.config, talk.descent = run_config(num_fragments=3), Descent(layers())
     manifest = ModelTensors.of_module(talk.descent.model).manifest

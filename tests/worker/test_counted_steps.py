@@ -48,7 +48,7 @@ def counted() -> Iterator[Counted]:
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["skipped", "skipped inside a fused step"])
-def test_step_that_an_amp_scaler_skips_does_not_count(counted: Counted, is_fused: bool) -> None:
+def test_step_skipped_by_an_amp_scaler_does_not_count(counted: Counted, is_fused: bool) -> None:
     model, optimizer = counted.descent.model, counted.descent.optimizer
     if is_fused:  # as SGD(..., fused=True) does; the scaler then calls step() always
         optimizer.param_groups[0]["fused"] = True
@@ -63,7 +63,7 @@ def test_step_that_an_amp_scaler_skips_does_not_count(counted: Counted, is_fused
     assert counted.count == 2
 
 
-def test_step_that_is_captured_in_a_cuda_graph_is_no_step_and_is_complained_of_once(
+def test_step_captured_in_a_cuda_graph_does_not_count_and_is_logged_once(
     counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While kernels are recorded none runs; what replays them later calls no hook."""
@@ -90,7 +90,7 @@ def warning(training: ScriptedTraining) -> str | None:
     return training.broker.hears(Heartbeat).warning
 
 
-def test_replaced_optimizer_is_a_warning_until_steps_are_counted_again(
+def test_replaced_optimizer_warns_until_steps_are_counted_again(
     training: ScriptedTraining,
 ) -> None:
     """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
@@ -114,7 +114,7 @@ def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_optimizers_that_take_turns_or_train_something_else_are_left_in_peace(
+def test_alternating_or_unrelated_optimizers_do_not_warn(
     counted: Counted,
 ) -> None:
     other = torch.optim.SGD(counted.descent.model.parameters(), lr=0.0)
@@ -130,7 +130,7 @@ def test_optimizers_that_take_turns_or_train_something_else_are_left_in_peace(
 # Pace and reports.
 
 
-def test_pace_leaves_out_what_was_no_training() -> None:
+def test_pace_excludes_time_outside_training() -> None:
     pace = Pace()
     pace.resume(0.0)
     pace.step(2.0)
@@ -141,7 +141,7 @@ def test_pace_leaves_out_what_was_no_training() -> None:
     assert pace.steps_per_s == 0.5
 
 
-def test_what_is_reported_on_an_accelerator_is_read_now_and_then(
+def test_device_reports_are_read_periodically(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reports = Reports()
@@ -156,7 +156,7 @@ def test_what_is_reported_on_an_accelerator_is_read_now_and_then(
     assert reports.totals == Work(tokens=7, loss=2.5), "once"
 
 
-def test_count_on_an_accelerator_that_makes_no_sense_is_dropped_with_a_warning(
+def test_invalid_count_on_a_device_is_dropped_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reports = Reports()
@@ -170,7 +170,9 @@ def test_count_on_an_accelerator_that_makes_no_sense_is_dropped_with_a_warning(
 
 
 @pytest.mark.parametrize("what", ["loss", "tokens", "samples"])
-def test_report_refuses_what_is_not_a_single_number(training: ScriptedTraining, what: str) -> None:
+def test_report_refuses_values_other_than_a_single_number(
+    training: ScriptedTraining, what: str
+) -> None:
     worker = training.begins()
     with pytest.raises(UsageError, match=rf"{what}.*\[2\]"):
         worker.report(**{what: torch.zeros(2)})
@@ -190,9 +192,7 @@ def test_report_refuses_what_is_not_a_single_number(training: ScriptedTraining, 
 
 
 @pytest.mark.parametrize("what", ["tokens", "samples"])
-def test_counts_that_no_message_has_room_for_are_refused_and_the_worker_goes_on(
-    training: ScriptedTraining, what: str
-) -> None:
+def test_counts_too_large_for_a_message_are_refused(training: ScriptedTraining, what: str) -> None:
     worker = training.begins()
     worker.report(**{what: 2**53 - 2})
     for value in (2**64, 10**400, 2, -1, float("nan"), float("inf"), torch.tensor(-1)):
@@ -264,7 +264,7 @@ def test_round_of_all_optimizers_is_one_step(order: str, counts: list[int]) -> N
     assert several.counts("abab") == counts[-1:] * 4, "not counted any more"
 
 
-def test_an_optimizer_of_the_list_that_never_steps_is_named() -> None:
+def test_optimizer_that_never_steps_is_named() -> None:
     several = Several(3)
     several.counts("ac" * 149)
     assert several.told == []
@@ -276,7 +276,7 @@ def test_an_optimizer_of_the_list_that_never_steps_is_named() -> None:
     assert len(several.told) == 1, "nothing is told after the end"
 
 
-def test_workers_begin_and_end_while_other_threads_make_steps() -> None:
+def test_workers_start_and_stop_while_other_threads_step() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     begun: list[Several] = []
 

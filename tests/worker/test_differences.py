@@ -62,7 +62,7 @@ def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
     return push, pull
 
 
-def test_what_is_held_and_the_difference_are_the_version(training: ScriptedTraining) -> None:
+def test_held_version_plus_difference_is_the_version(training: ScriptedTraining) -> None:
     few(training)
     value = 100.0
     for counter in (1, 2):
@@ -75,7 +75,7 @@ def test_what_is_held_and_the_difference_are_the_version(training: ScriptedTrain
         assert training.values == value
 
 
-def test_copy_that_is_another_is_noticed_and_fetched_whole(
+def test_mismatched_copy_is_detected_and_fetched_complete(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     few(training)
@@ -97,7 +97,7 @@ def test_copy_that_is_another_is_noticed_and_fetched_whole(
     assert training.values == 57
 
 
-def test_difference_from_a_version_that_is_not_held_is_passed_over(
+def test_difference_from_an_unknown_version_is_ignored(
     training: ScriptedTraining,
 ) -> None:
     few(training)
@@ -110,7 +110,7 @@ def test_difference_from_a_version_that_is_not_held_is_passed_over(
 
 
 @pytest.mark.parametrize("parts", [(), (1,), (130, 130), (129,)])
-def test_difference_of_wrong_lengths_is_said_aloud_and_not_used(
+def test_difference_of_wrong_lengths_is_logged_and_dropped(
     training: ScriptedTraining,
     broker: ScriptedBroker,
     caplog: pytest.LogCaptureFixture,

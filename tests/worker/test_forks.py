@@ -93,7 +93,7 @@ def test_death_of_a_parent_is_seen_though_its_child_lives(
         os.kill(child, signal.SIGKILL)
 
 
-def test_program_that_a_worker_starts_inherits_no_socket(broker: Broker) -> None:
+def test_child_program_of_a_worker_inherits_no_socket(broker: Broker) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (

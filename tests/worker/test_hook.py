@@ -58,7 +58,7 @@ def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
     until(lambda: not training.link.uploaded)  # what is told of a push is forgotten with it
 
 
-def test_worker_donates_the_global_values_and_later_versions_do_not_overwrite_them(
+def test_worker_seeds_the_global_values_and_later_versions_do_not_overwrite_them(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     training.begins()
@@ -72,7 +72,7 @@ def test_worker_donates_the_global_values_and_later_versions_do_not_overwrite_th
     assert (donation.base, first(values)) == (version(0), 100)
 
 
-def test_heartbeats_tell_how_training_stands(training: ScriptedTraining) -> None:
+def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> None:
     worker = training.begins()
     for _ in range(3):
         training.steps(1)
@@ -96,7 +96,7 @@ def test_heartbeats_tell_how_training_stands(training: ScriptedTraining) -> None
 # Leaving.
 
 
-def test_leaving_tells_the_broker_and_leaves_the_model_as_it_is(training: ScriptedTraining) -> None:
+def test_leaving_notifies_the_broker_and_leaves_the_model_alone(training: ScriptedTraining) -> None:
     worker = training.begins()
     training.steps(2)
     worker.close()
@@ -150,7 +150,7 @@ def test_without_a_server_everything_is_a_no_op() -> None:
     DiLoCoWorker(descent.model, descent.optimizer).load_state_dict(state)
 
 
-def test_old_name_of_pushes_is_read_from_checkpoints_and_by_scripts() -> None:
+def test_old_name_of_pushes_works_in_checkpoints_and_scripts() -> None:
     descent = Descent()
     state = DiLoCoWorker(descent.model, descent.optimizer).state_dict()
     state["metrics"] = {"rounds": 3, "bytes_up": 7}
@@ -163,7 +163,7 @@ def test_old_name_of_pushes_is_read_from_checkpoints_and_by_scripts() -> None:
     assert "rounds" not in dict(metrics)
 
 
-def test_counters_go_on_from_a_checkpoint(training: ScriptedTraining) -> None:
+def test_counters_resume_from_a_checkpoint(training: ScriptedTraining) -> None:
     worker = training.begins()
     training.round(H, 1)
     state = worker.state_dict()
@@ -216,7 +216,7 @@ def begins(training: ScriptedTraining, **changes: Any) -> Any:
     return training.begins(layers(), config=STREAMS | changes)
 
 
-def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:
+def test_heartbeat_has_the_delay_in_use(training: ScriptedTraining) -> None:
     begins(training, sync_every=12, fragment_delay_auto=True)
     training.steps(4)
     assert training.broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
@@ -237,7 +237,7 @@ def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:
         ({"fragment_merge": "rebase"}, 1000.0 - 1),
     ],
 )
-def test_flight_that_load_global_met_is_merged_on_what_was_loaded(
+def test_push_in_flight_during_load_global_is_merged_onto_the_loaded_values(
     training: ScriptedTraining, broker: ScriptedBroker, merge: dict[str, Any], merged: float
 ) -> None:
     worker = training.begins(config={"fragment_sync_delay": 3, **merge})

@@ -49,7 +49,7 @@ def local(trained: Sequence[Trainee], **options: Any) -> Iterator[tuple[LocalRun
         (Plan(9, strided(3), delay=2, alpha=None), 3),
     ],
 )
-def test_workers_of_one_thread_train_as_in_processes_of_their_own(plan: Plan, workers: int) -> None:
+def test_workers_of_one_thread_train_as_in_separate_processes(plan: Plan, workers: int) -> None:
     """Bit for bit after each step of all: the first one's boundary ends with that of the last."""
     ours, steps = trainees(workers), 2 * plan.sync_every + 3
     histories: list[list[Any]] = [[] for _ in ours]
@@ -67,7 +67,7 @@ def test_workers_of_one_thread_train_as_in_processes_of_their_own(plan: Plan, wo
     assert_same(Outcome(histories, final), wanted, exact=True)
 
 
-def test_asynchronous_workers_of_one_thread_wait_for_nobody() -> None:
+def test_asynchronous_workers_of_one_thread_do_not_wait() -> None:
     ours = trainees(2)
     with local(ours, sync_every=2, mode="async") as (_, hooks):
         for _ in range(6):
@@ -76,7 +76,7 @@ def test_asynchronous_workers_of_one_thread_wait_for_nobody() -> None:
         assert [hook.sync_count for hook in hooks] == [3, 3]
 
 
-def test_worker_that_makes_all_its_steps_first_ends_and_says_so_once(
+def test_worker_that_overtakes_warns_once_and_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, other = ours = trainees(2)
@@ -92,7 +92,7 @@ def test_worker_that_makes_all_its_steps_first_ends_and_says_so_once(
     assert len(said) == 1
 
 
-def test_round_that_lacks_a_worker_ends_the_test_with_whom_it_waits_for() -> None:
+def test_round_that_lacks_a_worker_raises_with_its_name() -> None:
     (one,) = trainees(1)
     wanted = re.escape("the run has 2 workers and 1 of them are here")
     with local([one], workers=2, sync_every=2, patience=0.3):
@@ -101,7 +101,7 @@ def test_round_that_lacks_a_worker_ends_the_test_with_whom_it_waits_for() -> Non
             one.step()
 
 
-def test_forced_boundary_is_over_for_all_with_the_last_call() -> None:
+def test_forced_boundary_ends_for_all_with_the_last_call() -> None:
     ours = trainees(2)
     with local(ours, sync_every=50, num_fragments=3, fragment_sync_delay=0) as (run, hooks):
         for each in ours:
@@ -113,7 +113,7 @@ def test_forced_boundary_is_over_for_all_with_the_last_call() -> None:
         assert all(torch.equal(one[name], final[name]) for name in one)
 
 
-def test_worker_that_leaves_with_its_round_open_waits_for_no_other_of_its_thread() -> None:
+def test_leaving_worker_does_not_wait_for_others_of_its_thread() -> None:
     """Within the test's bound, far below the minutes that a boundary may take; its push counts."""
     one, other = ours = trainees(2)
     with local(ours, sync_every=2, patience=20.0) as (run, hooks):
@@ -127,7 +127,7 @@ def test_worker_that_leaves_with_its_round_open_waits_for_no_other_of_its_thread
     assert not Path(run.server.removeprefix("ipc://")).exists()
 
 
-def test_each_worker_may_have_a_thread_of_its_own() -> None:
+def test_each_worker_may_have_its_own_thread() -> None:
     plan, steps, ours = Plan(4, strided(1)), 8, trainees(2)
     with one_thread(), LocalRun(**EXACT, **options_of(plan)) as run:
 
@@ -166,7 +166,7 @@ def test_error_of_one_thread_is_raised_and_ends_the_others() -> None:
         assert ended == [1]
 
 
-def test_nothing_listens_on_a_port_and_nothing_stays_behind() -> None:
+def test_local_run_opens_no_port_and_leaves_nothing_behind() -> None:
     with LocalRun() as run:
         folder = Path(run.server.removeprefix("ipc://")).parent
         assert run.server.startswith("ipc://") and run.broker.feed_address.startswith("ipc://")

@@ -213,7 +213,7 @@ def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("nth", range(TENSORS))
-def test_loading_that_is_broken_off_is_gone_on_with_behind_the_next_step(
+def test_interrupted_load_resumes_after_the_next_step(
     training: ScriptedTraining, nth: int, error: type[BaseException]
 ) -> None:
     breaks = begins(training, LATER, nth=nth, error=error)
@@ -234,7 +234,7 @@ def test_loading_that_is_broken_off_is_gone_on_with_behind_the_next_step(
     assert training.values == 1000 - 1
 
 
-def test_state_that_is_saved_while_a_merge_is_broken_off_holds_no_parameters(
+def test_state_saved_during_an_interrupted_merge_has_no_parameters(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would not be those of any moment: a part of the model is ahead of the rest."""
@@ -272,7 +272,7 @@ def interrupts_once(
         (dropped_as_late, TENSORS + 2, 1000 - 3),
     ],
 )
-def test_worker_that_leaves_finishes_first_what_is_broken_off(
+def test_leaving_worker_first_finishes_an_interrupted_merge(
     training: ScriptedTraining, opens: Callable[[ScriptedTraining], int], nth: int, ends_at: float
 ) -> None:
     begins(training, LATER, nth=nth, error=KeyboardInterrupt)

@@ -16,7 +16,7 @@ pytest_plugins = ("kit.worker_fixtures",)
 STRANGER = 0xABC  # a push that no checkpoint knows
 
 
-def test_worker_joins_with_what_it_holds_and_trains_on_in_the_middle_of_the_cycle(
+def test_resumed_worker_joins_with_held_versions_within_its_cycle(
     training: ScriptedTraining,
 ) -> None:
     training.begins()
@@ -43,7 +43,7 @@ def test_worker_joins_with_what_it_holds_and_trains_on_in_the_middle_of_the_cycl
 
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("flight_counted", [False, True])
-def test_steps_that_a_later_life_has_sent_give_way_to_the_global_parameters(
+def test_steps_pushed_by_a_later_incarnation_are_superseded(
     training: ScriptedTraining,
     broker: ScriptedBroker,
     tmp_path: Path,
@@ -80,7 +80,7 @@ def has_version_of(training: ScriptedTraining, value: float, counter: int, *coun
 
 
 @pytest.mark.parametrize("is_another_run", [False, True])
-def test_run_in_another_shape_or_another_run_is_joined_as_by_a_new_worker(
+def test_changed_or_other_run_is_joined_as_a_new_worker(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture, is_another_run: bool
 ) -> None:
     broker = training.broker
@@ -106,7 +106,7 @@ def test_run_in_another_shape_or_another_run_is_joined_as_by_a_new_worker(
 
 
 @pytest.mark.parametrize("has_another_id", [True, False])
-def test_worker_with_another_id_or_without_parameters_takes_over_the_counters_and_nothing_else(
+def test_worker_with_another_id_or_no_parameters_resumes_only_counters(
     training: ScriptedTraining,
     broker: ScriptedBroker,
     caplog: pytest.LogCaptureFixture,

@@ -97,7 +97,7 @@ def some(*chunks: int) -> Bitmap:
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z"])
-def test_what_was_left_out_goes_with_the_next(training: ScriptedTraining, wire: str) -> None:
+def test_residual_is_sent_with_the_next_delta(training: ScriptedTraining, wire: str) -> None:
     few(training, wire)
     sender = Sender(wire)
     for counter in range(1, 6):
@@ -108,14 +108,14 @@ def test_what_was_left_out_goes_with_the_next(training: ScriptedTraining, wire: 
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
-def test_nothing_is_kept_where_much_travels(training: ScriptedTraining, wire: str) -> None:
+def test_unquantized_deltas_have_no_residual(training: ScriptedTraining, wire: str) -> None:
     few(training, wire)
     counted_round(training, 1)
     saved = training.worker.state_dict()
     assert saved["resume"]["fragments"][0]["residual"] is None
 
 
-def test_push_that_is_refused_leaves_the_residual_and_its_own_steps_are_gone(
+def test_rejected_push_keeps_the_residual_and_loses_its_steps(
     training: ScriptedTraining,
 ) -> None:
     few(training)
@@ -136,7 +136,7 @@ def test_push_that_is_refused_leaves_the_residual_and_its_own_steps_are_gone(
     assert counted_round(training, 3) == [sender.sends(H)] * CHUNKS
 
 
-def test_pushes_that_were_refused_one_after_another_are_settled_by_a_version_that_has_some(
+def test_pushes_rejected_in_a_row_are_settled_by_a_version_with_some_of_them(
     training: ScriptedTraining,
 ) -> None:
     """No version comes meanwhile."""
@@ -168,7 +168,7 @@ def test_pushes_that_were_refused_one_after_another_are_settled_by_a_version_tha
     assert other.residual != sender.residual
 
 
-def test_push_that_is_offered_again_is_the_same_byte_by_byte(training: ScriptedTraining) -> None:
+def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining) -> None:
     few(training)
     counted_round(training, 1)
     training.trains(H)
@@ -253,7 +253,7 @@ def first_round(training: ScriptedTraining, counter: int) -> list[float]:
     return values
 
 
-def test_what_was_left_out_is_given_up_when_deltas_travel_whole_from_then_on(
+def test_residual_is_dropped_once_deltas_are_not_quantized(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     few(training)

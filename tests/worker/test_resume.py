@@ -267,7 +267,7 @@ def equal_states(model: nn.Module, tensors: Any) -> bool:
     return all(torch.equal(tensor, tensors[name]) for name, tensor in state_of(model).items())
 
 
-def test_worker_gives_what_it_goes_on_from_to_a_broker_that_has_lost_its_memory() -> None:
+def test_resumed_worker_seeds_a_broker_that_lost_its_state() -> None:
     """Without momentum at the broker nothing is lost at all."""
     options: dict[str, Any] = {"sync_every": 5, "outer_momentum": 0.0, "disconnect_grace": 0.05}
     wanted = lived([plain(STEPS)], **options)

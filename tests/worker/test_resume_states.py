@@ -38,7 +38,7 @@ OTHERS = {f"other {number}": (Counted(number),) for number in range(ABSENT_REMEM
     ],
     ids=range(6),
 )
-def test_steps_give_way_to_a_version_that_may_contain_others_of_this_worker(
+def test_version_that_may_contain_unknown_pushes_supersedes_local_steps(
     what: VersionId, ledger: dict[str, tuple[Counted, ...]], why: str | None
 ) -> None:
     base = TrainingBase(version(5), Ledger({"me": (Counted(1),)}))
@@ -85,7 +85,7 @@ def test_state_is_one_copy_of_the_model_that_training_never_touches(
     assert set(base.tolist()) == {100}
 
 
-def test_model_that_was_not_loaded_is_found_out_before_anything_is_sent(
+def test_model_that_was_not_loaded_is_detected_before_anything_is_sent(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
     training.begins()
@@ -216,7 +216,7 @@ BROKEN: list[tuple[str, Change, str]] = [
 
 
 @pytest.mark.parametrize(("where", "breaks", "words"), BROKEN)
-def test_state_that_cannot_be_used_is_refused_with_a_sentence(
+def test_malformed_state_is_refused_with_a_sentence(
     training: ScriptedTraining, where: str, breaks: Change, words: str
 ) -> None:
     training.begins(config={"fragment_sync_delay": 2})

@@ -91,7 +91,7 @@ def serving(**options: Any) -> Broker:
         (signal.SIGINT, "polite", -signal.SIGINT),
     ],
 )
-def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
+def test_signal_ends_a_script_through_its_with_and_notifies_the_broker(
     processes: Processes, number: signal.Signals, manners: str, code: int, at_a_boundary: bool
 ) -> None:
     """A script that minds `should_stop` ends by itself, one that only reads it behind its next step.
@@ -119,7 +119,7 @@ def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
     assert ("KeyboardInterrupt" in worker.output) == (not is_term)
 
 
-def test_sigterm_ends_a_script_in_mid_step_where_it_is_asked_to(processes: Processes) -> None:
+def test_sigterm_with_the_exit_option_ends_a_script_within_a_step(processes: Processes) -> None:
     with serving() as broker:
         variables = {"DILOCO_SERVER": broker.address, "DILOCO_HANDLE_SIGNALS": "exit"}
         worker = processes.run("train.py", "slow", **variables)
@@ -143,7 +143,7 @@ def test_sigterm_ends_a_worker_that_waits_for_its_last_push(processes: Processes
     assert "unwound" in worker.output
 
 
-def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(processes: Processes) -> None:
+def test_sigterm_ends_the_wait_for_an_absent_broker(processes: Processes) -> None:
     worker = processes.run("train.py", "polite", DILOCO_SERVER=a_free_address())
     worker.says("aiting")
     worker.gets(signal.SIGTERM)
@@ -151,7 +151,7 @@ def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(processes: Process
 
 
 @pytest.mark.parametrize("is_left_alone", [True, False])
-def test_sigterm_that_comes_again_or_is_left_alone_ends_the_process_at_once(
+def test_second_or_unhandled_sigterm_ends_the_process_at_once(
     processes: Processes, is_left_alone: bool
 ) -> None:
     with serving() as broker:
@@ -166,7 +166,7 @@ def test_sigterm_that_comes_again_or_is_left_alone_ends_the_process_at_once(
     assert "unwound" not in worker.output
 
 
-def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Processes) -> None:
+def test_ctrl_c_does_not_hang_with_a_silent_broker(processes: Processes) -> None:
     broker, address = processes.serve("--sync-every", "4", "--heartbeat-timeout", "0")
     worker = processes.run("train.py", "polite", DILOCO_SERVER=address)
     worker.says("step 6")
@@ -177,7 +177,7 @@ def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Process
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_script_that_ends_waits_for_its_push_and_a_process_about_to_end_for_its_chunks(
+def test_ending_script_waits_for_its_push_and_an_interrupted_one_for_its_upload(
     training: ScriptedTraining, broker: ScriptedBroker, is_ended: bool
 ) -> None:
     worker = training.begins(config={"fragment_sync_delay": 3})
@@ -237,7 +237,7 @@ finally:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_signal_in_a_merge_leaves_no_torn_model(
+def test_signal_during_a_merge_leaves_a_consistent_model(
     processes: Processes, number: int, code: int
 ) -> None:
     """The exit checkpoint of a script would else have one layer of a version and not the other."""
@@ -267,7 +267,7 @@ def test_handler_of_the_script_stays(is_set_before: bool) -> None:
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_echo_of_a_sigterm_is_ignored_and_a_second_wish_is_not(
+def test_echo_of_a_sigterm_is_ignored_and_a_later_second_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """systemd sends one to the script as well, and `diloco-worker run` gives its own on."""
@@ -332,7 +332,7 @@ def goes_on(_: Termination) -> None:
         ([presses, presses, goes_on], 1, True),  # the second one breaks off what hangs
     ],
 )
-def test_ctrl_c_that_is_held_comes_once(
+def test_held_ctrl_c_is_raised_once(
     termination: Termination,
     actions: list[Callable[[Termination], None]],
     done: int,

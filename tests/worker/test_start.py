@@ -163,7 +163,7 @@ def open_files() -> list[str]:
     return [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
 
 
-def test_second_worker_on_a_model_that_is_in_a_run_is_refused(broker: Broker) -> None:
+def test_second_worker_for_a_model_in_a_run_is_refused(broker: Broker) -> None:
     """As when the cell of a notebook is run again: the two would wait for each other."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

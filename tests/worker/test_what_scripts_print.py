@@ -74,7 +74,7 @@ def trains(processes: Processes, broker: Broker, *level: str, **env: str) -> lis
     return child.output.splitlines()
 
 
-def test_joining_and_rounds_are_printed_once_before_and_after_the_application_configures_logging(
+def test_joining_and_rounds_are_printed_once_with_or_without_configured_logging(
     processes: Processes, broker: Broker
 ) -> None:
     lines = trains(processes, broker, "INFO")
@@ -95,7 +95,7 @@ def test_variable_silences_the_lines(
 
 
 @pytest.mark.slow
-def test_worker_that_is_used_wrongly_ends_its_script_as_called_wrongly(tmp_path: Path) -> None:
+def test_wrong_usage_ends_the_script_with_the_usage_code(tmp_path: Path) -> None:
     """Restarts cannot mend it: `diloco-worker run` and launchers leave exit code 2 alone."""
     path = tmp_path / "wrong.py"
     path.write_text(

@@ -25,15 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import (
-    Code,
-    Ledger,
-    Manifest,
-    ProtocolError,
-    RunConfig,
-    Segment,
-    VersionId,
-)
+from diloco_protocol import Code, Ledger, Manifest, ProtocolError, RunConfig, Segment, VersionId
 from diloco_protocol.addresses import several
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.errors import Refused, Unreachable, UsageError

@@ -31,11 +31,7 @@ from diloco_protocol import Kind, RunConfig, UsageError
 from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker import pair, settings
 from diloco_worker.counted_steps import CountedSteps
-from diloco_worker.group.beginning import (
-    begin_together,
-    same_resumption,
-    same_settings,
-)
+from diloco_worker.group.beginning import begin_together, same_resumption, same_settings
 from diloco_worker.joining import Joining
 from diloco_worker.launching import write_end
 from diloco_worker.model.model_tensors import ModelTensors
@@ -188,10 +184,10 @@ class DiLoCoWorker:
         signal handler.
 
         Raises:
-            Refused: the broker refuses this worker. UsageError: this worker was started before, its
-            audit log cannot be written, the model does not
-                match the loaded state, or cannot start a run; or the broker rejects the data set of a
-                `WorkQueue`.
+            Refused: the broker refuses this worker.
+            UsageError: this worker was started before, its audit log cannot be written, the model does
+                not match the loaded state, or cannot start a run; or the broker rejects the data set
+                of a `WorkQueue`.
         """
         settings.warn_of_silence(self._settings.server)
         if self._settings.server is None or self._tensors is None:
@@ -321,8 +317,7 @@ class DiLoCoWorker:
 
         Raises:
             UsageError: a value that is not a single number, a count that is negative, not finite, or
-            adds up
-                to more than 2**53 - 1, an unknown keyword. A loss may be NaN.
+                adds up to more than 2**53 - 1, an unknown keyword. A loss may be NaN.
         """
         if self._link is not None:
             self._reports.add(loss, tokens, samples)
@@ -487,7 +482,7 @@ class DiLoCoWorker:
 
         Raises:
             UsageError: this worker has not started, the variables are not a share, or the broker gives
-            none.
+                none.
         """
         if self._settings.server is not None and self._link is None:
             raise UsageError(

@@ -38,13 +38,12 @@ OF_EACH = "processes"  # key of the states of several processes in a checkpoint
 
 
 class DiLoCoCallback(Callback):
-    """See the head of this module.
+    """Makes a `Trainer` a worker of a run.
 
     Args:
         server: the broker's address. Without one here and in DILOCO_SERVER the callback does nothing.
         shard_data: shuffle the training data from another seed than other workers. False leaves the
-        seeds
-            alone, for scripts that give each worker its own data.
+            seeds alone, for scripts that give each worker its own data.
         keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
 
     Attributes:

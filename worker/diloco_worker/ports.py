@@ -227,10 +227,7 @@ class LocalPorts(Participant):
             return None
         fragments = tuple(
             SavedFragment(
-                base,
-                each.base,
-                None if base.in_flight is None else each.delta,
-                each.saved_feedback,
+                base, each.base, None if base.in_flight is None else each.delta, each.saved_feedback
             )
             for base, each in zip(
                 state.training_bases(self.read_reports()), self.fragments, strict=True

@@ -41,10 +41,7 @@ class Reports:
         return Work(loss=self.loss, **self.counts)
 
     def add(
-        self,
-        loss: float | Tensor | None,
-        tokens: int | Tensor | None,
-        samples: int | Tensor | None,
+        self, loss: float | Tensor | None, tokens: int | Tensor | None, samples: int | Tensor | None
     ) -> None:
         """Take a report; raises UsageError for an invalid value, and changes nothing then."""
         every = {"loss": loss, "tokens": tokens, "samples": samples}

@@ -39,15 +39,14 @@ _callbacks: weakref.WeakKeyDictionary[nn.Module, DiLoCoCallback] = weakref.WeakK
 
 
 class DiLoCoCallback(TrainerCallback, ExportableState):
-    """See the head of this module.
+    """Makes a `Trainer` a worker of a run.
 
     Args:
         server: the broker's address. Without one here and in DILOCO_SERVER the callback does nothing.
         evaluate_global: evaluate the global parameters received last instead of this worker's own; they
             are in the model while it is in evaluation mode.
         shard_data: shuffle the training data from another seed than other workers. False leaves the
-        seeds
-            alone, for scripts that give each worker its own data.
+            seeds alone, for scripts that give each worker its own data.
         keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
 
     Added to the Trainer's logs, each as diloco/NAME: `round` of the run, `global_loss`, and of this
@@ -57,8 +56,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
 
     Raises:
         UsageError: an unknown keyword. When training begins: what `DiLoCoWorker` raises, or a Trainer
-        with
-            FSDP, DeepSpeed or two of these callbacks.
+            with FSDP, DeepSpeed or two of these callbacks.
     """
 
     def __init__(
@@ -83,11 +81,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
     # The Trainer's events.
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **objects: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         self._comes_first(sys._getframe(1).f_locals.get("self"))
         model, optimizer = objects["model"], objects["optimizer"]
@@ -171,11 +165,7 @@ class DiLoCoCallback(TrainerCallback, ExportableState):
             self.diloco.saved()
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self._leave()
         self._log_figures(state, {})

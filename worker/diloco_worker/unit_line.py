@@ -39,11 +39,7 @@ class UnitLine:
     """
 
     def __init__(
-        self,
-        *,
-        is_alone: bool,
-        leads: bool = True,
-        is_asked: Callable[[], bool] = lambda: False,
+        self, *, is_alone: bool, leads: bool = True, is_asked: Callable[[], bool] = lambda: False
     ) -> None:
         self.is_alone = is_alone
         self._leads = leads

@@ -149,7 +149,7 @@ def auto(processes: Processes, address: str, *words: str) -> Child:
 
 
 @pytest.mark.slow
-def test_unmodified_scripts_come_to_the_bits_of_the_plain_hook(processes: Processes) -> None:
+def test_unmodified_scripts_match_the_plain_hook_bit_for_bit(processes: Processes) -> None:
     options = ("--workers", "2", "--sync-every", "4", "--no-save", "--deterministic")
     found = []
     for how in ("plain_script", "unmodified_script"):
@@ -175,7 +175,7 @@ def test_unmodified_scripts_come_to_the_bits_of_the_plain_hook(processes: Proces
 
 
 @pytest.mark.slow
-def test_who_comes_late_drops_the_step_that_was_computed_elsewhere(
+def test_late_worker_drops_the_step_of_other_parameters(
     processes: Processes, tmp_path: Path
 ) -> None:
     _, address = processes.serve("--sync-every", "2", "--no-save", "--outer", "sgd")
@@ -191,7 +191,7 @@ def test_who_comes_late_drops_the_step_that_was_computed_elsewhere(
 
 
 @pytest.mark.slow
-def test_script_ends_with_its_run_and_is_not_started_again(
+def test_script_ends_with_its_run_and_is_not_restarted(
     processes: Processes, tmp_path: Path
 ) -> None:
     _, address = processes.serve("--sync-every", "5", "--no-save")
@@ -207,7 +207,7 @@ def test_script_ends_with_its_run_and_is_not_started_again(
 
 
 @pytest.mark.slow
-def test_children_of_a_script_are_no_part_of_the_run(processes: Processes, tmp_path: Path) -> None:
+def test_children_of_a_script_are_not_part_of_the_run(processes: Processes, tmp_path: Path) -> None:
     broker, address = processes.serve("--sync-every", "2", "--no-save")
     made = auto(processes, address, script(tmp_path, STEPS_IN_A_CHILD))
     assert made.ends() == 0, made.output
@@ -215,7 +215,7 @@ def test_children_of_a_script_are_no_part_of_the_run(processes: Processes, tmp_p
     broker.says("Round 0 closed")
 
 
-def test_script_that_cannot_take_part_is_told_why_and_ended(
+def test_script_that_cannot_join_exits_with_the_reason(
     processes: Processes, tmp_path: Path
 ) -> None:
     made = auto(processes, "127.0.0.1:1", script(tmp_path, SHARED))
@@ -224,9 +224,7 @@ def test_script_that_cannot_take_part_is_told_why_and_ended(
     assert "trains on" not in made.output
 
 
-def test_script_with_a_worker_of_its_own_is_left_to_it(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_script_with_its_own_worker_is_left_alone(processes: Processes, tmp_path: Path) -> None:
     _, address = processes.serve("--no-save")
     made = auto(processes, address, script(tmp_path, OWN))
     assert made.ends() == 0
@@ -271,7 +269,7 @@ def test_optimizer_that_replaces_the_first_is_named(processes: Processes, tmp_pa
 @pytest.mark.parametrize(
     ("done", "code"), [("", 0), ("optimizer", 2), ("child", 2), ("background", 2), ("error", 1)]
 )
-def test_script_that_ends_before_it_trains_keeps_its_code_unless_it_may_have_trained_elsewhere(
+def test_script_without_training_keeps_its_code_unless_it_may_have_trained_elsewhere(
     processes: Processes, tmp_path: Path, done: str, code: int
 ) -> None:
     made = auto(processes, "127.0.0.1:1", script(tmp_path, DOES_NOT_TRAIN), done)
@@ -280,7 +278,7 @@ def test_script_that_ends_before_it_trains_keeps_its_code_unless_it_may_have_tra
 
 
 @pytest.mark.slow
-def test_workers_of_one_script_may_shuffle_from_seeds_of_their_own(
+def test_workers_of_one_script_may_shuffle_from_their_own_seeds(
     processes: Processes, tmp_path: Path
 ) -> None:
     path = script(tmp_path, SHUFFLES)
@@ -304,7 +302,7 @@ def test_workers_of_one_script_may_shuffle_from_seeds_of_their_own(
         ("python3 -Werror -m pkg.train -m", 2),
     ],
 )
-def test_attaching_stands_in_front_of_the_script(command: str, place: int) -> None:
+def test_auto_is_inserted_before_the_script(command: str, place: int) -> None:
     words = command.split()
     assert with_auto(words) == [*words[:place], *AUTO, *words[place:]]
 

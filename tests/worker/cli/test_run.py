@@ -70,7 +70,7 @@ def host() -> str:
 
 
 @pytest.mark.parametrize(("address", "code"), [(SERVER, 0), (("127.0.0.1:1",), 42)])
-def test_exit_code_is_the_scripts(
+def test_exit_code_is_that_of_the_script(
     processes: Processes, tmp_path: Path, address: tuple[str, ...], code: int
 ) -> None:
     made = launch(processes, *address, "--", *script(tmp_path, SHOW), str(code))
@@ -80,9 +80,7 @@ def test_exit_code_is_the_scripts(
 
 
 @pytest.mark.slow
-def test_each_slot_and_each_shard_has_a_name_of_its_own(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_each_slot_and_each_shard_has_its_own_name(processes: Processes, tmp_path: Path) -> None:
     program = (*script(tmp_path, SHOW), "0")
     shards = ("--shard-index", "3", "--num-shards", "8")
     by_slot, by_shard, by_name = (
@@ -127,7 +125,7 @@ def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
         ((*SERVER, "--worker-id", "\x1b[2J"), "printable"),
     ],
 )
-def test_wrong_use_gets_a_sentence_before_anything_is_started(
+def test_wrong_usage_is_reported_before_anything_is_started(
     tmp_path: Path, words: tuple[str, ...], sentence: str
 ) -> None:
     program = (sys.executable, "-c", f"open({str(tmp_path / 'began')!r}, 'w')")
@@ -149,7 +147,9 @@ def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_script_that_takes_no_signal_is_ended_by_it(processes: Processes, tmp_path: Path) -> None:
+def test_script_without_a_handler_is_ended_by_the_signal(
+    processes: Processes, tmp_path: Path
+) -> None:
     plain = "import signal; print('begins', flush=True)\nwhile True: signal.pause()"
     for which, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, plain))
@@ -158,9 +158,7 @@ def test_script_that_takes_no_signal_is_ended_by_it(processes: Processes, tmp_pa
         assert made.ends() == code
 
 
-def test_script_that_fails_is_started_again_after_a_pause(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_failed_script_is_restarted_after_a_pause(processes: Processes, tmp_path: Path) -> None:
     made = launch(processes, *SERVER, "--restarts", "2", *script(tmp_path, FAIL_TWICE))
     assert made.ends() == 0
     assert "restart 1 of 2 in 1 s" in made.output
@@ -181,12 +179,9 @@ sys.exit(1)
 
 @pytest.mark.parametrize(
     ("word", "options", "code"),
-    [
-        ("over", ("--over-is-success",), 0),
-        ("", ("--over-is-success",), 1),
-    ],
+    [("over", ("--over-is-success",), 0), ("", ("--over-is-success",), 1)],
 )
-def test_word_of_a_worker_counts_where_a_launcher_between_hides_its_exit_code(
+def test_end_file_counts_where_a_launcher_hides_the_exit_code(
     processes: Processes, tmp_path: Path, word: str, options: tuple[str, ...], code: int
 ) -> None:
     program = script(tmp_path, HIDE)
@@ -197,7 +192,7 @@ def test_word_of_a_worker_counts_where_a_launcher_between_hides_its_exit_code(
 
 
 @pytest.mark.slow
-def test_word_of_a_former_life_says_nothing_of_the_next(
+def test_end_file_of_an_earlier_incarnation_is_ignored(
     processes: Processes, tmp_path: Path
 ) -> None:
     end = tmp_path / "end"
@@ -209,7 +204,7 @@ def test_word_of_a_former_life_says_nothing_of_the_next(
 
 
 @pytest.mark.slow
-def test_restart_cannot_mend_the_end_of_the_run(processes: Processes, tmp_path: Path) -> None:
+def test_run_that_is_over_is_not_restarted(processes: Processes, tmp_path: Path) -> None:
     made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, SHOW), "3")
     assert made.ends() == 3
     assert "restart " not in made.output

@@ -86,7 +86,7 @@ def listener(says: bytes) -> Iterator[str]:
             thread.join(10)
 
 
-def test_all_is_well(broker: Broker) -> None:
+def test_healthy_connection_has_no_faults(broker: Broker) -> None:
     told = doctor(broker.address, "--parameters", "124M", "--step-time", "0.5")
     assert (told["exit_code"], told["wrong"], told["notes"]) == (0, [], [])
     assert abs(told["clock_ahead_s"]) <= told["clock_error_s"] + 0.01
@@ -98,13 +98,13 @@ def test_all_is_well(broker: Broker) -> None:
     assert planned.exit_code == 0 and json.loads(planned.stdout)["utilisation"] > 0, planned.output
 
 
-def test_key_that_is_let_in_measures_through_encryption(keyed: Broker, folder: KeyFolder) -> None:
+def test_accepted_key_measures_through_encryption(keyed: Broker, folder: KeyFolder) -> None:
     told = doctor(keyed.address, "--keys", file_of(folder, "w0"))
     assert (told["exit_code"], told["key"]) == (0, {"role": "worker", "name": "w0"})
     assert told["asks_for_keys"] and told["up_bytes_per_s"] and told["down_bytes_per_s"]
 
 
-def test_address_that_is_not_one() -> None:
+def test_invalid_address() -> None:
     finds(Fault.USAGE, "must be an address", "broker:")
 
 
@@ -115,7 +115,7 @@ def test_file_of_an_address_is_read(broker: Broker, tmp_path: Path) -> None:
     assert doctor(file.as_uri())["exit_code"] == 0
 
 
-def test_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -132,12 +132,12 @@ def test_port_without_a_listener() -> None:
 @pytest.mark.parametrize(
     ("says", "how"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "another protocol"), (b"", "sent no greeting")]
 )
-def test_something_else_listens_there(says: bytes, how: str) -> None:
+def test_another_server_listens(says: bytes, how: str) -> None:
     with listener(says) as address:
         finds(Fault.NOT_A_BROKER, how, address)
 
 
-def test_feed_is_recognized(broker: Broker) -> None:
+def test_feed_address_is_recognized(broker: Broker) -> None:
     finds(Fault.NOT_A_BROKER, broker.address, broker.feed_address)
 
 
@@ -162,26 +162,26 @@ def of_another_broker(folder: KeyFolder, to: Path) -> Path:
     ],
     ids=["none", "readable by all", "not there", "unknown", "of another broker"],
 )
-def test_key_that_does_not_let_in(
+def test_rejected_key(
     keyed: Broker, folder: KeyFolder, tmp_path: Path, make: Any, fault: Fault, word: str
 ) -> None:
     file = make(folder, tmp_path)
     finds(fault, word, keyed.address, *(("--keys", file) if file else ()))
 
 
-def test_key_where_the_broker_uses_none(broker: Broker, folder: KeyFolder) -> None:
+def test_unneeded_key(broker: Broker, folder: KeyFolder) -> None:
     file = file_of(folder, "w0")
     finds(Fault.UNWANTED_KEY, "uses no keys", broker.address, "--keys", file)
 
 
-def test_monitor_sees_all_but_the_line(keyed: Broker, folder: KeyFolder) -> None:
+def test_monitor_key_measures_everything_but_the_link(keyed: Broker, folder: KeyFolder) -> None:
     file = file_of(folder, "display")
     told = finds(Fault.LINE, "may not measure the way", keyed.address, "--keys", file)
     assert told["clock_ahead_s"] is not None
     assert "cannot train" in told["notes"][0]
 
 
-def test_other_version_of_the_protocol(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_protocol_version(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(message: messages.Message) -> bytes:
         return bytes(msgpack.packb({"v": 2, "kind": message.kind}))
 
@@ -189,7 +189,7 @@ def test_other_version_of_the_protocol(broker: Broker, monkeypatch: pytest.Monke
     finds(Fault.VERSION, "version 2", broker.address)
 
 
-def test_clocks_that_differ(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_difference(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
 
     class Ahead:

@@ -52,7 +52,7 @@ class Line:
 
 @pytest.mark.parametrize("rate", [1e5, RATE, 3e7])
 @pytest.mark.parametrize("delay_s", [0.0001, DELAY_S])
-def test_rates_are_those_of_the_line(
+def test_rates_are_those_of_the_link(
     monkeypatch: pytest.MonkeyPatch, rate: float, delay_s: float
 ) -> None:
     for measure in (line.rate_up, line.rate_down):
@@ -65,7 +65,7 @@ def test_rates_are_those_of_the_line(
         assert not found.is_at_least
 
 
-def test_rate_of_a_fast_line_that_was_filled_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_of_a_saturated_fast_link_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = Line(125e6, 0.01)
     monkeypatch.setattr(line, "time", made)
     found = line.rate_up(made, line.round_trips(made, PATIENCE_S))
@@ -74,7 +74,7 @@ def test_rate_of_a_fast_line_that_was_filled_is_its_own(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3, 0.6])
-def test_rate_of_a_line_that_was_never_filled_is_a_lower_bound(
+def test_rate_of_an_unsaturated_link_is_a_lower_bound(
     monkeypatch: pytest.MonkeyPatch, delay_s: float
 ) -> None:
     for measure in (line.rate_up, line.rate_down):
@@ -102,6 +102,6 @@ def test_one_long_pause_does_not_change_the_rate() -> None:
     assert line.answers_a_second(paused) == pytest.approx(100.0)
 
 
-def test_few_answers_of_a_slow_line_are_enough() -> None:
+def test_few_answers_of_a_slow_link_are_enough() -> None:
     assert line.answers_a_second([0.0, 2.0]) == pytest.approx(0.5)
     assert line.answers_a_second([0.0, 2.0, 4.0, 6.0]) == pytest.approx(0.5)

@@ -55,7 +55,7 @@ def read(delta: InFewBits, index: int) -> Tensor:
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z", "top64"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_was_meant_is_what_has_counted_and_what_is_left(wire: str, seed: int) -> None:
+def test_deltas_equal_counted_values_plus_residual(wire: str, seed: int) -> None:
     """Through pushes that count, whole or in part, or are dropped, and landings that are done twice."""
     part, dice = layout(), torch.Generator().manual_seed(seed)
     choice = random.Random(seed)
@@ -115,7 +115,7 @@ def breaking_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_landing_that_is_broken_off_between_chunks_goes_on_where_it_was(
+def test_settling_interrupted_between_chunks_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part = layout()
@@ -134,7 +134,7 @@ def test_landing_that_is_broken_off_between_chunks_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4z"])
-def test_chunks_that_threads_encode_ahead_have_the_same_bytes_and_leave_the_same(wire: str) -> None:
+def test_chunks_encoded_ahead_have_the_same_bytes_and_residual(wire: str) -> None:
     part, made = layout(), []
     for threads in (1, 3):
         feedback, dice = Feedback(part, room), torch.Generator().manual_seed(0)
@@ -151,7 +151,7 @@ def test_chunks_that_threads_encode_ahead_have_the_same_bytes_and_leave_the_same
 
 
 @pytest.mark.parametrize("how", ["push over", "forked", "closing"])
-def test_chunks_that_are_not_encoded_ahead_any_more_are_encoded_when_they_are_asked_for(
+def test_chunks_not_encoded_ahead_are_encoded_on_demand(
     how: str,
 ) -> None:
     part = layout()
@@ -174,7 +174,7 @@ def test_chunks_that_are_not_encoded_ahead_any_more_are_encoded_when_they_are_as
     assert sent[0] == sent[1]
 
 
-def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:
+def test_residual_is_dropped_where_the_sum_overflows_fp32() -> None:
     part = layout()
     feedback = Feedback(part, room)
     length = part.lengths[Segment.PARAMETERS]
@@ -187,7 +187,7 @@ def test_residual_gives_way_where_the_sum_is_beyond_fp32() -> None:
     assert all(bool(torch.isfinite(each).all()) for each in feedback.chunks.values())
 
 
-def test_process_that_owns_no_chunk_has_nothing_to_send_and_nothing_left() -> None:
+def test_process_without_chunks_sends_nothing_and_has_no_residual() -> None:
     whole = layout()
     share, _ = share_of(whole, [1] * whole.chunks, rank=0)
     feedback = Feedback(share, room)

@@ -193,7 +193,7 @@ def test_delta_of_a_transposed_parameter_is_laid_out_row_by_row() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["scalar", "embedding.weight", "norm.running_var"])
-def test_value_that_is_not_finite_is_found_and_named(name: str, value: float) -> None:
+def test_non_finite_value_is_found_and_named(name: str, value: float) -> None:
     started = model()
     reached = moved(started)
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_putting_values_works_under_autograd_and_keeps_gradients() -> None:
     assert made.scalar.requires_grad
 
 
-def test_buffer_that_a_module_replaced_is_found_where_it_is_now() -> None:
+def test_replaced_buffer_is_found() -> None:
     made = model()
     tensors, part = opened(made)
     made.norm.running_mean = torch.full((6,), 4.0)
@@ -257,7 +257,7 @@ def test_tensor_that_changed_its_shape_is_named() -> None:
         tensors.capture(part)
 
 
-def test_tensors_of_a_dict_serve_as_a_model() -> None:
+def test_dict_of_tensors_serves_as_a_model() -> None:
     manifest = Manifest((TensorEntry("w", (3,), "float32", Kind.TRAINABLE),))
     state = {"w": torch.arange(3.0)}
     tensors = ModelTensors.of_state(manifest, state)

@@ -91,7 +91,7 @@ def test_every_change_is_named_once(change: Callable[[Net], None], clauses: list
     assert watch.problem == said, "and holds"
 
 
-def test_weights_that_share_memory_are_noticed_when_they_do_no_more() -> None:
+def test_untied_memory_is_detected() -> None:
     net = Net()
     net.head.weight = nn.Parameter(torch.empty(3, 3))
     net.head.weight.data = net.fc.weight.data
@@ -116,7 +116,7 @@ def another_frozen_layer(net: Net) -> None:
 
 
 @pytest.mark.parametrize("change", [same_values_elsewhere, new_buffers, another_frozen_layer])
-def test_what_a_run_does_not_mind_is_not_reported(change: Callable[[Net], None]) -> None:
+def test_harmless_changes_are_not_reported(change: Callable[[Net], None]) -> None:
     net = Net()
     watch = ModelWatch(net)
     change(net)
@@ -145,7 +145,7 @@ def test_change_of_the_model_is_said_once_at_the_next_boundary(
 
 
 @pytest.mark.parametrize("change", [reshaped, wrapped, narrowed])
-def test_state_of_a_changed_model_can_be_saved_and_holds_no_parameters(
+def test_state_of_a_changed_model_has_no_parameters(
     change: Callable[[Net], None], training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = Net()

@@ -56,7 +56,7 @@ def other_device() -> Iterator[OtherDevice]:
         ([CUDA], False, "cuda", Placement(is_pinned=False, base=CUDA)),
     ],
 )
-def test_place_is_what_was_asked_for(
+def test_placement_follows_the_options(
     devices: list[torch.device],
     pin_memory: bool | None,
     keep_global_on: str | None,
@@ -72,7 +72,7 @@ def test_place_is_what_was_asked_for(
         ({"keep_global_on": "cuda"}, "keep_global_on is 'cuda', but the model is on cpu"),
     ],
 )
-def test_place_that_cannot_be_had_is_refused_and_leaves_nothing_behind(
+def test_impossible_placement_is_refused_and_leaves_nothing_behind(
     asked: dict[str, Any], words: str
 ) -> None:
     each = an_mlp(0)
@@ -148,7 +148,7 @@ def test_delta_of_a_model_on_a_device_has_the_bytes_of_one_on_the_host(
     ("wire", "bytes_each"),
     [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("int4", 0.51), ("int4z", 0.51)],
 )
-def test_only_what_travels_comes_from_a_device_to_the_host(
+def test_only_sent_bytes_are_copied_from_a_device_to_the_host(
     wire: str, bytes_each: float, other_device: OtherDevice
 ) -> None:
     """And a number for each tensor, and for each chunk with a residual: is it finite?"""
@@ -172,7 +172,7 @@ def test_only_what_travels_comes_from_a_device_to_the_host(
     ("plan", "wire"), [(PLANS[0], "int8"), (PLANS[1], "fp32"), (PLANS[2], "int4z")]
 )
 @pytest.mark.parametrize("keep_global_on", ["model", "host"])
-def test_run_is_the_same_wherever_model_and_global_parameters_are(
+def test_run_is_the_same_for_any_placement(
     plan: Plan, wire: str, keep_global_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(device: torch.device) -> dict[str, Tensor]:
@@ -195,7 +195,7 @@ def test_run_is_the_same_wherever_model_and_global_parameters_are(
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-def test_checkpoint_of_a_worker_is_for_the_host(
+def test_checkpoint_of_a_worker_is_on_the_host(
     other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that goes on without the second device can load it, and has the same parameters."""

@@ -35,14 +35,14 @@ def test_process_takes_its_own_among_those_of_all_in_any_order() -> None:
     [saved(2, 3, counter=3), saved(2, 3), saved(1, 2)],
     ids=["of a larger group earlier", "of a larger group", "twice"],
 )
-def test_file_that_an_earlier_group_has_left_is_not_taken_along(other: dict[str, Any]) -> None:
+def test_state_left_by_an_earlier_group_is_ignored(other: dict[str, Any]) -> None:
     """It would be counted."""
     for rank in (0, 1):
         with pytest.raises(UsageError, match="of different moments"):
             goes_on([saved(0, 2), saved(1, 2), other], rank)
 
 
-def test_states_of_different_moments_do_not_belong_together() -> None:
+def test_states_of_different_moments_are_refused() -> None:
     for rank in (0, 1):
         with pytest.raises(UsageError, match="of different moments"):
             goes_on([saved(0, 2), saved(1, 2, counter=6)], rank)

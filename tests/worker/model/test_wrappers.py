@@ -117,7 +117,7 @@ def test_wrapped_and_plain_workers_share_a_run(wrap: Callable[[nn.Module], nn.Mo
             assert torch.equal(ours[name], value), name
 
 
-def test_a_part_of_the_model_may_be_called_as_wrappers_call_theirs() -> None:
+def test_part_of_a_model_may_have_a_wrappers_name() -> None:
     class DataParallel(nn.Module):
         """By its name what torch calls one."""
 

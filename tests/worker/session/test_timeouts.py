@@ -7,16 +7,7 @@ import torch
 
 from diloco_broker import Broker
 from diloco_protocol.description import describe, seconds_for
-from diloco_protocol.messages import (
-    Ack,
-    Chunk,
-    Describe,
-    Grant,
-    Notice,
-    Push,
-    Released,
-    Standing,
-)
+from diloco_protocol.messages import Ack, Chunk, Describe, Grant, Notice, Push, Released, Standing
 from diloco_worker.session.connection import (
     BULK_PATIENCE_S,
     JOIN_PATIENCE_S,
@@ -56,7 +47,7 @@ def test_each_acknowledgement_is_a_sign_of_life(ready: Desk) -> None:
     assert lives_on(ready, 10 * BULK_PATIENCE_S), "the round takes as long as it takes"
 
 
-def test_push_that_has_to_wait_is_not_waited_for_nor_a_version_that_has_not_come(
+def test_waiting_pushes_and_unreleased_versions_do_not_time_out(
     ready: Desk,
 ) -> None:
     ready.hears(Released(0, version(1), whole(5)))
@@ -80,7 +71,7 @@ def test_chunks_of_a_released_version_must_come(ready: Desk) -> None:
     assert not lives_on(ready, 10)
 
 
-def test_patience_grows_until_something_comes(ready: Desk) -> None:
+def test_patience_grows_until_data_arrives(ready: Desk) -> None:
     """A link that needs a minute for a chunk gets there at last."""
     patience = BULK_PATIENCE_S
     sends(ready)
@@ -98,7 +89,7 @@ def test_patience_grows_until_something_comes(ready: Desk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
-def test_run_goes_on_when_a_connection_for_chunks_is_forgotten(
+def test_run_continues_after_a_data_connection_was_forgotten(
     up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From some chunk on all of that connection's bytes are swallowed; nothing is closed."""
@@ -119,7 +110,7 @@ def test_run_goes_on_when_a_connection_for_chunks_is_forgotten(
         assert torch.equal(got.final[name], tensor)
 
 
-def test_description_of_a_model_has_the_time_that_a_slow_link_takes() -> None:
+def test_describing_a_model_may_take_as_long_as_a_slow_link_needs() -> None:
     made = desk(manifest=layered(2000)).connects()
     made.passes(JOIN_PATIENCE_S - 1)
     made.hears(Notice("describe"))

@@ -25,7 +25,7 @@ def asked(votes: Votes, what: str, now: float) -> list[int]:
 
 
 @pytest.mark.parametrize(("first", "other"), [("lease", "standby"), ("standby", "lease")])
-def test_a_vote_for_one_is_a_promise_to_the_other(first: str, other: str) -> None:
+def test_vote_is_a_promise_against_others(first: str, other: str) -> None:
     votes = Votes(99)
     assert asked(votes, first, 10.0) == [5], "at once"
     assert asked(votes, first, 11.0)
@@ -49,7 +49,7 @@ def test_a_session_votes_under_the_number_that_it_joined_with() -> None:
     assert worker.sent(Vote) == [Vote(b"\1" * 16, join.voter or 0, 5)]
 
 
-def test_who_has_been_at_a_later_hub_does_not_go_back_to_an_earlier_one() -> None:
+def test_worker_of_a_later_hub_does_not_return_to_an_earlier_one() -> None:
     worker = desk(places=2).connects()
     worker.is_welcomed(term=1)
     worker.breaks()
@@ -61,12 +61,12 @@ def test_who_has_been_at_a_later_hub_does_not_go_back_to_an_earlier_one() -> Non
     assert worker.session.phase.value == "joined"
 
 
-def test_nonsense_gets_no_vote() -> None:
+def test_malformed_request_gets_no_vote() -> None:
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         assert not list(Votes(99).asked(Notice("lease", nonce=5, seconds=seconds), b"s", 0.0))
 
 
-def test_who_knows_a_standby_notices_a_silent_hub_within_two_leases() -> None:
+def test_worker_with_a_standby_detects_a_silent_hub_within_two_leases() -> None:
     one, two = (desk(places=count).connects() for count in (1, 2))
     for worker in (one, two):
         worker.happens(Received(Welcome(b"\1" * 16, "epoch", CONFIG, 0, lease=L)))

@@ -78,7 +78,7 @@ def test_training_waits_for_a_reply_that_takes_longer_than_the_longest_delay(
     assert (training.metrics.merge_delay, training.metrics.seconds_waited) == (waits_after, 2.5)
 
 
-def test_slot_of_a_fragment_that_is_still_in_flight_waits_for_it() -> None:
+def test_slot_of_a_fragment_in_flight_waits_for_it() -> None:
     training = trainer(sync_every=2, fragment_max_delay=100).steps(3)
     assert not training.waits()
     training.steps(1)
@@ -93,7 +93,7 @@ def test_slot_of_a_fragment_that_is_still_in_flight_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize(("first_round", "next_fragment"), [(3, 1), (4, 1), (5, 2), (2, 2)])
-def test_welcome_moves_the_cursor_past_what_is_in_flight(
+def test_welcome_moves_the_cursor_past_pushes_in_flight(
     first_round: int, next_fragment: int
 ) -> None:
     training = streaming(fragment_max_delay=100).steps(2)
@@ -102,7 +102,7 @@ def test_welcome_moves_the_cursor_past_what_is_in_flight(
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_flight_that_is_put_off_is_not_waited_for_until_its_round_has_come(delay: int) -> None:
+def test_deferred_push_is_not_awaited_before_its_round(delay: int) -> None:
     """In its late round it has the delay of one that was frozen there."""
     training = streaming(fragment_sync_delay=delay).steps(2)
     (push,) = training.pushes
@@ -123,7 +123,7 @@ def test_flight_that_is_put_off_is_not_waited_for_until_its_round_has_come(delay
     assert training.said.count("deferred to round 3") == 1
 
 
-def test_notice_that_a_push_is_carried_ends_the_waiting() -> None:
+def test_notice_of_a_deferred_push_ends_the_wait() -> None:
     training = streaming().steps(2)
     assert training.waits()
     training.is_carried(0, 3)
@@ -146,7 +146,7 @@ def test_leaving_does_not_wait_for_a_round_that_waits_for_this_worker() -> None:
 
 
 @pytest.mark.parametrize("told", ["granted", "carried"])
-def test_leaving_waits_until_a_carried_push_is_in(told: str) -> None:
+def test_leaving_waits_until_a_deferred_push_is_uploaded(told: str) -> None:
     training = streaming(fragment_sync_delay=2).steps(2)
     (push,) = training.pushes
     if told == "granted":
@@ -175,7 +175,7 @@ def test_leaving_waits_until_a_carried_push_is_in(told: str) -> None:
     ],
     ids=str,
 )
-def test_h_is_the_workers_own_or_what_the_broker_has_worked_out_or_the_runs(
+def test_h_is_the_workers_own_or_the_brokers_for_it_or_the_runs(
     config: dict[str, Any], own: dict[str, Any], worked_out: int | None, used: int
 ) -> None:
     training = trainer(Options(**own), **config).changes(sync_every=worked_out)
@@ -205,7 +205,7 @@ def test_own_wire_dtype_is_that_of_the_pushes() -> None:
 # What is said.
 
 
-def test_staleness_is_what_the_broker_says_or_is_worked_out() -> None:
+def test_staleness_is_the_brokers_or_is_computed() -> None:
     training = trainer(mode="async").steps(H)
     training.receives(9, counted=training.pushes[-1], staleness=2)
     assert training.metrics.staleness == 2
@@ -252,7 +252,7 @@ def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
     assert told.line(140.0, at_once=True) is None, "nothing is said twice"
 
 
-def test_fragment_that_does_not_move_is_named_until_it_does() -> None:
+def test_fragment_with_zero_deltas_is_named_until_it_moves() -> None:
     training = Trainer(RunConfig(mode="sync", sync_every=4, num_fragments=2, chunk_elements=10))
     training.begins()
     # Of fragments 0 and 1 in turn, the norm of the push, and the warnings up to then.

@@ -38,9 +38,7 @@ def test_slots_of_every_cycle_are_those_of_the_plan(fragments: int, data: st.Dat
 
 
 @given(st.integers(1, 9), st.data())
-def test_worker_that_goes_on_from_a_checkpoint_keeps_its_place_in_the_cycle(
-    fragments: int, data: st.DataObject
-) -> None:
+def test_resumed_worker_keeps_its_place_in_the_cycle(fragments: int, data: st.DataObject) -> None:
     every = data.draw(st.integers(fragments, 40))
     stop = data.draw(st.integers(0, 3 * every))
     before = RoundSchedule(every, fragments)
@@ -56,7 +54,7 @@ def test_checkpoint_without_the_start_of_its_cycle_shifts_the_schedule() -> None
     assert due_steps(RoundSchedule(4, 1, step=6, cycle_start=1), 8, 6) == [9, 13]
 
 
-def test_slot_that_could_not_be_used_stays_due_and_shifts_the_rest() -> None:
+def test_unused_slot_stays_due_and_shifts_the_rest() -> None:
     turns = RoundSchedule(6, 3)
     assert [step for step in range(1, 6) if turns.is_due(step)] == [2, 3, 4, 5]
     turns.use_slot(5)
@@ -112,7 +110,7 @@ def test_pushes_follow_the_sequence_of_rounds_from_the_first_one_expected() -> N
     assert all(turns.may_wait(fragment) for fragment in range(3))
 
 
-def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
+def test_second_delta_of_a_fragment_in_flight_is_not_pushed() -> None:
     assert after("push", fragments=1).turn() is TurnState.BUSY
     with pytest.raises(AssertionError, match="no second delta"):
         after("push, push", fragments=1)
@@ -180,7 +178,7 @@ def test_cursor_passes_no_round_that_may_still_need_this_worker(
         (4, "push, welcomed 4 over 0, merged 0", TurnState.FREE),
     ],
 )
-def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
+def test_turn_is_the_state_of_the_fragment_at_the_cursor(
     fragments: int, story: str, turn: TurnState
 ) -> None:
     assert after(story, fragments).turn() is turn
@@ -204,7 +202,7 @@ def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
         (2, "welcomed 0, push, welcomed 1, carried 0 2", set()),
     ],
 )
-def test_flight_is_waited_for_where_no_round_before_it_lacks_a_push_of_this_worker(
+def test_push_is_awaited_where_no_round_before_it_lacks_a_push_of_this_worker(
     fragments: int, story: str, waits_for: set[int]
 ) -> None:
     turns = after(story, fragments)
@@ -219,14 +217,14 @@ def test_flight_is_waited_for_where_no_round_before_it_lacks_a_push_of_this_work
         ("push, push, push, merged 0, welcomed 6", 7, {2: 6, 1: 9}),
     ],
 )
-def test_welcome_finds_flights_in_the_rounds_that_are_expected(
+def test_welcome_assigns_pushes_in_flight_to_expected_rounds(
     story: str, cursor: int, rounds: dict[int, int]
 ) -> None:
     turns = after(story, fragments=4)
     assert (turns.cursor, turns.rounds) == (cursor, rounds)
 
 
-def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> None:
+def test_asynchronous_worker_waits_for_every_push_and_keeps_its_order() -> None:
     turns = after("welcomed 0, push, push, granted 0 wait -, welcomed 0, made 7", common=False)
     assert (turns.cursor, turns.rounds) == (2, {0: None, 1: None})
     turns.dropped(0)
@@ -237,7 +235,7 @@ def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> Non
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=60))
-def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyond_the_cursor(
+def test_no_fragment_is_in_flight_twice_and_no_wait_is_beyond_the_cursor(
     fragments: int, script: list[tuple[int, int]]
 ) -> None:
     turns = RoundSchedule(fragments, fragments)

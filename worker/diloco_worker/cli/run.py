@@ -75,8 +75,7 @@ def run(  # noqa: PLR0913  each is an option
         int | None, typer.Option(min=1, help="How many shares there are.")
     ] = None,
     auto: Annotated[
-        bool,
-        typer.Option("--auto", help="For a script without DiLoCo: attach to its optimizers."),
+        bool, typer.Option("--auto", help="For a script without DiLoCo: attach to its optimizers.")
     ] = False,
     own_seed: Annotated[
         bool,

@@ -34,11 +34,7 @@ class TrainingProgram:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        restarts: Restarts,
-        end_file: Path,
+        self, command: Sequence[str], environ: Mapping[str, str], restarts: Restarts, end_file: Path
     ) -> None:
         self._command = list(command)
         self._environ = {**environ, END_FILE: str(end_file)}

@@ -158,8 +158,7 @@ class Feedback:
 
         Args:
             counted: the delta in flight that it counts, and which chunks of it (by index in the layout;
-            an
-                earlier push may have contributed the others); None without one.
+                an earlier push may have contributed the others); None without one.
             known: by dropped push, the chunks that count nevertheless; settles the push.
         """
         delta, own = (None, ()) if counted is None else counted

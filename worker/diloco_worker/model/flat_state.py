@@ -19,12 +19,7 @@ from torch import Tensor
 
 from diloco_protocol import ProtocolError, Segment, TensorEntry
 from diloco_protocol.chunks import FragmentLayout, Place
-from diloco_protocol.tensors.codecs import (
-    add_code,
-    decode_chunk,
-    encode_chunk,
-    segment_dtype,
-)
+from diloco_protocol.tensors.codecs import add_code, decode_chunk, encode_chunk, segment_dtype
 from diloco_protocol.tensors.tensor_pool import mapped
 
 

@@ -31,10 +31,7 @@ class Agreement:
 
 
 def agree(
-    ranks: Ranks,
-    mine: Manifest,
-    live: Mapping[str, Tensor],
-    tied: Sequence[Sequence[str]] = (),
+    ranks: Ranks, mine: Manifest, live: Mapping[str, Tensor], tied: Sequence[Sequence[str]] = ()
 ) -> Agreement:
     """Exchange what each process has.
 

@@ -20,12 +20,7 @@ from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_worker.model.encoding import Delta, Encoding
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change, wait_for_copies
-from diloco_worker.model.model_manifest import (
-    dtype_name,
-    live_tensors,
-    manifest_of,
-    unwrapped,
-)
+from diloco_worker.model.model_manifest import dtype_name, live_tensors, manifest_of, unwrapped
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.model_watch import ModelWatch
 from diloco_worker.model.spread.agreement import Agreement, agree

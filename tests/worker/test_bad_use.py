@@ -1,4 +1,4 @@
-"""Lists of parts and optimizers in a run, and what cannot take part: each gets a sentence at once."""
+"""Lists of parts and optimizers in a run, and invalid arguments: each raises a sentence at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def broker() -> Iterator[Broker]:
 
 
 class Pipeline:
-    """Two parts of a model with an optimizer each, as torchtitan's loop has them."""
+    """Two parts of a model with an optimizer each, as in torchtitan's loop."""
 
     def __init__(self) -> None:
         self.parts = [nn.Sequential(), nn.Sequential()]
@@ -70,7 +70,7 @@ def test_a_worker_starts_once(broker: Broker) -> None:
             pass
         for _ in range(2):
             pipeline.step()
-        assert worker.sync_count == 1, "the worker that runs goes on"
+        assert worker.sync_count == 1, "the running worker continues"
 
 
 def given(model: object, optimizer: object) -> None:
@@ -79,7 +79,7 @@ def given(model: object, optimizer: object) -> None:
 
 
 def from_deepspeed(base: type, name: str) -> type:
-    """A class as that library has it, which is not installed here."""
+    """A class with the module of DeepSpeed, which is not installed here."""
     return type(name, (base,), {"__module__": "deepspeed.runtime.engine"})
 
 
@@ -122,7 +122,7 @@ def test_unexpected_run_is_refused_with_both_values(broker: Broker) -> None:
 
 
 class DTensor(torch.Tensor):
-    """As a sharded parameter is one, by type."""
+    """A sharded parameter, by the name of its type."""
 
 
 DTensor.__module__ = "torch.distributed.tensor"

@@ -1,4 +1,4 @@
-"""DiLoCoClient against a broker that follows a script."""
+"""DiLoCoClient against a scripted broker."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Talk(ScriptedTraining):
-    """A client instead of a worker; its calls are made beside."""
+    """A client instead of a worker; its calls run in another thread."""
 
     def __init__(self, client: DiLoCoClient, broker: ScriptedBroker, beside: Beside) -> None:
         super().__init__(broker, beside)
@@ -57,7 +57,7 @@ class Talk(ScriptedTraining):
         self.descent = Descent()
 
     def begins_with(self, model: nn.Module | None = None, fragments: int = 1) -> GlobalParameters:
-        """It has joined: the parameters are 8; with fragments 8, 9, ... in versions 0, 1, ..."""
+        """Join: the parameters are 8; with fragments 8, 9, ... in versions 0, 1, ..."""
         self.descent = Descent(model or (None if fragments == 1 else layers(fragments)))
         self.broker.config = run_config(mode=self.broker.config.mode, num_fragments=fragments)
         self.does(self.client.join, self.descent.model)
@@ -70,12 +70,12 @@ class Talk(ScriptedTraining):
         return result
 
     def serves_frozen(self, fragment: int = 1) -> None:
-        """As they are in the model, if there are any."""
+        """Serve the frozen parameters of the model, if there are any."""
         if any(not each.requires_grad for each in self.descent.model.parameters()):
             self.broker.serves(self.descent.values(fragment=fragment), version(0))
 
     def pushes(self, delta: Any = None, **keywords: Any) -> tuple[Push, Any]:
-        """By default 2.5 of everything."""
+        """Push; by default 2.5 everywhere."""
         state = self.descent.model.state_dict()
         whole = {name: torch.full_like(value, 2.5) for name, value in state.items()}
         self.does(self.client.push, whole if delta is None else delta, **keywords)
@@ -84,11 +84,11 @@ class Talk(ScriptedTraining):
         return push, values
 
     def pulls(self, after: int | None = None) -> None:
-        """Until the broker has heard what it needs."""
+        """Start a pull."""
         self.does(self.client.pull, after)
 
     def is_asked(self, answer: Callable[[int], Message]) -> Control:
-        """The next request of a client that has not joined, and what it is answered."""
+        """Answer the next request of a client that has not joined; returns the request."""
         self.broker.control, asked, _ = self.broker.hears_from(Control)
         self.broker.says(answer(asked.request))
         self.broker.bulk = self.broker.control
@@ -295,7 +295,7 @@ def test_heartbeat_and_leave_are_sent_at_once(talk: Talk) -> None:
     assert (beat.step, beat.inner_step, beat.loss, beat.tokens) == (41, 2, 0.5, 9)
     talk.client.leave("enough")
     assert talk.broker.hears(Leave).reason == "enough"
-    talk.client.leave()  # once is enough
+    talk.client.leave()  # has no effect
 
 
 def test_number_too_large_for_a_message_is_refused(talk: Talk) -> None:
@@ -363,7 +363,7 @@ def test_observer_of_a_broker_without_a_model_is_told(talk: Talk) -> None:
     talk.client.timeout = 1.2
     talk.pulls()
     asked_for = 0
-    while talk.stands:  # it asks again until its time is over
+    while talk.stands:  # it retries until its timeout
         with contextlib.suppress(AssertionError):
             talk.broker.control, asked, _ = talk.broker.hears_from(Control, patience=0.05)
             talk.broker.says(Result(asked.request, False, "The run has no model yet."))

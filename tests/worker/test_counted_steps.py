@@ -1,4 +1,4 @@
-"""What a step is, how fast steps are, and what the script reports with them."""
+"""Which steps count, their pace, and the script's reports."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_step_skipped_by_an_amp_scaler_does_not_count(counted: Counted, is_fused
 def test_step_captured_in_a_cuda_graph_does_not_count_and_is_logged_once(
     counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While kernels are recorded none runs; what replays them later calls no hook."""
+    """No kernel runs while they are recorded; replaying them later calls no hook."""
     counted.descent.steps(4)
     with monkeypatch.context() as cuda:
         cuda.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -86,14 +86,14 @@ def steps_of(optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def warning(training: ScriptedTraining) -> str | None:
-    """That of the next heartbeat."""
+    """The warning in the next heartbeat."""
     return training.broker.hears(Heartbeat).warning
 
 
 def test_replaced_optimizer_warns_until_steps_are_counted_again(
     training: ScriptedTraining,
 ) -> None:
-    """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
+    """For example when layers are unfrozen during training and get a new optimizer."""
     training.begins(config={"sync_every": 10_000})
     training.steps(1)
     steps_of(torch.optim.AdamW(training.descent.model.parameters()), 120)
@@ -108,7 +108,7 @@ def test_replaced_optimizer_warns_until_steps_are_counted_again(
 
 @contextmanager
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All tensors say that they are on a device of which there is none here."""
+    """All tensors claim to be on a device that does not exist here."""
     with monkeypatch.context() as device:
         device.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
         yield
@@ -135,8 +135,8 @@ def test_pace_excludes_time_outside_training() -> None:
     pace.resume(0.0)
     pace.step(2.0)
     assert pace.steps_per_s == 0.5
-    pace.resume(100.0)  # a boundary waited for its round
-    pace.leave_out(50.0)  # the script asked for something between two steps
+    pace.resume(100.0)  # after a boundary
+    pace.leave_out(50.0)  # a call between two steps
     pace.step(152.0)
     assert pace.steps_per_s == 0.5
 
@@ -151,7 +151,7 @@ def test_device_reports_are_read_periodically(
     reports.read(LOOK_S - 1)
     assert reports.totals == Work()
     reports.read(LOOK_S)
-    assert reports.totals == Work(tokens=7, loss=2.5), "counts add up, of losses the last one stays"
+    assert reports.totals == Work(tokens=7, loss=2.5), "counts add up, the last loss is kept"
     reports.read(2 * LOOK_S)
     assert reports.totals == Work(tokens=7, loss=2.5), "once"
 
@@ -226,7 +226,7 @@ def test_unknown_keyword_of_a_report_is_refused_with_the_nearest(
 
 
 class Several:
-    """One parameter each for as many optimizers, which step as told: "ab" is one step of each."""
+    """Optimizers with one parameter each: the steps "ab" are one of each."""
 
     def __init__(self, count: int = 2) -> None:
         self.model = nn.ModuleList(nn.Linear(1, 1) for _ in range(count))
@@ -240,7 +240,7 @@ class Several:
         self.count += 1
 
     def counts(self, order: str) -> list[int]:
-        """How many were counted behind each of these steps."""
+        """The count after each of these steps."""
         counts = []
         for letter in order:
             self.optimizers["abc".index(letter)].step()
@@ -253,7 +253,7 @@ class Several:
     [
         ("abab", [0, 1, 1, 2]),
         ("aaabaaab", [0, 0, 0, 1, 1, 1, 1, 2]),  # the discriminator of a GAN steps more often
-        ("bbbabbba", [0, 0, 0, 0, 1, 1, 1, 1]),  # in whatever order they are in the list
+        ("bbbabbba", [0, 0, 0, 0, 1, 1, 1, 1]),  # in any order
         ("babab", [0, 0, 1, 1, 2]),  # a scaler skipped the first step of a
     ],
 )
@@ -261,7 +261,7 @@ def test_round_of_all_optimizers_is_one_step(order: str, counts: list[int]) -> N
     several = Several()
     assert several.counts(order) == counts
     several.steps.stop()
-    assert several.counts("abab") == counts[-1:] * 4, "not counted any more"
+    assert several.counts("abab") == counts[-1:] * 4, "no longer counted"
 
 
 def test_optimizer_that_never_steps_is_named() -> None:
@@ -273,7 +273,7 @@ def test_optimizer_that_never_steps_is_named() -> None:
     assert "300 optimizer steps" in said and "optimizer 1 made no step" in said
     several.steps.stop()
     several.counts("ac" * 150)
-    assert len(several.told) == 1, "nothing is told after the end"
+    assert len(several.told) == 1, "nothing is reported after the end"
 
 
 def test_workers_start_and_stop_while_other_threads_step() -> None:

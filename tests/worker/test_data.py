@@ -55,7 +55,7 @@ def test_trained_units_are_reported_with_the_following_step() -> None:
     batches = queue.batches(DataLoader(QueuedDataset(queue, pairs), batch_size=2), ahead=1)
     next(batches)
     diloco.units.stepped()
-    assert not told, "its step comes when the next batch is here"
+    assert not told, "its step is made before the next batch"
     next(batches)
     diloco.units.stepped()
     assert [(each.begun, each.ended) for each in told] == [((0,), (0,))]
@@ -84,12 +84,12 @@ def test_deleted_data_set_leaves_no_thread_and_no_model(processes: int) -> None:
     loader: DataLoader[Any] | None = DataLoader(QueuedDataset(queue, pairs), num_workers=processes)
     (thread,) = listening() - before
     assert loader is not None and len(list(queue.batches(loader))) == 6
-    assert thread.is_alive(), "though the processes have dropped their copies"
+    assert thread.is_alive(), "although the processes dropped their copies"
     del queue, loader
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
-    until(lambda: kept() is None)  # who served a process sees that it is gone
+    until(lambda: kept() is None)  # the serving thread sees that its process ended
 
 
 def test_deleting_a_forked_copy_does_not_end_the_original() -> None:

@@ -1,4 +1,4 @@
-"""Do workers of one script read the data in orders of their own, and which share does each read?"""
+"""Workers of one script read the data in different orders, and each has its share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seeded(**options: Any) -> RandomSampler:
 
 
 def loader(kind: str) -> DataLoader[int]:
-    """One that gives the same order in each process of a script."""
+    """A loader that has the same order in each process of a script."""
     torch.manual_seed(42)
     sampler: Any = {
         "shuffle": None,
@@ -42,7 +42,7 @@ def loader(kind: str) -> DataLoader[int]:
 
 
 def order(kind: str, index: int, epochs: int = 2) -> list[list[int]]:
-    """What a worker with this share reads in each epoch."""
+    """The data that a worker with this share reads, by epoch."""
     made = loader(kind)
     assert give_own_order([made], lambda: (index, 2))
     return [[int(each) for batch in made for each in batch] for _ in range(epochs)]
@@ -55,7 +55,7 @@ def test_each_worker_has_its_own_order_and_keeps_it_after_restarts(kind: str) ->
     assert order(kind, 1) == second
     if kind not in {"weighted"}:
         assert sorted(second[0]) == NUMBERS
-    if kind != "distributed":  # which is told of the epoch by the loop
+    if kind != "distributed":  # the loop sets its epoch
         assert second[0] != second[1]
 
 
@@ -107,7 +107,7 @@ class ReadOnly(Sampler[int]):
 
 
 def read(sampler: Sampler[int], shards: int | None = None) -> list[int]:
-    """What a worker with the last of these shares reads; None: without a run."""
+    """The data that a worker with the last of these shares reads; None: without a run."""
     made: DataLoader[int] = DataLoader(NUMBERS, 8, sampler=sampler)  # type: ignore[arg-type]
     if shards is not None:
         give_own_order([made], lambda: (shards - 1, shards))
@@ -130,7 +130,7 @@ def test_broker_without_shares_does_not_end_training(caplog: pytest.LogCaptureFi
     assert "no shares here" in caplog.text
 
 
-# Which share of the data a worker samples: what the environment says, else the broker.
+# The share of the data: that of the environment, else of the broker.
 
 
 def test_variables_take_precedence_over_the_broker(
@@ -138,7 +138,7 @@ def test_variables_take_precedence_over_the_broker(
 ) -> None:
     worker = training.begins()
     with pytest.raises(UsageError, match="set DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS"):
-        assert worker.shard, "this broker gives none"
+        assert worker.shard, "this broker assigns none"
     training.link.shard = (1, 4)
     assert worker.shard == (1, 4)
     monkeypatch.setenv("DILOCO_SHARD_INDEX", "2")

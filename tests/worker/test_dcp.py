@@ -1,4 +1,4 @@
-"""Reading what `torch.distributed.checkpoint` has saved of workers of several processes."""
+"""Reads what `torch.distributed.checkpoint` saved of workers of several processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled.*t
 
 
 def state_of(worker: str, rank: int, count: int) -> dict[str, Any]:
-    """As much of one as matters: values of all kinds, at places of all kinds."""
+    """A minimal state: values of all kinds, at all depths."""
     fragments = [
         {"base": {"parameters": torch.full((2 + rank,), float(rank))}, "version": [worker, number]}
         for number in range(3)

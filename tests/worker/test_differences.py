@@ -1,4 +1,4 @@
-"""Versions that come as differences from the one that is held, against a scripted broker."""
+"""Versions that arrive as differences from the held one, against a scripted broker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def follows(
     held: int | None = None,
     spoilt: bool = False,
 ) -> None:
-    """A version that is the one held and so much more everywhere; `spoilt`: says another sum."""
+    """Send a version that is the held one plus `by` everywhere; `spoilt`: with a wrong checksum."""
     broker, what = training.broker, version(counter)
     base = version(counter - 1 if held is None else held)
     for span in training.filled(0).layout.spans:
@@ -52,7 +52,7 @@ def training_base(training: ScriptedTraining, index: int) -> Tensor:
 
 
 def takes_with_pull(training: ScriptedTraining) -> tuple[Push, Pull]:
-    """A whole push, and the pull for the version that it will be in."""
+    """Receive a complete push, and the pull for the version with it."""
     broker = training.broker
     push = broker.hears(Push)
     pull = broker.hears_pull()
@@ -91,7 +91,7 @@ def test_mismatched_copy_is_detected_and_fetched_complete(
     assert "fetching it complete" in caplog.text
     training.trains(H)
     push, pull = takes_with_pull(training)
-    assert pull.delta_of == version(1), "what came whole is trusted"
+    assert pull.delta_of == version(1), "a complete version is trusted"
     follows(training, 2, push, by=7.0)
     training.done()
     assert training.values == 57

@@ -1,4 +1,4 @@
-"""The examples that need no other library: they run, learn, stay short, and take part in a run."""
+"""The examples without other libraries: they run, learn, stay short, and take part in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker in health, against a broker that follows a script, over real sockets."""
+"""A healthy worker against a scripted broker, over real sockets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_boundary_pushes_global_minus_local_and_takes_the_new_parameters(
     assert metrics.bytes_up > 3 * 48 < metrics.bytes_down
     assert metrics.seconds_waited > 0
     assert f"has 4 steps of this worker, norm {push.norm:.4g}, staleness 0; waited" in caplog.text
-    until(lambda: not training.link.uploaded)  # what is told of a push is forgotten with it
+    until(lambda: not training.link.uploaded)  # the state of a push is dropped with it
 
 
 def test_worker_seeds_the_global_values_and_later_versions_do_not_overwrite_them(
@@ -90,7 +90,7 @@ def test_heartbeats_show_the_state_of_training(training: ScriptedTraining) -> No
     training.serves(1, 1, push)
     training.done()
     beat = training.broker.hears(Heartbeat)
-    assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one behind it"
+    assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one after it"
 
 
 # Leaving.
@@ -250,6 +250,6 @@ def test_push_in_flight_during_load_global_is_merged_onto_the_loaded_values(
     assert training.values == 500
     training.brings(1000, 2, push)
     training.steps(1)
-    assert training.values == 499, "the reply is early"
+    assert training.values == 499, "the reply came before its apply point"
     training.steps(2)
     assert training.values == merged - 2

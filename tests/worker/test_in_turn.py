@@ -27,7 +27,7 @@ EXACT: dict[str, Any] = {
 
 @contextmanager
 def local(trained: Sequence[Trainee], **options: Any) -> Iterator[tuple[LocalRun, list[Any]]]:
-    """A run with a hook for each of these, all driven from the test's thread."""
+    """A run with these workers, all driven by the test's thread."""
     options = {"workers": len(trained), "patience": 20.0, **EXACT, **options}
     with one_thread(), ExitStack() as stack:
         run = stack.enter_context(LocalRun(**options))
@@ -114,7 +114,7 @@ def test_forced_boundary_ends_for_all_with_the_last_call() -> None:
 
 
 def test_leaving_worker_does_not_wait_for_others_of_its_thread() -> None:
-    """Within the test's bound, far below the minutes that a boundary may take; its push counts."""
+    """It leaves within the test's time limit, far below that of a boundary, and its push counts."""
     one, other = ours = trainees(2)
     with local(ours, sync_every=2, patience=20.0) as (run, hooks):
         for _ in range(2):
@@ -153,7 +153,7 @@ def test_error_of_one_thread_is_raised_and_ends_the_others() -> None:
         def train(number: int) -> None:
             each = an_mlp(number)
             with DiLoCoWorker(each.model, each.optimizer, server=run.server) as hook:
-                for _ in range(2):  # until both are there
+                for _ in range(2):  # until both have joined
                     each.step()
                 if number == 0:
                     raise ValueError("the data are gone")

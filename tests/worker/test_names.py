@@ -1,4 +1,4 @@
-"""The page of names for those who come from elsewhere: what it calls ours, we have."""
+"""Each of our names in the page for users of other libraries exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kit.paths import ROOT
 
 
 def ours() -> set[str]:
-    """What stands in backticks in the last column of the tables."""
+    """The names in backticks in the last column of the tables."""
     _, text = (ROOT / "worker" / "NAMES.md").read_text().split("## For those who come from")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row.rsplit(" | ", 1)[-1])}

@@ -1,4 +1,4 @@
-"""A worker goes on from its checkpoint, message by message."""
+"""A worker resumes from its checkpoint, message by message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.scripted_training import H, ScriptedTraining
 
 pytest_plugins = ("kit.worker_fixtures",)
 
-STRANGER = 0xABC  # a push that no checkpoint knows
+STRANGER = 0xABC  # an unknown push
 
 
 def test_resumed_worker_joins_with_held_versions_within_its_cycle(
@@ -23,7 +23,7 @@ def test_resumed_worker_joins_with_held_versions_within_its_cycle(
     training.steps(2)
     join = training.resumes(training.saves(), version(0), worker_id=None)
     assert (join.run, join.session, join.worker_id) == (RUN, None, "me")
-    assert training.worker.worker_id == "me", "the id that it had"
+    assert training.worker.worker_id == "me", "its former id"
     assert join.versions[0] == version(0)
     pull = training.says_current(0)
     assert (pull.held_version, pull.after) == (version(0), -1)
@@ -74,7 +74,7 @@ def test_steps_pushed_by_a_later_incarnation_are_superseded(
 
 
 def has_version_of(training: ScriptedTraining, value: float, counter: int, *counted: int) -> None:
-    """A version that contains these pushes."""
+    """Serve a version that contains these pushes."""
     state = training.filled(value)
     training.broker.serves(state, version(counter), *counted)
 

@@ -1,4 +1,4 @@
-"""Which model an optimizer trains, found without the script's help."""
+"""Finds the model that an optimizer trains, without the script's help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco_worker.attachment import living_modules, owner_of
 
 
 class Wrapper(nn.Module):
-    """A model with something around it, such as its loss."""
+    """A module around a model, such as its loss."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Wrapper(nn.Module):
 
 
 class DistributedDataParallel(Wrapper):
-    """By its name what torch calls one."""
+    """A wrapper with the name of torch's."""
 
 
 def a_model() -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""What a script is told of the run: rounds, steps and tokens done, and the loss of all workers."""
+"""The progress that a script sees of its run: rounds, steps, tokens, and the loss of all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's own record of its pushes: what is in it, when, and whether it outlives the worker."""
+"""The worker's log of its pushes: its content, its order, and whether it survives the worker."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_log_survives_a_killed_worker(processes: Processes, tmp_path: Path) -> N
     frozen = {line["push_id"] for line in of_kind(path, "frozen")}
     named = {f"{counted.push_id:016x}" for counted in ledger.pushes["a"]}
     assert len(named) >= 3
-    assert named <= frozen, "the broker has counted nothing that the worker has not written down"
+    assert named <= frozen, "the broker counted only pushes in the log"
     assert not of_kind(path, "left")
 
 

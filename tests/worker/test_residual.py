@@ -1,7 +1,7 @@
 """The rounding error of a quantized delta, for each outcome of its push.
 
-The worker trains against a scripted broker; each step lowers every parameter by 1. What a chunk of its
-next push must be is worked out by the codecs in plain Python, in fp32.
+The worker trains against a scripted broker; each step lowers every parameter by 1. The expected value
+of each chunk is computed by codecs in plain Python, in fp32.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ CODEC = "int4"
 
 
 class Sender:
-    """What a worker should send of a chunk in which all elements are the same."""
+    """The expected pushes of a chunk in which all elements are equal."""
 
     def __init__(self, wire: str = CODEC) -> None:
         self.wire = wire
         self.residual = 0.0
 
     def sends(self, delta: float) -> float:
-        """What the broker reads of it."""
+        """The value that the broker decodes."""
         coded = encode([self._sum(delta)] * 4, self.wire)
         return decode(coded, self.wire, 4)[0]
 
     def counts(self, delta: float) -> None:
-        """It has counted."""
+        """The push counted."""
         self.residual = fp32(self._sum(delta) - self.sends(delta))
 
     def _sum(self, delta: float) -> float:
@@ -62,13 +62,13 @@ def by_chunk(training: ScriptedTraining, push: Push, state: FlatState) -> list[f
 
 
 def pushes(training: ScriptedTraining) -> tuple[Push, list[float]]:
-    """Takes a whole push; the value of each chunk."""
+    """Receive a complete push; the value of each chunk."""
     push, state = training.broker.takes_push()
     return push, by_chunk(training, push, state)
 
 
 def counted_round(training: ScriptedTraining, counter: int) -> list[float]:
-    """Steps to a boundary, and a version of the same values with the push in it."""
+    """Step to a boundary, and serve a version of the same values with the push in it."""
     training.trains(H)
     push, values = pushes(training)
     training.serves(100, counter, push)
@@ -79,7 +79,7 @@ def counted_round(training: ScriptedTraining, counter: int) -> list[float]:
 def serves_in_part(
     training: ScriptedTraining, counter: int, counted: Mapping[int, Bitmap | None]
 ) -> None:
-    """A version that contains these chunks of pushes; None: all."""
+    """Serve a version that contains these chunks of pushes; None: all."""
     state = training.filled(100)
     broker, what = training.broker, version(counter)
     for span in state.layout.spans:
@@ -129,7 +129,7 @@ def test_rejected_push_keeps_the_residual_and_loses_its_steps(
     training.done()
     training.trains(H)
     push, values = pushes(training)
-    assert values == [sender.sends(H)] * CHUNKS, "as if the refused one had never been"
+    assert values == [sender.sends(H)] * CHUNKS, "as if the rejected push had not been made"
     training.serves(100, 2, push)
     training.done()
     sender.counts(H)
@@ -139,7 +139,7 @@ def test_rejected_push_keeps_the_residual_and_loses_its_steps(
 def test_pushes_rejected_in_a_row_are_settled_by_a_version_with_some_of_them(
     training: ScriptedTraining,
 ) -> None:
-    """No version comes meanwhile."""
+    """No version arrives in between."""
     few(training)
     sender = Sender()
     counted_round(training, 1)
@@ -195,13 +195,13 @@ def test_push_offered_again_has_the_same_bytes(training: ScriptedTraining) -> No
 def test_worker_that_resumes_has_residual_and_bytes_and_the_ledger_decides(
     training: ScriptedTraining, broker: ScriptedBroker, is_counted: bool, is_taken: bool
 ) -> None:
-    """Also of chunks that had not been sent."""
+    """Also for chunks that had not been sent."""
     few(training, fragment_sync_delay=3)
     sender = Sender()
     training.steps(H)
     push, _ = pushes(training)
     training.brings(100, 1, push)
-    training.steps(3)  # merged under the steps made since
+    training.steps(3)  # merged beneath the steps made since
     sender.counts(H)
     training.steps(2)  # a step, the freeze, and a step
     push, before = broker.hears(Push), None
@@ -263,4 +263,4 @@ def test_residual_is_dropped_once_deltas_are_not_quantized(
     saved = training.worker.state_dict()
     assert saved["resume"]["fragments"][0]["residual"] is None
     broker.config = replace(broker.config, wire_dtype=CODEC)
-    assert first_round(training, 3) == [Sender().sends(H)] * CHUNKS, "nothing old is sent"
+    assert first_round(training, 3) == [Sender().sends(H)] * CHUNKS, "no residual is sent"

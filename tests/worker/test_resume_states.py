@@ -1,4 +1,4 @@
-"""What the version at the broker means for a saved state, and what a state may be."""
+"""What the broker's version means for a saved state, and which states are valid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kit.scripted_training import H, ScriptedTraining
 pytest_plugins = ("kit.worker_fixtures",)
 
 
-# What the broker's version means.
+# The broker's version.
 
 
 OTHERS = {f"other {number}": (Counted(number),) for number in range(ABSENT_REMEMBERED)}
@@ -153,7 +153,7 @@ def with_state(tensors: dict[str, Tensor]) -> nn.Module:
 def test_smallest_change_of_any_tensor_is_found_and_named(
     training: ScriptedTraining, name: str
 ) -> None:
-    """Of a stale file one value would differ by the last bit here, far below 1% of the model's norm."""
+    """In a stale file a value may differ in the last bit, far below 1% of the model's norm."""
     training.begins(Kinds())
     training.steps(1)
     state, tensors = training.saves()
@@ -183,7 +183,7 @@ def test_model_that_was_saved_in_a_narrower_dtype_is_the_same_model(
 
 
 Change = Callable[[dict[str, Any]], object]
-# The broken part of the state, how it is broken, and words of the refusal.
+# The malformed part of the state, the change, and words of the error.
 BROKEN: list[tuple[str, Change, str]] = [
     ("", lambda s: s.pop("metrics"), "'metrics'"),
     ("", lambda s: s.update(resume=5), "not the state of a DiLoCoWorker"),

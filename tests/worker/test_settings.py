@@ -20,7 +20,7 @@ from diloco_worker.settings import RANKS, resolve, say_once, unknown_variables
 from kit.paths import ROOT
 
 PARTS = ("protocol", "broker", "worker", "tools")
-# What a variable says, and what the setting is then.
+# The value of a variable, and the setting.
 VARIABLES: dict[str, tuple[str, Any]] = {
     "server": ("tcp://10.0.0.1:8512",) * 2,
     "sync_every": ("20", 20),
@@ -76,7 +76,7 @@ def test_only_given_values_are_required_of_the_run() -> None:
     expected = {"num_fragments": 3, "fragment_sync_delay": "auto", "dylu": True}
     asked = {"sync_every": 5, "wire_dtype": "int8", "expect": expected, "timeout": 3.0}
     assert resolve(asked, {}).wants == {"sync_every": 5, "wire_dtype": "int8", **expected}
-    # Staying out of Dynamic Local Updates is the worker's own affair.
+    # Only the worker decides whether it takes part in Dynamic Local Updates.
     assert resolve({"options": WorkerOptions(dylu=False)}, {}).wants == {}
 
 
@@ -182,7 +182,7 @@ def a_worker(**keywords: Any) -> DiLoCoWorker:
 def warned(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], list[str]]]:
-    """Warnings, which are seen without logging being set up, of a process that has said nothing yet."""
+    """The warnings of a process that has logged nothing yet, visible without configured logging."""
     for name in (*RANKS, *(name for name in os.environ if name.startswith("DILOCO_"))):
         monkeypatch.delenv(name, raising=False)
     say_once.cache_clear()

@@ -1,4 +1,4 @@
-"""`--auto`: scripts that know nothing of DiLoCo, in real processes with a real broker."""
+"""`--auto`: scripts without DiLoCo, in real processes with a real broker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kit.process_kit import Child, Processes
 
 pytest_plugins = ("kit.process_fixtures",)
 
-# Trains for this many steps; the seed is that of its parameters.
+# Trains for the given number of steps; the seed is that of its parameters.
 TRAIN = """
 import sys, torch
 seed, steps = int(sys.argv[1]), int(sys.argv[2])
@@ -29,7 +29,7 @@ for step in range(steps):
     print("step", step, flush=True)
 torch.save(model.state_dict(), f"{seed}.pt")
 """
-# A forked child, as one of a data loader is, makes an optimizer step before it does.
+# A forked child, such as a data loader's, makes an optimizer step before the script.
 STEPS_IN_A_CHILD = """
 import os, torch
 def step(model):
@@ -118,7 +118,7 @@ def train(optimizer):
 train(torch.optim.SGD(model[1].parameters(), lr=0.1))
 train(torch.optim.AdamW(model.parameters()))
 """
-# Ends by itself before it trains; what it has done by then is its first argument.
+# Ends before it trains; its first argument says what it does before.
 DOES_NOT_TRAIN = """
 import subprocess, sys, torch
 if sys.argv[1] == "optimizer":
@@ -144,7 +144,7 @@ def script(folder: Path, text: str) -> str:
 
 
 def auto(processes: Processes, address: str, *words: str) -> Child:
-    """In a process that has torch already, which saves seconds."""
+    """Run a script in a process that has imported torch already, which saves seconds."""
     return processes.run("-m", "diloco_worker.auto", *words, DILOCO_SERVER=address)
 
 
@@ -234,7 +234,7 @@ def test_script_with_its_own_worker_is_left_alone(processes: Processes, tmp_path
 
 @pytest.mark.slow
 def test_optimizers_of_one_model_are_counted_together(processes: Processes, tmp_path: Path) -> None:
-    """Both end behind a boundary: if it fell between two optimizers, their models would differ."""
+    """Both end after a boundary: between two optimizers it would make their models differ."""
     options = ("--workers", "2", "--min-workers", "2", "--sync-every", "4", "--no-save")
     _, address = processes.serve(*options)
     path = script(tmp_path, SEVERAL)

@@ -1,4 +1,4 @@
-"""When a training program is started again, by exit codes and a clock that is only told."""
+"""When a training program is restarted, by exit code and a simulated clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diloco_worker.launching import (
 def test_final_exit_codes_are_not_restarted(code: int) -> None:
     restarts = Restarts(most=5)
     assert restarts.pause(code, ran_s=1.0) is None
-    assert restarts.pause(1, ran_s=1.0) == 1.0, "and it counts for nothing"
+    assert restarts.pause(1, ran_s=1.0) == 1.0, "and is not counted"
 
 
 @pytest.mark.parametrize("code", [1, 137, 129, 139])

@@ -17,7 +17,7 @@ from kit.process_kit import Child, Processes, wait_for
 pytest_plugins = ("kit.process_fixtures",)
 
 SERVER = ("--server", "127.0.0.1:1")
-# Shows what it was given, and ends as it is told to.
+# Prints its variables, and ends with the given code.
 SHOW = """
 import os, sys
 for name in sorted(os.environ):
@@ -25,7 +25,7 @@ for name in sorted(os.environ):
         print(name, "=", os.environ[name], flush=True)
 sys.exit(int(sys.argv[1]))
 """
-# Says which signals reach it; SIGTERM ends it with 7.
+# Prints the signals that it receives; SIGTERM ends it with 7.
 LISTEN = """
 import os, signal, sys
 wanted = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
@@ -37,7 +37,7 @@ while True:
     if number == signal.SIGTERM:
         sys.exit(7)
 """
-# Fails in its first two lives.
+# Fails twice.
 FAIL_TWICE = """
 import pathlib, sys
 lives = pathlib.Path("lives")
@@ -166,7 +166,7 @@ def test_failed_script_is_restarted_after_a_pause(processes: Processes, tmp_path
     assert made.output.count("life ") == 3
 
 
-# As torchrun: it ends with 1 whatever its processes end with.
+# As torchrun: it exits with 1 whatever the codes of its processes.
 HIDE = """
 import os, subprocess, sys
 print("begins", flush=True)

@@ -44,7 +44,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor(server: str, *options: object) -> dict[str, Any]:
-    """The command's JSON; its exit code is the one in it."""
+    """The command's JSON; checks that its exit code matches."""
     line = ["doctor", "--server", server, "--timeout", WITHIN, "--json", *map(str, options)]
     done = CliRunner().invoke(app, line)
     told: dict[str, Any] = json.loads(done.stdout)
@@ -67,7 +67,7 @@ def test_of_several_addresses_the_first_that_answers_is_examined(broker: Broker)
 
 @contextlib.contextmanager
 def listener(says: bytes) -> Iterator[str]:
-    """A server that is not a broker, and sends this to each connection."""
+    """A server that is not a broker; it sends these bytes to each connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = threading.Event()
 

@@ -16,12 +16,14 @@ from kit.process_kit import PATIENCE_S
 
 BIND: dict[str, Any] = {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*", "workers": 1}
 RATE, DELAY_S = 4e6, 0.02  # bytes a second, seconds each way
-HEADER = 40  # bytes of a probe without its buffer, about
+HEADER = 40  # approximate bytes of a probe without its buffer
 
 
 class Line:
-    """A broker that answers probes at once, behind a line of this rate and delay. Time is its own: it
-    stands for the module `time` as well as for the dealer."""
+    """A broker that answers probes at once, over a link of this rate and delay, with simulated time.
+
+    It replaces the module `time` and the dealer.
+    """
 
     def __init__(self, rate: float, delay_s: float) -> None:
         self.rate, self.delay_s = rate, delay_s
@@ -33,7 +35,7 @@ class Line:
         return self.now
 
     def _carry(self, way: str, size: int, at: float) -> float:
-        """When these bytes have been delivered, if they are ready at that time."""
+        """When these bytes are delivered if they are ready at that time."""
         self._free_at[way] = max(at, self._free_at[way]) + size / self.rate
         return self._free_at[way] + self.delay_s
 
@@ -87,7 +89,7 @@ def test_rate_of_an_unsaturated_link_is_a_lower_bound(
 
 @pytest.mark.slow
 def test_real_link_is_measured() -> None:
-    """A busy machine may use little of its link: no rate is too low."""
+    """A busy machine may use little of its link, so no rate is too low."""
     with Broker(BrokerConfig(**BIND)) as broker, SlowProxy(broker.address, RATE, DELAY_S) as slow:
         findings = examine(slow.address, None, PATIENCE_S)
     assert not findings.wrong and findings.trips and findings.up and findings.down

@@ -1,4 +1,4 @@
-"""Values that no average has: infinities of constant buffers travel as they are; NaN never does."""
+"""Values that cannot be averaged: infinities of constant buffers are sent as they are, NaN never."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INF = float("inf")
 
 
 class Masked(nn.Module):
-    """Attention's additive mask, as many models register it; and a frozen parameter with an infinity."""
+    """Attention's additive mask, as many models register it, and a frozen parameter with an infinity."""
 
     mask: Tensor
 
@@ -60,7 +60,7 @@ MASK = Masked().mask
 
 @pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"num_fragments": 2}])
 def test_causal_mask_is_part_of_the_model(options: dict[str, Any]) -> None:
-    """Each worker gets the run's; a reader too."""
+    """Each worker receives the run's mask, and so does a reader."""
     config = make_config(workers=2, sync_every=4, reply_dtype="bf16", **options)
     workers = [masked(), masked(seed=1, bound=5.0)]
     with Broker(config) as broker:
@@ -166,7 +166,7 @@ def test_buffer_that_becomes_infinite_is_named_and_training_continues(
 
 
 def test_changed_constant_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """As a running minimum, which begins at infinity, does."""
+    """For example a running minimum, which begins at infinity."""
     trainee = masked()
     with (
         Broker(make_config(workers=1, sync_every=1)) as broker,

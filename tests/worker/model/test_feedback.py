@@ -56,7 +56,7 @@ def read(delta: InFewBits, index: int) -> Tensor:
 @pytest.mark.parametrize("wire", ["int8", "int4", "int4z", "top64"])
 @pytest.mark.parametrize("seed", range(4))
 def test_deltas_equal_counted_values_plus_residual(wire: str, seed: int) -> None:
-    """Through pushes that count, whole or in part, or are dropped, and landings that are done twice."""
+    """For pushes that count, completely or in part, or are dropped, with merges repeated."""
     part, dice = layout(), torch.Generator().manual_seed(seed)
     choice = random.Random(seed)
     feedback = Feedback(part, room)
@@ -81,7 +81,7 @@ def test_deltas_equal_counted_values_plus_residual(wire: str, seed: int) -> None
             feedback.drop(push, delta, some)
             dropped[push] = delta, some
             continue
-        # In part: an earlier push has brought the other chunks.
+        # In part: an earlier push contributed the other chunks.
         own = some if fate == "counts in part" else EVERY
         for index in own:
             counts(delta, index)

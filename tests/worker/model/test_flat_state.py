@@ -48,7 +48,7 @@ def model(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tied:
 
 
 def moved(base: nn.Module, by: float = 0.1, seed: int = 1) -> nn.Module:
-    """A copy whose floats are elsewhere and whose integers are larger."""
+    """A copy with other floats and larger integers."""
     other = copy.deepcopy(base)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def layouts(
 
 
 def opened(made: nn.Module, chunk_elements: int = 64) -> tuple[ModelTensors, FragmentLayout]:
-    """The tensors of a model, and what of it is trained."""
+    """The tensors of a model, and the layout of its trained part."""
     tensors = ModelTensors.of_module(made)
     return tensors, layouts(tensors, chunk_elements)[0]
 
@@ -83,7 +83,7 @@ def delta_of(started: nn.Module, reached: nn.Module, wire: str, chunk_elements: 
 
 
 def received(wire: FlatState, dtype: str) -> FlatState:
-    """What a peer reads from the chunks of a push: fp32 and int64 vectors."""
+    """The fp32 and int64 vectors that a peer decodes from a push."""
     state = FlatState.empty(wire.layout)
     for vector in state.vectors.values():
         vector.fill_(-99)
@@ -341,7 +341,7 @@ def test_blend_with_an_anchor_never_lowers_a_counter_below_the_new_value() -> No
 
 
 def single(tensor: Tensor) -> tuple[ModelTensors, FragmentLayout]:
-    """A model that is one tensor."""
+    """A model of one tensor."""
     name = str(tensor.dtype).removeprefix("torch.")
     manifest = Manifest((TensorEntry("w", tuple(tensor.shape), name, Kind.TRAINABLE),))
     tensors = ModelTensors.of_state(manifest, {"w": tensor})

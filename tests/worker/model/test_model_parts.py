@@ -13,7 +13,7 @@ from diloco_worker.model.wrappers import ModelParts
 
 
 class Model(nn.Module):
-    """Layers by name, as those that pipelines cut; each stage keeps a table of its own."""
+    """Layers by name, as in pipelines; each stage has its own table."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 def stages(whole: Model) -> list[nn.Module]:
-    """What a pipeline leaves of each copy: some of the layers, under the names of the whole."""
+    """The stages of a pipeline: some of the layers each, under the names of the complete model."""
     first, second = nn.Module(), nn.Module()
     first.embedding = whole.embedding
     first.layers = nn.ModuleDict({"0": whole.layers["0"]})

@@ -1,6 +1,6 @@
-"""Where a worker's vectors lie, and that nothing of a run depends on it.
+"""The placement of a worker's vectors, which changes no bit of a run.
 
-A second device is made up for it (`kit.other_device`); `gpu/test_cuda` tries a real one.
+Uses a simulated second device (`kit.other_device`); `gpu/test_cuda` uses a real one.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ Deltas = list[tuple[list[bytes], float]]  # the bytes of their chunks, and their
 
 
 def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
-    """Three, each with the residual of the last; the second is dropped and counts in part."""
+    """Three deltas, each with the residual of the last; the second is dropped and counts in part."""
     tensors = ModelTensors.of_module(model)
     config = run_config(sync_every=4, num_fragments=1, chunk_elements=1000)
     part = cut(tensors.manifest, config, ()).fragments[0]
@@ -105,7 +105,7 @@ def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
     found = []
     for number in range(3):
         base = tensors.capture(part)
-        base.vectors[Segment.PARAMETERS].mul_(1.001)  # finer than a model in bf16 holds it
+        base.vectors[Segment.PARAMETERS].mul_(1.001)  # finer than bf16
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.add_(0.037 * (number + 1) if tensor.is_floating_point() else 2)
@@ -115,7 +115,7 @@ def deltas(wire: str, model: nn.Module, base_on: torch.device) -> Deltas:
         chunks = range(part.chunks)
         OtherDevice.to_host, before = 0, OtherDevice.to_host
         found.append(([bytes(flat.chunk(index)) for index in chunks], delta.norm))
-        assert not OtherDevice.to_host, "the I/O thread leaves the device alone"
+        assert not OtherDevice.to_host, "the I/O thread reads nothing from the device"
         OtherDevice.to_host = before
         if number == 1:
             feedback.drop(number, flat, {0, 2})
@@ -151,7 +151,7 @@ def test_delta_of_a_model_on_a_device_has_the_bytes_of_one_on_the_host(
 def test_only_sent_bytes_are_copied_from_a_device_to_the_host(
     wire: str, bytes_each: float, other_device: OtherDevice
 ) -> None:
-    """And a number for each tensor, and for each chunk with a residual: is it finite?"""
+    """Besides, a number for each tensor, and for each chunk with a residual: whether it is finite."""
     torch.manual_seed(0)
     model = nn.Linear(256, 400, bias=False).to(THERE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -198,7 +198,7 @@ def test_run_is_the_same_for_any_placement(
 def test_checkpoint_of_a_worker_is_on_the_host(
     other_device: OtherDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that goes on without the second device can load it, and has the same parameters."""
+    """A script that resumes without the second device can load it, with the same parameters."""
     each = an_mlp(0)
     config = make_config(workers=1, sync_every=2, wire_dtype="int8")
     with Broker(config) as broker:

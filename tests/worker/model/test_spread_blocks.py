@@ -1,4 +1,4 @@
-"""Blocks of tensors that processes have, and who owns which chunk: pure, for shapes of any kind."""
+"""Blocks of tensors in processes, and the owners of chunks: pure, for arbitrary shapes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_elements_of_a_range_are_a_range_of_the_block(block: Block, data: st.Dat
 
 
 def halves(rows: int, columns: int, count: int) -> list[Block | None]:
-    """Rows dealt as FSDP2 does, the last processes with less or nothing."""
+    """Rows sharded as by FSDP2: the last processes have fewer or none."""
     each = -(-rows // count)
     starts = [min(rank * each, rows) for rank in range(count)]
     return [
@@ -68,7 +68,7 @@ def copies(shape: tuple[int, ...], count: int) -> list[Block | None]:
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelLayout, dict[str, list[Block | None]], int]:
-    """Tensors that are dealt by rows, copied, or in one process alone."""
+    """Tensors that are sharded by rows, copied, or in one process alone."""
     count = draw(st.integers(1, 5))
     entries, held = [], {}
     for number in range(draw(st.integers(1, 6))):

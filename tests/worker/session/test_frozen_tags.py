@@ -1,4 +1,4 @@
-"""Frozen parameters: a worker asks for them as one that has them, and gets them where it has not."""
+"""Frozen parameters: a worker requests them as held, and receives them where they differ."""
 
 from __future__ import annotations
 

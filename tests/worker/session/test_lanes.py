@@ -1,4 +1,4 @@
-"""The session of a worker of several processes: what it lets the others send, and what they bring it."""
+"""The session of a worker of several processes: the chunks that the others send and receive."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_version_is_complete_when_every_process_has_its_chunks(ready: Desk) -> N
 
 
 def test_chunks_of_an_older_version_after_a_newer_one_are_dropped(ready: Desk) -> None:
-    """Each lane is in order by itself; one may be behind the others."""
+    """Each lane is in order; one may lag behind the others."""
     ready.happens(Offer(gradient()))
     ready.hears(Chunk(0, 0, version=version(2)))
     assert ready.all(BeginVersion)
@@ -116,7 +116,7 @@ def test_restored_broker_is_believed_on_a_new_connection(ready: Desk) -> None:
     ready.hears(Chunk(0, 0, version=version(5)))
     ready.breaks().is_welcomed(version(1))
     ready.hears(Chunk(0, 0, version=version(2)))
-    assert ready.all(BeginVersion), "on a connection versions rise; this is another one"
+    assert ready.all(BeginVersion), "versions only rise on one connection; this is another"
 
 
 def test_each_lane_has_its_own_credit(ready: Desk) -> None:
@@ -128,7 +128,7 @@ def test_each_lane_has_its_own_credit(ready: Desk) -> None:
     ready.hears(Ack(77, 0, (0,), credit=1, lane=1))
     assert [(e.index, e.lane) for e in ready.all(SendChunk)] == [(4, 0), (7, 1)]
     ready.hears(Ack(77, 0, (2, 3, 4, 5, 7)))
-    assert ready.sent(Commit), "the last chunk of every lane is on its way"
+    assert ready.sent(Commit), "the last chunk of every lane was sent"
 
 
 def test_push_that_is_offered_again_asks_each_lane_for_what_is_missing(ready: Desk) -> None:

@@ -1,4 +1,4 @@
-"""Requests for units say what has counted to a broker that may not know of it, and else nothing."""
+"""Requests for units name counted lots only to a broker that may not know them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def a_pair(**options: object) -> tuple[UnitWorker, UnitWorker]:
 
 
 def pushes_told(worker: UnitWorker) -> list[list[int]]:
-    """By request, the pushes of the lots in it."""
+    """By request, the pushes of its lots."""
     return [[push for lot in take.lots for push in lot.pushes] for take in worker.asked]
 
 
@@ -47,7 +47,7 @@ def test_repeated_request_names_counted_lots_again() -> None:
     a, b = a_pair(save_dir="run")
     a_unit_round([a, b], 1)
     later = a.stage.restarted(a.stage.checkpoints[-1])
-    a.comes_to(later, pulls=False, holds_versions=True)  # no parameters before b is back
+    a.comes_to(later, pulls=False, holds_versions=True)  # no parameters until b rejoins
     told = len(a.asked)
     assert pushes_told(a)[-1] == [1]
     b.comes_to(later, pulls=False, holds_versions=True)
@@ -98,5 +98,5 @@ def test_adopted_version_with_the_push_in_flight_is_reported_to_the_broker() -> 
         worker.is_back()
     assert list(a.in_flight) == []
     a.takes(1)
-    assert pushes_told(a)[told:] == [[1], [1, 11], []], "put off, news, and as always"
+    assert pushes_told(a)[told:] == [[1], [1, 11], []], "retried, with counted lots, and without"
     assert later.state.data.sets[NAME].counted == 12

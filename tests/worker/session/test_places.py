@@ -1,4 +1,4 @@
-"""A worker that was given several addresses: which it tries, when it goes on, where it stays."""
+"""A worker with several addresses: which it tries, when it moves on, where it stays."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def made() -> Desk:
 
 
 def opened(made: Desk) -> list[int]:
-    """Where it has just opened connections."""
+    """The address where it has just opened connections."""
     return [effect.place for effect in made.all(Open)]
 
 
 def turns_to(made: Desk) -> list[int]:
-    """Where it opens connections at once, and no later."""
+    """The address where it opens connections at once, not later."""
     assert made.all(Close)
     made.passes(0.0)
     return opened(made)

@@ -1,4 +1,4 @@
-"""The worker's state machine, with a clock of our own and no socket."""
+"""The worker's state machine, with a simulated clock and no socket."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_incompatible_run_is_refused_with_a_sentence(
     (refusal,) = made.all(JoinRefused)
     assert words in refusal.text
     assert refusal.final
-    assert made.sent(Leave), "the broker would wait for a worker that is not coming"
+    assert made.sent(Leave), "else the broker would wait for this worker"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_unanswered_heartbeats_break_the_connection(ready: Desk) -> None:
     assert 30 <= ready.now - heard < 40
 
 
-# Asking, leaving.
+# Requests, leaving.
 
 
 def test_leaving_notifies_the_broker_and_ends_the_session(ready: Desk) -> None:
@@ -386,7 +386,7 @@ def test_observer_pulls_with_credit_and_without_joining() -> None:
     assert all(credit.session is None for credit in observer.sent(Credit))
 
 
-# Branches.
+# Lost rounds.
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_worker_says_that_the_broker_goes_on_from_another_branch(
         assert f"{version(4)}, and the broker goes on from {theirs}" in say.text
 
 
-# A broker that says what none says.
+# A broker that misbehaves.
 
 
 def uploading() -> Desk:

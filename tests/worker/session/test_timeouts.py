@@ -23,7 +23,7 @@ from kit.whole_run import make_config, run, trainees
 
 
 def lives_on(made: Desk, seconds: float) -> bool:
-    """The control connection is heard of all the time. Returns whether the connections were closed."""
+    """Let the control connection receive messages. Returns whether the connections were closed."""
     for _ in range(int(seconds / 5)):
         made.hears(Notice("alive", ""))
         made.passes(5)
@@ -44,7 +44,7 @@ def test_each_acknowledgement_is_a_sign_of_life(ready: Desk) -> None:
         assert lives_on(ready, BULK_PATIENCE_S - 5)
         ready.hears(Ack(77, 0, (index,)))
     ready.hears(Ack(77, 0, (CHUNKS - 1,)))
-    assert lives_on(ready, 10 * BULK_PATIENCE_S), "the round takes as long as it takes"
+    assert lives_on(ready, 10 * BULK_PATIENCE_S), "a round may take long"
 
 
 def test_waiting_pushes_and_unreleased_versions_do_not_time_out(
@@ -72,14 +72,14 @@ def test_chunks_of_a_released_version_must_come(ready: Desk) -> None:
 
 
 def test_patience_grows_until_data_arrives(ready: Desk) -> None:
-    """A link that needs a minute for a chunk gets there at last."""
+    """A link that needs a minute for a chunk succeeds in the end."""
     patience = BULK_PATIENCE_S
     sends(ready)
     for _ in range(8):
         assert lives_on(ready, patience - 5)
         assert not lives_on(ready, 10)
         (push,) = ready.breaks().is_welcomed(version(0)).sent(Push)
-        assert push.push_id == 77, "and the push goes on"
+        assert push.push_id == 77, "and the push continues"
         ready.hears(Grant(77, 0, Standing.RESUME, b"\0\0", credit=4))
         patience = min(2 * patience, LONGEST_BULK_PATIENCE_S)
     ready.hears(Ack(77, 0, (0,)))
@@ -92,7 +92,7 @@ def test_patience_grows_until_data_arrives(ready: Desk) -> None:
 def test_run_continues_after_a_data_connection_was_forgotten(
     up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From some chunk on all of that connection's bytes are swallowed; nothing is closed."""
+    """From some chunk on all bytes of that connection are dropped; nothing is closed."""
     monkeypatch.setattr("diloco_worker.session.connection.BULK_PATIENCE_S", 0.5)
     steps = 6
     outcomes = []
@@ -122,4 +122,4 @@ def test_describing_a_model_may_take_as_long_as_a_slow_link_needs() -> None:
     assert made.all(Close)
     made.breaks()
     made.passes(JOIN_PATIENCE_S)
-    assert made.all(Close), "the next join is answered at once, or not at all"
+    assert made.all(Close), "the next join has the usual time limit"

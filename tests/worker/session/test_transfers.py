@@ -1,4 +1,4 @@
-"""What the worker's session does with pushes, donations and pulls: a fake clock, no socket."""
+"""The session's handling of pushes, seeding and pulls: a simulated clock, no socket."""
 
 from __future__ import annotations
 
@@ -251,12 +251,12 @@ def test_invalid_command_raises_and_changes_nothing(ready: Desk, event: Event) -
     assert after == before
 
 
-# Donating.
+# Seeding.
 
 
 @pytest.fixture
 def asked(fresh: Desk) -> Desk:
-    """It has joined a run without parameters and was asked for its own."""
+    """It has joined a run without parameters, and the broker asks for its own."""
     fresh.connects().is_welcomed()
     fresh.hears(Notice("donate", fragment=0))
     return fresh
@@ -268,14 +268,14 @@ def donation(made: Desk) -> Push:
 
 
 def test_seeding_push_is_offered_before_the_model_is_copied(asked: Desk) -> None:
-    """To copy a large model takes longer than the broker waits for an offer."""
+    """Copying a large model takes longer than the broker waits for an offer."""
     push = donation(asked)
     assert (push.purpose, push.base, push.wire_dtype) == (Purpose.DONATION, None, "fp32")
     assert asked.effects[-2:] == [Send(push), PrepareDonation(push.push_id, 0)]
     asked.hears(Grant(push.push_id, 0, Standing.NEW, credit=4))
     assert not asked.chunks_sent
     asked.passes(10.0)
-    assert [beat.uploading for beat in asked.all(Beat)] == [True], "it is at it, and says so"
+    assert [beat.uploading for beat in asked.all(Beat)] == [True], "heartbeats say that it uploads"
     asked.happens(Prepared(push.push_id))
     assert asked.chunks_sent == [0, 1, 2, 3]
 
@@ -308,7 +308,7 @@ def test_seeding_push_ends_with_its_connection(asked: Desk) -> None:
 
 
 def donates_again(made: Desk) -> Push:
-    """Its connection breaks, and the broker asks for what it holds."""
+    """Its connection breaks, and the broker asks for the held version."""
     made.breaks().is_welcomed()
     made.hears(Notice("donate", fragment=0))
     return donation(made)
@@ -320,7 +320,7 @@ def test_held_version_seeds_with_its_ledger_under_one_push_id(ready: Desk) -> No
     ready.holds(version(4), whole(5))
     other = donates_again(ready)
     assert (other.base, other.ledger) == (version(4), whole(5))
-    assert other.push_id != push.push_id, "other values are another donation"
+    assert other.push_id != push.push_id, "other values are another push"
 
 
 def test_seeding_push_and_pseudo_gradient_are_in_flight_together(offered: Desk) -> None:
@@ -371,7 +371,7 @@ def test_credit_is_returned_in_batches_and_each_chunk_stored_once(
 def test_released_may_precede_chunks_and_survives_those_of_an_older_version(
     fresh: Desk, released_first: bool
 ) -> None:
-    """They were under way on the other connection when this reader was moved to the newer version."""
+    """They were in flight on the other connection when this reader was moved to the newer version."""
     fresh.connects().is_welcomed(version(3))
     released, older = Released(0, version(4), Ledger()), Chunk(0, 0, version=version(3))
     fresh.hears(*((released, older) if released_first else (older, released)))
@@ -385,7 +385,7 @@ def test_chunks_of_another_version_restart_the_assembly(fresh: Desk) -> None:
     fresh.hears(Released(0, version(4), Ledger()))
     fresh.hears(Chunk(0, CHUNKS - 1, version=version(4)))
     assert fresh.effects[-2:] == [BeginVersion(0, version(4)), StoreChunk(0, CHUNKS - 1)]
-    assert not fresh.all(Deliver), "nine chunks of version 3 and one of version 4 are no version"
+    assert not fresh.all(Deliver), "chunks of two versions are not a version"
     fresh.receives(version(4))
     assert fresh.all(Deliver)[0].released.version == version(4)
 
@@ -419,7 +419,7 @@ def test_nonexistent_chunk_is_logged(fresh: Desk, chunk: Chunk) -> None:
     [
         (0, [version(6)], [(0, -1)]),
         (0, [version(6), version(6, tag=99)], [(0, -1)]),  # frozen parameters come once
-        (6, [version(2)], []),  # it is behind, and may ask for what is held
+        (6, [version(2)], []),  # it is behind, and may request the held one
     ],
 )
 def test_newer_version_is_requested_after_a_reconnect(
@@ -503,10 +503,10 @@ def test_requesting_the_newest_version_costs_no_chunk_when_it_is_held(ready: Des
 
 def test_newest_is_delivered_even_if_chunks_of_the_next_are_in_flight(offered: Desk) -> None:
     offered.happens(RequestVersion(0))
-    offered.hears(Chunk(0, 0, version=version(1)))  # was on its way when we asked
+    offered.hears(Chunk(0, 0, version=version(1)))  # sent before our request
     offered.hears(Released(0, version(0), Ledger()))
     assert [deliver.unchanged for deliver in offered.all(Deliver)] == [True]
-    assert [pull.after for pull in offered.sent(Pull)] == [0], "the push is still waited for"
+    assert [pull.after for pull in offered.sent(Pull)] == [0], "the push is still pending"
 
 
 def test_requested_version_is_delivered_although_it_lacks_the_push(offered: Desk) -> None:
@@ -543,7 +543,7 @@ def test_version_of_differences_is_delivered_once_all_checksums_match(
 def test_mismatched_copy_is_fetched_complete_once(
     ready: Desk,
 ) -> None:
-    """A worker of several processes hears of each chunk that was on its way to them."""
+    """A worker of several processes hears of each chunk that was in flight to them."""
     ready.session.downloads.set_reply("int8")
     ready.happens(Offer(gradient()))
     ready.happens(Spoilt(0))
@@ -555,6 +555,6 @@ def test_mismatched_copy_is_fetched_complete_once(
     assert not ready.sent(Pull) and not ready.all(Say)
     ready.hears(*[Chunk(0, index, version=version(1)) for index in range(1, CHUNKS)])
     ready.hears(Released(0, version(1), Ledger({"me": (Counted(77),)})))
-    assert ready.all(Deliver), "what had come of the whole is not forgotten"
+    assert ready.all(Deliver), "chunks of the complete version are kept"
     ready.happens(Spoilt(0))
-    assert ready.all(Say), "what came whole is trusted, and may be doubted again"
+    assert ready.all(Say), "a complete version is trusted, and may be doubted again"

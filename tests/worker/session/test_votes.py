@@ -1,4 +1,4 @@
-"""After a vote for a root broker a worker has none for a standby for a while, and vice versa."""
+"""After a vote for a root broker a worker refuses standbys for a while, and vice versa."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ L = 3.0
 
 
 def asked(votes: Votes, what: str, now: float) -> list[int]:
-    """The nonces that it returns."""
+    """The nonces of its votes."""
     sent = list(votes.asked(Notice(what, nonce=5, seconds=L), b"s", now))
     found = []
     for effect in sent:

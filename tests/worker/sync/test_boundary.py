@@ -1,4 +1,4 @@
-"""What is decided after each optimizer step: freezing, waiting, merging, leaving, going on again."""
+"""The decisions after each optimizer step: freezing, waiting, merging, leaving, resuming."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_work_since_the_last_freeze_goes_with_the_push() -> None:
     assert training.said.count(warning) == 1
 
 
-# What ends the waiting.
+# Ends of a wait.
 
 REASONS: list[tuple[dict[str, Any], str]] = [
     ({"asked_to_stop": "SIGTERM asks this process to end"}, "SIGTERM asks this process to end"),
@@ -116,7 +116,7 @@ REASONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "reason"), REASONS)
 def test_training_continues_with_the_delta_in_flight(changes: dict[str, Any], reason: str) -> None:
     training = at_the_boundary().changes(reconnections=3)
-    assert training.waits(), "so often the connection may break"
+    assert training.waits(), "the connection may break this often"
     training.forget()
     training.changes(**changes)
     assert not training.waits()
@@ -133,7 +133,7 @@ def test_wait_polls_again_when_silence_would_end_it() -> None:
     assert seconds == 15.0
 
 
-# Training goes on behind a freeze.
+# Training continues after a freeze.
 
 
 def test_reply_is_merged_at_its_apply_point() -> None:
@@ -180,7 +180,7 @@ def test_dropped_delta_is_removed_and_a_late_worker_moves_on(
     training.is_granted(push, 0).is_refused(push, code)
     assert not training.waits()
     assert training.outcomes == ["rejected"]
-    assert training.state.schedule.cursor == next_round, "any round but a closed one wants the push"
+    assert training.state.schedule.cursor == next_round, "any round but a closed one needs the push"
     assert len(training.all(RequestVersion)) == requests
     (ended,) = training.ended
     assert (ended.version, ended.why) == (None, code)
@@ -191,7 +191,7 @@ def test_dropped_delta_is_removed_and_a_late_worker_moves_on(
 def test_quantized_pushes_rejected_in_a_row_are_kept_up_to_two_fragments(
     may_count: list[int] | None, kept: int
 ) -> None:
-    """No version comes meanwhile in which they could be looked for. The oldest are given up first."""
+    """No version arrives meanwhile to search for them. The oldest are given up first."""
     training, told = trainer(wire_dtype="int4"), None
     if may_count is not None:
         told = Bitmap(2)
@@ -202,7 +202,7 @@ def test_quantized_pushes_rejected_in_a_row_are_kept_up_to_two_fragments(
         training.is_refused(training.pushes[-1], "non_finite", counted=told)
     last = [push.push_id for push in training.pushes][6 - kept :]
     assert dropped(training) == last
-    for counter in (1, 2):  # the first may have been there before the round that they were in
+    for counter in (1, 2):  # the first may precede their round
         assert dropped(training) == last
         training.steps(H).receives(counter, counted=training.pushes[-1])
     assert dropped(training) == []
@@ -213,7 +213,7 @@ def test_quantized_pushes_rejected_in_a_row_are_kept_up_to_two_fragments(
 
 
 def dropped(training: Trainer) -> list[int]:
-    """The pushes that a checkpoint says are still looked for."""
+    """The dropped pushes in a checkpoint that are not settled."""
     (base,) = training.state.training_bases(training.totals)
     return [each.push_id for each in base.dropped]
 
@@ -237,7 +237,7 @@ def test_superseding_version_ends_the_push_in_flight() -> None:
     assert training.ended[0].why == "superseded"
 
 
-# What is broken off.
+# Interrupted boundaries.
 
 
 def test_failed_removal_of_non_finite_steps_is_retried_after_the_next_step() -> None:
@@ -267,7 +267,7 @@ def test_interrupted_boundary_is_completed_once_after_the_next_step(where: str) 
     assert training.outcomes == ["counted"]
 
 
-# What the script asks for.
+# Calls of the script.
 
 
 def test_forced_synchronisation_pushes_every_fragment_and_begins_a_new_cycle() -> None:
@@ -279,7 +279,7 @@ def test_forced_synchronisation_pushes_every_fragment_and_begins_a_new_cycle() -
     assert training.result is True
     assert [push.fragment for push in training.pushes] == [0, 1]
     assert not training.steps(1).waits()
-    assert training.steps(1).waits(), "the cycle begins anew: H / P steps to its first slot"
+    assert training.steps(1).waits(), "a new cycle: H / P steps to its first slot"
     refused = trainer().steps(1).does(boundary.force)
     assert refused.is_refused(refused.pushes[0], "bad_push").result is False
 
@@ -317,7 +317,7 @@ def test_leaving_worker_waits_for_its_push_and_leaves_the_model_alone() -> None:
     assert training.outcomes == []
     assert training.metrics.pushes == 1
     (base,) = training.state.training_bases(Work())
-    assert (base.version, base.in_flight) == (version(0), push), "a checkpoint goes on from here"
+    assert (base.version, base.in_flight) == (version(0), push), "a checkpoint resumes from here"
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_interrupted_process_waits_only_for_its_upload(where: str) -> None:
     assert not training.waits()
 
 
-# Going on from a checkpoint.
+# Resuming from a checkpoint.
 
 
 def resumed(known: Ledger, in_flight: InFlight | None, *, arrives: dict[str, Any]) -> Trainer:
@@ -370,7 +370,7 @@ def test_resumed_worker_keeps_its_place_and_offers_its_push() -> None:
     assert not training.offered[0].is_new
     assert "step 6, 2 steps into the cycle" in training.said
     training.steps(2)
-    assert training.waits(), "its boundary is where it was"
+    assert training.waits(), "its boundary is at the same step"
 
 
 def test_resumed_worker_adopts_what_an_earlier_incarnation_pushed() -> None:

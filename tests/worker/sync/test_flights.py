@@ -1,4 +1,4 @@
-"""Deltas in flight: when each is waited for, which H is in use, and what is said of them.
+"""Deltas in flight: when each is waited for, which H is in use, and the log.
 
 With H = 12 and P = 3 fragment 0 has its slot after step 4; with H = 6, after step 2.
 """
@@ -103,10 +103,10 @@ def test_welcome_moves_the_cursor_past_pushes_in_flight(
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_deferred_push_is_not_awaited_before_its_round(delay: int) -> None:
-    """In its late round it has the delay of one that was frozen there."""
+    """In its later round it has the delay of a push frozen there."""
     training = streaming(fragment_sync_delay=delay).steps(2)
     (push,) = training.pushes
-    training.is_put_off(push, 3)  # rounds 1 and 2 still want pushes of this worker
+    training.is_put_off(push, 3)  # rounds 1 and 2 still need pushes of this worker
     for fragment in (1, 2):
         training.steps(2)
         other = training.pushes[-1]
@@ -128,7 +128,7 @@ def test_notice_of_a_deferred_push_ends_the_wait() -> None:
     assert training.waits()
     training.is_carried(0, 3)
     assert not training.waits()
-    assert "trouble" not in training.calls, "a matter of course"
+    assert "trouble" not in training.calls, "it is expected"
 
 
 def test_version_made_meanwhile_moves_the_turn_past_its_round() -> None:
@@ -187,7 +187,7 @@ def test_h_is_the_workers_own_or_the_brokers_for_it_or_the_runs(
         cycles.append(training.step - began)
         training.receives(counter, counted=training.pushes[-1])
     at_first = min(own.get("sync_every", H), H) if worked_out else used
-    assert cycles == [at_first, used], "a cycle goes on as it began"
+    assert cycles == [at_first, used], "a cycle keeps its H"
 
 
 def test_own_h_gives_way_to_a_smaller_one_of_the_run() -> None:
@@ -202,7 +202,7 @@ def test_own_wire_dtype_is_that_of_the_pushes() -> None:
     assert push.wire_dtype == "bf16"
 
 
-# What is said.
+# The log.
 
 
 def test_staleness_is_the_brokers_or_is_computed() -> None:
@@ -224,7 +224,7 @@ def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> Non
     assert "is uploaded" not in training.said
 
 
-# The line for pushes that have counted, and the warning where nothing is learnt.
+# The line for counted pushes, and the warning about deltas of zeros.
 
 
 def a_push(push_id: int, steps: int) -> Push:
@@ -249,7 +249,7 @@ def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
     assert "version 9 (round 8)" in lines[1]
     assert lines[1].endswith("waited 8.0 s; and 7 more since the last line.")
     assert "version 30" in str(told.line(130.0, at_once=True))
-    assert told.line(140.0, at_once=True) is None, "nothing is said twice"
+    assert told.line(140.0, at_once=True) is None, "nothing is logged twice"
 
 
 def test_fragment_with_zero_deltas_is_named_until_it_moves() -> None:

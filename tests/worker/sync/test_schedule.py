@@ -86,7 +86,7 @@ def test_more_fragments_than_steps_are_refused() -> None:
 
 
 def after(story: str, fragments: int = 3, *, common: bool = True) -> RoundSchedule:
-    """What has happened, in calls with their arguments: "push, granted 0 wait 3, dropped 0 late"."""
+    """A schedule after these calls with their arguments: "push, granted 0 wait 3, dropped 0 late"."""
     turns = RoundSchedule(2 * fragments, fragments, common=common)
     for step in story.split(", "):
         call, *words = step.split()
@@ -126,7 +126,8 @@ def test_second_delta_of_a_fragment_in_flight_is_not_pushed() -> None:
         (3, "push, carried 0 3", 1),
         (3, "push, carried 0 3, push, push, granted 1 new 1, skip, merged 0, merged 1", 4),
         (3, "push, push, push, granted 0 wait 6, skip", 4),  # over without this worker
-        # Landed before its round was named: an earlier one may have taken it, and this one want a push.
+        # Merged before its round was named: an earlier one may have counted it, and this one need a
+        # push.
         (3, "welcomed 5, push, push, merged 2", 5),
         # No round is given back that a version has shown to be over.
         (3, "push, push, made 0, merged 0", 2),
@@ -139,11 +140,11 @@ def test_second_delta_of_a_fragment_in_flight_is_not_pushed() -> None:
         # On a version from before round 1: too late for that one, in time for round 4.
         (3, "welcomed 4, push, dropped 1 late", 4),
         (3, "welcomed 4, push, dropped 1 late, made 4", 5),
-        # A version tells that the rounds up to its own are over.
+        # A version shows that the rounds up to its own are over.
         (3, "push, made 0", 1),
         (3, "push, made 0, made 7", 8),
         (3, "push, made 0, made 7, made 3", 8),
-        # A welcome takes what is in flight for the rounds that are expected, until it is known better.
+        # After a welcome pushes in flight are assumed in the expected rounds, until the broker answers.
         (4, "push, welcomed 4", 5),
         (4, "push, welcomed 4, granted 0 counted -", 4),
         (4, "push, welcomed 4, granted 0 resume 0", 4),
@@ -173,7 +174,7 @@ def test_cursor_passes_no_round_that_may_still_need_this_worker(
         (4, "push, push, push, welcomed 4", TurnState.FREE),
         (4, "push, welcomed 4, granted 0 counted -", TurnState.BUSY),
         (4, "push, welcomed 4, granted 0 counted -, merged 0", TurnState.FREE),
-        # What has ended is in no round after the welcome, whichever it was named for.
+        # An ended push is in no round after the welcome, whichever was named.
         (4, "push, granted 0 wait 8, welcomed 4 over 0", TurnState.BUSY),
         (4, "push, welcomed 4 over 0, merged 0", TurnState.FREE),
     ],
@@ -187,7 +188,7 @@ def test_turn_is_the_state_of_the_fragment_at_the_cursor(
 @pytest.mark.parametrize(
     ("fragments", "story", "waits_for"),
     [
-        (3, "push, push, granted 0 wait 3", {1}),  # rounds 0 and 1, and then one beyond the cursor
+        (3, "push, push, granted 0 wait 3", {1}),  # rounds 0 and 1, then one beyond the cursor
         (3, "push, push, granted 0 wait 3, push", {0, 1, 2}),  # a push in each round before it
         (3, "push, push, dropped 0", set()),  # round 1 waits for our round 0
         (3, "push, push, granted 0 new 0, dropped 0", set()),
@@ -231,7 +232,7 @@ def test_asynchronous_worker_waits_for_every_push_and_keeps_its_order() -> None:
     assert (turns.cursor, turns.may_wait(1)) == (2, True)
     resumed = after("welcomed 6", fragments=2, common=False)
     resumed.resume(SchedulePlace(4, 0, 1), 0, 0, [])
-    assert resumed.push() == 1, "whatever others have pushed"
+    assert resumed.push() == 1, "regardless of other workers' pushes"
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=60))

@@ -1,4 +1,4 @@
-"""Where a broker is, by a clock that is only told."""
+"""The addresses of a broker, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_file_is_awaited_and_followed(tmp_path: Path) -> None:
     assert found.look(6.0)
     now: list[str | None] = [found.address, found.problem]
     assert now == ["tcp://h:1", None]
-    assert not found.look(7.0), "it is where it was"
+    assert not found.look(7.0), "unchanged"
     file.write_text("tcp://h:2")
     assert found.look(8.0)
 
@@ -66,7 +66,7 @@ def test_last_address_stays_while_the_file_has_none(tmp_path: Path) -> None:
 
 
 def looks_until(found: BrokerAddress, is_done: Callable[[], bool]) -> int:
-    """How often it looked, with the times that it asks for."""
+    """How often it polled, with the times that it asks for."""
     looks = 0
     deadline = time.monotonic() + 10.0
     while not is_done():
@@ -95,7 +95,7 @@ def test_slow_function_is_called_repeatedly_in_its_thread() -> None:
     assert found.problem == "server() has not answered yet"
     assert found.next_look() == ANSWER_S, "it does not wait for the function"
     found.look(0.1)
-    assert not asked.acquire(blocking=False), "nor ask it twice at a time"
+    assert not asked.acquire(blocking=False), "nor call it twice at a time"
     answers.release()
     looks_until(found, lambda: found.address == "tcp://h:1")
     answers.release()

@@ -1,4 +1,4 @@
-"""The link of a rank that does not lead, between a real leader and a scripted broker."""
+"""The link of a rank other than the leader, between a real leader and a scripted broker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERSION = VersionId("run", 1, 7)
 
 
 class Scene:
-    """A leader, one other process's thread, and the broker that this is connected to."""
+    """A leader, the thread of another process, and the broker that it is connected to."""
 
     def __init__(self) -> None:
         layout = lay_out(
@@ -59,7 +59,7 @@ class Scene:
         self.link.start()
 
     def opens(self, reply: str, address: str = "", shortcut: str = "") -> bytes:
-        """The broker's route to the new connection."""
+        """Open a connection; the broker's route to it."""
         self.followers.open(
             address or self.address, (Lane(b"session", 1, (b"\x0f",)),), reply, shortcut
         )
@@ -115,7 +115,7 @@ def scene() -> Iterator[Scene]:
 def test_connection_with_a_malformed_message_is_reopened(
     scene: Scene, index: int, size: int, why: str
 ) -> None:
-    """All that came behind it is void, and the thread goes on with the next connection."""
+    """All that followed it is void, and the thread goes on with the next connection."""
     route = scene.opens("fp32")
     for _ in range(3):
         scene.says(route, index, bytes(size))

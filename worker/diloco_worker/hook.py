@@ -463,7 +463,7 @@ class DiLoCoWorker:
             self._counters,
             unsynced_steps=self._ports.state.unsynced_steps if self._ports else 0,
             model_change=self._model_change,
-            last_error=self._problem,
+            last_error=self._steps.problem or self._reports.problem,
         )
         if (link := self._link) is not None:
             metrics.bytes_up += link.bytes_up
@@ -646,8 +646,3 @@ class DiLoCoWorker:
     def _model_change(self) -> str | None:
         watch = self._tensors.watch if self._tensors is not None else None
         return watch.problem if watch is not None else None
-
-    @property
-    def _problem(self) -> str | None:
-        """A misuse of this worker by the script, a sentence."""
-        return self._steps.problem or self._reports.problem

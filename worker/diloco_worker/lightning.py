@@ -93,8 +93,10 @@ class DiLoCoCallback(Callback):
                 "The checkpoint has no state of this worker; it begins with the run's parameters."
             )
         self.diloco, self._loaded = worker, {}
-        if resolve(self._given).handle_signals is not False:
-            self._take_sigterm()
+        is_main = threading.current_thread() is threading.main_thread()
+        if resolve(self._given).handle_signals is not False and is_main:
+            # For the worker: Lightning's handler would not end a wait for a round.
+            self._theirs = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             worker.start()
         except BaseException:
@@ -173,26 +175,17 @@ class DiLoCoCallback(Callback):
         if given is self._ordered:
             return
         self._ordered = given
-        loaders = [each for each in _flat(given) if not hasattr(each, "state_dict")]
+        flat = CombinedLoader(given).flattened  # of one loader, or several in lists and dicts
+        loaders = [each for each in flat if not hasattr(each, "state_dict")]
         is_changed = give_own_order(loaders, lambda: worker.shard)
         # Processes of a loader have prefetched batches in the old order.
         if is_changed and any(getattr(each, "num_workers", 0) for each in loaders):
             iter(trainer.fit_loop._data_fetcher)
 
-    def _take_sigterm(self) -> None:
-        """Let the worker have the signal: Lightning's handler would not end a wait for a round."""
-        if threading.current_thread() is threading.main_thread():
-            self._theirs = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
     def _give_sigterm_back(self) -> None:
         if self._theirs is not None:
             signal.signal(signal.SIGTERM, self._theirs)
             self._theirs = None
-
-
-def _flat(loaders: Any) -> list[Any]:
-    """The loaders of a Trainer: one, or several in lists and dicts."""
-    return list(CombinedLoader(loaders).flattened)
 
 
 def _save(trainer: Trainer, worker: DiLoCoWorker) -> None:

@@ -315,7 +315,11 @@ def _resumption(plains: Sequence[Any], tensors: ModelTensors) -> Resumption:
             f"The worker's state has format {first['format']!r}, this release reads {FORMAT}; resume "
             "with the release that wrote it."
         )
-    clauses = differences(tensors.manifest, _manifest(first["model"]))
+    entries = (
+        TensorEntry(name, tuple(shape), dtype, Kind(kind), tuple(aliases))
+        for name, shape, dtype, kind, aliases in first["model"]
+    )
+    clauses = differences(tensors.manifest, Manifest(tuple(entries)))
     if clauses:
         raise UsageError(
             f"The worker's state is of another model than this one: {summarise(clauses)}."
@@ -439,12 +443,3 @@ def _vectors(share: FragmentLayout, given: Vectors, dtype: str) -> dict[Segment,
             )
         found[segment] = vector.detach().cpu().contiguous()
     return found
-
-
-def _manifest(plain: Sequence[Any]) -> Manifest:
-    return Manifest(
-        tuple(
-            TensorEntry(name, tuple(shape), dtype, Kind(kind), tuple(aliases))
-            for name, shape, dtype, kind, aliases in plain
-        )
-    )

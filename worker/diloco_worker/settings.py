@@ -253,7 +253,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     ours = [PREFIX + each.name.upper() for each in fields(Settings)]
     known = {*ours, *OTHER_VARIABLES, *(PREFIX + name.upper() for name in MOVED_TO_EXPECT)}
     return [
-        f"{name} is set, but is no variable of a worker{did_you_mean(name.upper(), ours)} "
+        f"{name} is set, but unknown{did_you_mean(name.upper(), ours)} "
         "worker/NAMES.md has the list."
         for name in sorted(environ.keys() - known)
         if name.startswith(PREFIX) and environ[name].strip()

@@ -33,7 +33,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_protocol.errors import UsageError
 from diloco_worker.client import DiLoCoClient
 from diloco_worker.model.spread.ranks import LOAD
 from diloco_worker.ports import PORTS, LocalPorts
@@ -118,7 +117,7 @@ class LocalRun:
         with DiLoCoClient(self.server, timeout=self._patience) as client:
             return dict(client.pull().tensors)
 
-    def train(self, function: Callable[[int], T], workers: int | None = None) -> list[T]:
+    def train(self, function: Callable[[int], T]) -> list[T]:
         """Call `function(0)`, `function(1)`, ... at the same time, each in a thread; one per worker.
 
         Each makes its model, optimizer and `DiLoCoWorker(server=run.server)`, and trains. All threads
@@ -131,10 +130,7 @@ class LocalRun:
             Exception: that of the first that failed; the run is stopped then, so the others end.
             RunStalled: no round has closed for `patience` seconds.
         """
-        count = self.broker.config.workers if workers is None else workers
-        if count < 1:
-            raise UsageError(f"workers is {count}; it must be 1 or more.")
-        futures = [_in_a_thread(function, number) for number in range(count)]
+        futures = [_in_a_thread(function, number) for number in range(self.broker.config.workers)]
         wait(futures, return_when="FIRST_EXCEPTION")
         failed = next((each for each in futures if each.done() and each.exception()), None)
         if failed is not None:

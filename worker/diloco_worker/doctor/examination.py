@@ -249,7 +249,8 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
         while (found := dealer.receive(until)) is not None:
             message, _ = found
             if isinstance(message, Error):
-                raise Found(_fault_of(message), message.text)
+                is_version = message.code == Code.PROTOCOL_VERSION.value
+                raise Found(Fault.VERSION if is_version else Fault.SILENT, message.text)
             if isinstance(message, Result) and message.request == number:
                 return feed.read_snapshot(message.data)
     except UsageError:
@@ -276,10 +277,6 @@ def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> fe
         f"{findings.server} accepts connections but does not answer; is it the control address (not "
         "the feed's), and is the broker running? Its log shows what it is doing.",
     )
-
-
-def _fault_of(error: Error) -> Fault:
-    return Fault.VERSION if error.code == Code.PROTOCOL_VERSION.value else Fault.SILENT
 
 
 def _measure(findings: Findings, dealer: Dealer, within_s: float) -> None:

@@ -101,15 +101,13 @@ def frozen_tag(tensors: ModelTensors, layout: FragmentLayout) -> int:
 
 
 def _digest(live: dict[str, Tensor], layout: FragmentLayout, span: ChunkSpan) -> bytes:
-    return digest_of(as_bytes(piece) for piece in _wire_pieces(live, layout, span))
+    """The digest of a chunk's values in wire dtype."""
 
+    def pieces() -> Iterator[memoryview]:
+        for place in layout.places:
+            start, stop = max(place.start, span.start), min(place.stop, span.stop)
+            if place.segment is span.segment and start < stop:
+                flat = live[place.entry.name][start - place.start : stop - place.start]
+                yield as_bytes(flat.to("cpu", segment_dtype(span.segment)).contiguous())
 
-def _wire_pieces(
-    live: dict[str, Tensor], layout: FragmentLayout, span: ChunkSpan
-) -> Iterator[Tensor]:
-    """The values of a chunk in wire dtype, tensor by tensor."""
-    for place in layout.places:
-        start, stop = max(place.start, span.start), min(place.stop, span.stop)
-        if place.segment is span.segment and start < stop:
-            flat = live[place.entry.name][start - place.start : stop - place.start]
-            yield flat.to("cpu", segment_dtype(span.segment)).contiguous()
+    return digest_of(pieces())

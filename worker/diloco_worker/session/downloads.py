@@ -289,13 +289,10 @@ class Downloads:
             self._at_broker += self._owed
             yield effects.Send(messages.Credit(self._owed, self._connection.live_token))
             self._owed = 0
-        yield from self._take(chunk, is_here=True)
+        yield from self.take(chunk, is_here=True)
 
-    def arrived_elsewhere(self, chunk: messages.Chunk) -> Iterator[effects.Effect]:
-        """Another process of this worker received a chunk, and returns its credit itself."""
-        yield from self._take(chunk, is_here=False)
-
-    def _take(self, chunk: messages.Chunk, *, is_here: bool) -> Iterator[effects.Effect]:
+    def take(self, chunk: messages.Chunk, *, is_here: bool) -> Iterator[effects.Effect]:
+        """Take in a received chunk; not `is_here`: another process of this worker has it."""
         download, version = self.by_fragment.get(chunk.fragment), chunk.version
         if download is not None and chunk.delta_of not in (None, download.base):
             return  # of an abandoned pull: its base is not held any more

@@ -495,7 +495,7 @@ class Session:
         self.connection.last_heard = now
         if self.connection.is_joined:
             self.connection.bulk.moved(now)
-            yield from self.downloads.arrived_elsewhere(chunk)
+            yield from self.downloads.take(chunk, is_here=False)
             yield from self._stored(chunk.fragment)
 
     def _stored(self, fragment: int) -> Iterator[Effect]:

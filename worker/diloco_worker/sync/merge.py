@@ -3,9 +3,9 @@
 `sync.boundary` decides what to do and when; here are the tensors. Training may go on while a delta is
 in flight, so up to two more copies of the fragment are kept with it, where needed:
 
-- *frozen*, the model at the freeze, for the merge "rebase": local <- new + (local - frozen); - its
-*anchor*, the model when training stopped waiting for the push: later steps are kept completely, on top
-of the merge as it would have been then.
+- *frozen*, the model at the freeze, for the merge "rebase": local <- new + (local - frozen);
+- its *anchor*, the model when training stopped waiting for the push: later steps are kept completely,
+  on top of the merge as it would have been then.
 
 For quantized deltas there is a *residual*, too (`model.feedback`), which is sent with the next. A merge
 may be interrupted: the base stays what it was until the model is complete, and the same merge resumes.

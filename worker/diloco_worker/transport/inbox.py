@@ -37,9 +37,7 @@ class Inbox:
         self.reconnections = 0
         self.retries = 0
         self.uploaded: frozenset[int] = frozenset()  # pushes of which the broker has all chunks
-        self.put_off: frozenset[int] = (
-            frozenset()
-        )  # pushes of which the broker accepts no chunk yet
+        self.put_off: frozenset[int] = frozenset()  # pushes that the broker does not accept yet
         # From the broker.
         self.feed: str | None = None  # the address of its feed
         # Index and count of this worker's share of the data, from the first welcome.

@@ -56,12 +56,6 @@ def shared_out(plain: Plain, rank: int, count: int, owners: Owners) -> Plain:
     return {**plain, "share": share}
 
 
-def by_process(plain: Plain) -> dict[str, Plain]:
-    """The same under the name of its process."""
-    share = plain["share"]
-    return {str(ProcessName(plain["worker_id"], share["rank"], share["count"])): plain}
-
-
 def states_in(saved: object) -> list[Any]:
     """The states of one or several processes in a saved value."""
     if isinstance(saved, Mapping) and saved and all(map(ProcessName.read, saved)):

@@ -27,7 +27,7 @@ from diloco_worker.model.spread.agreement import Agreement, agree
 from diloco_worker.model.spread.blocks import local
 from diloco_worker.model.spread.exchange import Exchange, Live, ProcessFailed, Values
 from diloco_worker.model.spread.ranks import VIEW, GroupBroken, Ranks
-from diloco_worker.model.spread.saved_share import by_process, part_of, shared_out
+from diloco_worker.model.spread.saved_share import ProcessName, part_of, shared_out
 from diloco_worker.model.spread.shares import Piece, owners_of, share_of, tensor_name
 from diloco_worker.model.spread.slices import Slice, slices_of
 from diloco_worker.model.wrappers import parts_of
@@ -87,7 +87,7 @@ class SpreadTensors(ModelTensors):
         """What this process saves, under its name, with what it owns and counted."""
         ranks = self.ranks
         made = shared_out({**plain, "counts": {**counts}}, ranks.rank, ranks.count, self.owners)
-        return by_process(made)
+        return {str(ProcessName(plain["worker_id"], ranks.rank, ranks.count)): made}
 
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
         """What this process owns of a fragment, as a layout of its own."""

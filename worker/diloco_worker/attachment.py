@@ -54,7 +54,7 @@ class Attachment:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # Whether the script is in the run: by this attachment, or by a worker of its own.
+        # Whether the script is in the run: by this attachment, or by its own worker.
         self.is_settled = False
         self._is_left_alone = False
         self._worker: DiLoCoWorker | None = None
@@ -254,7 +254,7 @@ def living_optimizers() -> list[Optimizer]:
 
 def _living(kind: type[T]) -> list[T]:
     gc.collect()
-    # By type: `isinstance` calls into the object, and lazy ones import what they stand for.
+    # By type: `isinstance` calls into the object, and lazy ones import their module.
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 

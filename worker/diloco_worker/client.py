@@ -442,7 +442,7 @@ class PulledModel:
         self.layout = terms.layout
         self.config = terms.config
         self.link = link
-        self.versions: dict[int, VersionId] = {}  # by fragment, what is here
+        self.versions: dict[int, VersionId] = {}  # by fragment
         self._states: dict[int, FlatState] = {}
         self._ledger = Ledger()  # of fragment 0
 

@@ -98,7 +98,7 @@ def give_own_order(loaders: Iterable[object], shard: Callable[[], tuple[int, int
     changed = [_reseed(loader, SEED_STEP * index) for loader in loaders]
     if any(changed):
         logger.info(
-            "This worker shuffles its data from seeds of its own (shard %d of %d); "
+            "This worker shuffles its data from its own seeds (shard %d of %d); "
             "shard_data=False leaves the seeds alone.",
             index,
             count,

@@ -71,7 +71,7 @@ class DiLoCoWorker:
 
     Args:
         model: parameters in bf16, fp16, fp32 or fp64, buffers of any kind, tied weights, frozen parts.
-            A list: the parts of one model, as of a pipeline, each with names of its own.
+            A list: the parts of one model, as of a pipeline, each with distinct names.
         optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
             counted. Of a list a round of all of them is one step: see `counted_steps`.
         server: the broker's address, several separated by commas, or a function that returns one, called
@@ -272,7 +272,7 @@ class DiLoCoWorker:
     def close(self, *, failed: bool = False) -> None:
         """Wait for every push in flight, leave the run, and leave the model as it is.
 
-        Waits at most `timeout` seconds in all; after SIGTERM or Ctrl-C only until what is in flight was
+        Waits at most `timeout` seconds in all; after SIGTERM or Ctrl-C only until pushes in flight were
         sent, at most 10 s. Steps since the last boundary stay in the model and are not sent; see
         `force_sync`, and `state_dict`.
 

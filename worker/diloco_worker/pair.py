@@ -69,13 +69,13 @@ def refuse_deepspeed(*given: object) -> None:
             if any(m.split(".")[0] == "deepspeed" or m in DEEPSPEED_WRAPPERS for m in modules):
                 raise UsageError(
                     f"{type(each).__name__} belongs to DeepSpeed, which keeps gradients and steps in "
-                    "buffers of its own; train with a torch.optim.Optimizer, without DeepSpeed."
+                    "its own buffers; train with a torch.optim.Optimizer, without DeepSpeed."
                 )
             inner = vars(inner).get("optimizer") if hasattr(inner, "__dict__") else None
 
 
 def _with_hooks(optimizer: Optimizer) -> Optimizer:
-    """The first with step hooks of its own, from the outermost wrapper inwards.
+    """The first with its own step hooks, from the outermost wrapper inwards.
 
     Wrappers like Accelerate's are an Optimizer by type, pass each real step to `.optimizer`, and never
     call `Optimizer.__init__`.

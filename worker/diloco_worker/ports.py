@@ -200,7 +200,7 @@ class LocalPorts(Participant):
         return finish(steps(self.state))
 
     def leave(self, *, hasty: bool) -> None:
-        """Wait for what is in flight."""
+        """Wait for pushes in flight."""
         self.has_left = True
         if not self.link.has_ended:
             finish(boundary.leave(self.state, hasty=hasty))

@@ -1,4 +1,4 @@
-"""The dict that a script saves of a worker: its counters, and what it resumes from as plain values.
+"""The dict that a script saves of a worker: its counters, and the state to resume from, as plain values.
 
 Texts, numbers, lists, dicts and tensors, so `torch.load(..., weights_only=True)` reads it. Ids of 64
 bits are hexadecimal texts. Base tensors are copies; those of an in-flight push are shared, since they

@@ -232,7 +232,7 @@ class InTurnPorts(LocalPorts):
         try:
             self._listen(seconds)
             self.is_over()
-        except Exception as error:  # noqa: BLE001  as in a step of its own
+        except Exception as error:  # noqa: BLE001  as in its own step
             self.state.schedule.restart(self.state.step)
             self.trouble(f"Synchronising failed: {error!r}")
 

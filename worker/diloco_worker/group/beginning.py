@@ -1,6 +1,6 @@
 """How a worker of several processes starts: they agree on the model, and join as one worker.
 
-All processes do the same in the same order; the leader broadcasts what it alone knows. A failure of one
+All processes run the same steps in the same order; the leader broadcasts its results. A failure of one
 is a failure of all.
 """
 

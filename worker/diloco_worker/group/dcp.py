@@ -1,6 +1,6 @@
 """Reads the states of a worker that `torch.distributed.checkpoint` saved.
 
-There each process's state has a name of its own, so `dcp.save({"diloco": diloco.state_dict()})` keeps
+There each process's state has its own name, so `dcp.save({"diloco": diloco.state_dict()})` keeps
 all of them. The checkpoint's metadata lists them, since a worker that has not started does not know how
 its run cuts the model.
 """

@@ -2,7 +2,7 @@
 
 A model's distance from the worker's base is pushed as trained, so a stale model file would undo what
 others have learnt. A script may save its model in a narrower dtype; only that rounding is accepted.
-Frozen tensors are never pushed and not compared; their tag spares a worker from fetching what it has.
+Frozen tensors are never pushed and not compared; their tag saves a worker from fetching its own values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIECE_ELEMENTS = 1 << 15
 
 
 def checksums(tensors: ModelTensors) -> dict[str, tuple[int, ...]]:
-    """By name, CRC-32 of each piece of what is trained or averaged: as it is, then rounded to each
+    """By name, CRC-32 of each trained or averaged piece: as it is, then rounded to each
     narrower dtype. A few seconds for a billion fp32 parameters."""
     sums: dict[str, tuple[int, ...]] = {}
 
@@ -77,7 +77,7 @@ def crc32_of(tensor: Tensor, *dtypes: torch.dtype) -> tuple[int, ...]:
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the values stay what they are in this dtype."""
+    """Whether the values are exact in this dtype."""
     if dtype is tensor.dtype:
         return True
     return all(torch.equal(piece.to(dtype).to(piece.dtype), piece) for piece in _pieces(tensor))

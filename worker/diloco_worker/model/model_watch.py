@@ -1,4 +1,4 @@
-"""Notices that a model has changed in mid-run: layers unfrozen, frozen, replaced, renamed or retyped.
+"""Notices changes of a model during a run: layers unfrozen, frozen, replaced, renamed or retyped.
 
 A run has the tensors that the model had when its worker was made. New ones are never sent, and a
 replaced one is sent in place of the old. Only names, shapes, dtypes, `requires_grad` and identities are
@@ -30,14 +30,14 @@ class Seen:
 
 
 class ModelWatch:
-    """Compares the model with what it was when this was made.
+    """Compares the model with its state when this was made.
 
     Args:
         settle: called before each comparison; puts back parameters that were replaced for a while.
     """
 
     def __init__(self, model: nn.Module, settle: Callable[[], object] | None = None) -> None:
-        self.problem: str | None = None  # what has changed, a sentence
+        self.problem: str | None = None  # the changes, a sentence
         self._model = model
         self._settle = settle
         self._before = _seen(model)

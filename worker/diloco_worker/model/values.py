@@ -16,7 +16,7 @@ from diloco_worker.model.model_tensors import ModelTensors
 
 
 def check_values(tensors: ModelTensors) -> None:
-    """Raise UsageError for values that no run can start with: NaN, infinities in what is trained or
+    """Raise UsageError for values that no run can start with: NaN, infinities in values trained or
     averaged, fp64 values beyond the range of fp32.
     """
     for entry, tensor in tensors.live():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from diloco_protocol import UsageError
 
-# Of each wrapper, by the name of its class, what it calls the module that it wraps.
+# By the name of a wrapper class, the attribute of the wrapped module.
 _INNER = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",

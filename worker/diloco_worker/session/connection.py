@@ -28,7 +28,7 @@ FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
 # Seconds between two attempts after "not now".
 RETRY_S = 1.0
-# Seconds between two attempts after a refusal in mid-run.
+# Seconds between two attempts after a refusal during a run.
 REFUSED_RETRY_S = 30.0
 # Seconds without an answer to a join before reconnecting.
 JOIN_PATIENCE_S = 20.0

@@ -41,7 +41,7 @@ class HeldUnits:
     is_answer: bool = False  # its answer is the one to `wanted`
     # Dropped during or before training: samples of them may still come.
     dropped: Spans = field(default_factory=Spans)
-    is_due: bool = False  # report what is held
+    is_due: bool = False  # report the held units
     has_news: bool = False  # and the counted lots, which the broker may not know
     retry_at: float | None = None
 

@@ -456,7 +456,7 @@ def _log_counted(state: SyncState, *, at_once: bool = False) -> None:
 async def settle(
     state: SyncState, fragment: Fragment, *, now: bool = False, touch_model: bool = True
 ) -> Outcome:
-    """Bring the model in line with what has arrived for a fragment. Never waits for the broker.
+    """Bring the model in line with the arrivals of a fragment. Never waits for the broker.
 
     Running out of memory must not end the training: the outcome is FAILED, and the next call resumes
     the merge. `now` and `touch_model` are those of `Fragment.next_merge`.

@@ -1,4 +1,4 @@
-"""One fragment between freezing a delta and merging its reply: what has arrived, and how it is settled.
+"""One fragment between freezing a delta and merging its reply: arrivals, and how they are settled.
 
 The *base* is the version that the next delta is measured from. An *in-flight push* is a frozen delta;
 its *reply* is a version that contains it. Training may go on meanwhile (tau steps in Streaming DiLoCo,
@@ -39,7 +39,7 @@ class Outcome(str, Enum):
     NOTHING = "nothing"
     COUNTED = "counted"  # the in-flight push is in the version that is the base now
     MOVED = "moved"  # there was no in-flight push; a newer version is the base now
-    REJECTED = "rejected"  # the in-flight push has ended; the base is what it was
+    REJECTED = "rejected"  # the in-flight push ended; the base is unchanged
     SUPERSEDED = "superseded"  # the base replaced the steps and the in-flight push
     RESTORED = "restored"  # the steps since the last freeze are out of the model
     LOADED = "loaded"  # a version is in the model as it is
@@ -132,7 +132,7 @@ class Merge:
     """A decision that is not yet applied to the model."""
 
     outcome: Outcome
-    in_flight: InFlight | None = None  # the one that was under way
+    in_flight: InFlight | None = None
     arrival: Arrival | None = None  # the version that arrived
     rejection: Rejection | None = None  # why the in-flight push has ended without one
     touches_model: bool = True  # False leaves the model as it is, on its base
@@ -163,7 +163,7 @@ class Fragment:
     number: int
     worker_id: str
     chunks: int
-    base: InitVar[TrainingBase]  # what training stands on
+    base: InitVar[TrainingBase]
     done_before: Work  # up to its last freeze
     reply: Arrival | None = None  # a version that is not in the model yet
     rejection: Rejection | None = None  # why the in-flight push ended without one

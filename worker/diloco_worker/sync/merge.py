@@ -62,7 +62,7 @@ class FragmentValues:
     kept_on: torch.device  # where the base is
     saved: InitVar[SavedFeedback | None] = None
     feedback: Feedback = field(init=False)
-    _change: Change | None = None  # of a merge that was broken off
+    _change: Change | None = None  # of an interrupted merge
     _last_merge: Merge | None = None  # the last one
 
     def __post_init__(self, saved: SavedFeedback | None) -> None:

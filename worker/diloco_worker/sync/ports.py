@@ -66,7 +66,7 @@ class Ports(Protocol):
     # The model.
 
     def check_model(self) -> None:
-        """Warn if the model's tensors are not what they were."""
+        """Warn if the model's tensors changed."""
 
     async def freeze(self, push: Push) -> Push | NonFinite:
         """Freeze global minus local as the delta of this push. Returns the push with its norm."""

@@ -42,8 +42,8 @@ class TurnState(str, Enum):
 
     FREE = "free"  # nothing in flight: push
     BUSY = "busy"  # its last push is under way for an earlier round: that comes first
-    TAKEN = "taken"  # what is under way is in this very round
-    PAST = "past"  # what is under way is in a later round: this one is over
+    TAKEN = "taken"  # its push is in flight for this round
+    PAST = "past"  # its push is in a later round: this one is over
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Leaving:
-    """How long to wait for what is in flight."""
+    """The time limit for pushes in flight."""
 
     until: float
     limit: float  # seconds in all
@@ -66,14 +66,14 @@ class SyncState:
 
     worker_id: str
     ports: Ports
-    link: LinkState  # how it stood at the latest poll
+    link: LinkState  # at the latest poll
     options: Options
     chunks: InitVar[Sequence[int]]  # of each fragment
-    bases: InitVar[Sequence[TrainingBase]]  # of each fragment, what training stands on
-    totals: Work  # what the script has reported, as of the latest poll; without its steps
-    step: int  # the optimizer step that has been taken last
+    bases: InitVar[Sequence[TrainingBase]]  # of each fragment
+    totals: Work  # reported by the script up to the latest poll; without steps
+    step: int  # the last optimizer step
     cycle_start: InitVar[int]  # the optimizer step after which the cycle of slots began
-    metrics: SyncMetrics  # what happens is counted in them
+    metrics: SyncMetrics
     fragments: list[Fragment] = field(init=False)  # in order
     schedule: RoundSchedule = field(init=False)
     lines: SyncLines = field(init=False)

@@ -75,7 +75,7 @@ class BrokerAddress:
 
 
 class _Answers:
-    """Calls a function in a thread of its own, once at a time, since it may block."""
+    """Calls a function in a separate thread, once at a time, since it may block."""
 
     def __init__(self, ask: Callable[[], str]) -> None:
         self._function = ask

@@ -25,7 +25,7 @@ TOLD = (effects.Joined, effects.JoinRefused, effects.Told, effects.Answered, eff
 
 
 class Network(Protocol):
-    """The two connections to the broker, and what is known beside the session."""
+    """The two connections to the broker, and facts that the session lacks."""
 
     address: str
     shortcut: str  # the Unix socket that chunks go through; empty where there is none

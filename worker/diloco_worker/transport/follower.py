@@ -1,6 +1,6 @@
 """The part of a follower's I/O thread: it moves the chunks of this rank, and decides nothing.
 
-The leader's session says what to send, hears what has arrived, and knows when a version is complete.
+The leader's session commands sends, is notified of arrivals, and knows when a version is complete.
 The follower returns credit for its chunks itself. A link runs it in place of a session and its
 executor.
 """

@@ -2,7 +2,7 @@
 
 A version is assembled in its own memory. Once it is the base, the memory of the former base is reused
 for the next version: each fragment alternates between two vectors. A rank of several has its share of a
-fragment, a layout of its own; chunks are named by their index in the fragment, as on the wire.
+fragment as a separate layout; chunks are named by their index in the fragment, as on the wire.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FragmentBuffers:
     version may arrive before the leader says that the last is complete, so each complete version is
     held until training uses a later one.
 
-    `states` are held already. A fragment of the model is copied in a thread of its own, one at a time,
+    `states` are held already. A fragment of the model is copied in a separate thread, one at a time,
     and only while it is not trained.
     """
 
@@ -81,7 +81,7 @@ class FragmentBuffers:
     named: Callable[[Future[int]], object]  # called with the tag in that thread
     pinned: bool  # whether to receive into pinned memory (the model is on a CUDA device)
     states: InitVar[Mapping[int, Versions]]  # by fragment
-    outgoing: dict[int, FlatState] = field(default_factory=dict)  # by push id, what is being sent
+    outgoing: dict[int, FlatState] = field(default_factory=dict)  # by push id, payloads being sent
     # By fragment: the version being assembled, and reusable memory; complete versions, the latest last;
     # the base.
     _assembly: dict[int, tuple[VersionId | None, FlatState]] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class FragmentBuffers:
         parts: Sequence[int],
         base: VersionId | None = None,
     ) -> int | None:
-        """Decode a difference from what is held; returns the checksum of the result."""
+        """Decode a difference from the held version; returns the checksum of the result."""
         held = self.held(fragment, base)
         if held is None:
             return None

@@ -1,7 +1,7 @@
 """Prints the worker's log lines where the application has configured no logging.
 
 `logging` itself would print warnings only. Our handler prints lines from level info on stderr, until
-the application has a handler of its own. DILOCO_LOG sets the level of the worker's logger in both
+the application has its own handler. DILOCO_LOG sets the level of the worker's logger in both
 cases.
 """
 

@@ -30,7 +30,7 @@ ECHO_S = 1.0
 
 
 class Termination:
-    """Handles SIGTERM between `install` and `restore`, unless the script has a handler of its own.
+    """Handles SIGTERM between `install` and `restore`, unless the script has its own handler.
 
     Args:
         wake: ends a wait of the main thread. Called in the handler, so it must take no lock.

@@ -1,6 +1,6 @@
 """The processes of one worker, and their communication.
 
-It uses a gloo group of their own, on the CPU, beside the collectives of training. Every method is a
+It uses a separate gloo group, on the CPU, beside the collectives of training. Every method is a
 collective: all processes call the same ones in the same order. Failures raise `GroupBroken` in the
 remaining processes.
 """
@@ -53,7 +53,7 @@ class Ranks:
             raise UsageError(
                 "process_group is a group that this process is not in; give each process its own."
             )
-        # Made by its members alone: other workers of the same launch need not take part.
+        # Made by its members alone, without other workers of the same launch.
         self._group: Any = dist.new_group(
             members, backend="gloo", use_local_synchronization=True, group_desc="diloco"
         )

@@ -1,4 +1,4 @@
-"""Which process of a worker owns which chunks, and its chunks as a layout of their own. Pure.
+"""The chunks that each process of a worker owns, as a separate layout. Pure.
 
 A process sends and receives the chunks that it owns, and keeps vectors of nothing else. It owns chunks
 of which it has most, so that little is exchanged within the worker, and no more than an even part of
@@ -116,7 +116,7 @@ def overlaps(layout: FragmentLayout) -> Iterator[tuple[ChunkSpan, Place, int, in
 def share_of(
     layout: FragmentLayout, owners: Sequence[int], rank: int
 ) -> tuple[FragmentLayout, tuple[Piece, ...]]:
-    """The chunks of one process as a layout of their own, and the pieces of tensors in them.
+    """The chunks of one process as a separate layout, and the pieces of tensors in them.
 
     Spans are numbered from 0. A place is a one-dimensional piece, named NAME[start:stop].
     """

@@ -1,4 +1,4 @@
-"""What is moved in each exchange between a spread model and the owners of its chunks. Pure.
+"""The parts moved in each exchange between a sharded model and the owners of its chunks. Pure.
 
 In each exchange every process handles a bounded part of what it owns, which bounds its memory. What a
 process owns and has itself is not moved.
@@ -61,7 +61,7 @@ class Slice:
     rank: int  # of this process
     pieces: tuple[Piece, ...]  # that this process owns
     parts: tuple[Part, ...]  # of all pieces of it that this process has or owns, in a common order
-    gathers: bool  # whether any process lacks something of what it owns
+    gathers: bool  # whether any process lacks a part that it owns
     scatters: bool  # whether any process has something that another one owns
 
     @cached_property

@@ -84,13 +84,13 @@ class SpreadTensors(ModelTensors):
         return part_of(saved, layout, self.ranks.rank, self.ranks.count, self.owners)
 
     def shared_out(self, plain: dict[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
-        """What this process saves, under its name, with what it owns and counted."""
+        """The state that this process saves, under its name, with its owners and counts."""
         ranks = self.ranks
         made = shared_out({**plain, "counts": {**counts}}, ranks.rank, ranks.count, self.owners)
         return {str(ProcessName(plain["worker_id"], ranks.rank, ranks.count)): made}
 
     def share_of(self, layout: FragmentLayout) -> FragmentLayout:
-        """What this process owns of a fragment, as a layout of its own."""
+        """The part of a fragment that this process owns, as a separate layout."""
         return self.shares[layout.fragment]
 
     def numbers_of(self, layout: FragmentLayout) -> Sequence[int]:
